@@ -13,3 +13,6 @@ class Answer(NamedTuple):
 
 
 Command = Callable[..., Answer]
+
+# What every command says of a model that is not there.
+MISSING = "there is no such file or folder, and it is no name on the Hub (owner/name)"

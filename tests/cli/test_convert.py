@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.tiny_marian import write_marian
-from command import Command
+from command import MISSING, Command
 from triptych.training import read_recipe
 
 SENTENCES = b"Das Buch kostet drei Euro.\n\nEs ist halb vier.\nHeute ist Montag.\nVier.\n"
@@ -83,7 +83,7 @@ def test_nothing_is_overwritten_and_nothing_comes_from_nowhere(
     exists = triptych("convert", small_run, "--to", "hf", "-o", tmp_path / "out")
     assert (exists.code, "exists: choose another name" in exists.err) == (2, True)
     nowhere = triptych("convert", tmp_path / "no", "--to", "hf", "-o", tmp_path / "new")
-    assert nowhere.err == f"triptych: the run folder {tmp_path / 'no'} does not exist\n"
+    assert nowhere.err == f"triptych: {tmp_path / 'no'}: {MISSING}\n"
     assert nowhere.code == 2
 
 

@@ -229,7 +229,7 @@ def test_a_long_file_is_one_document_unless_its_lines_are(
         ([], "give --text for a language model"),
         (["--text", "t", "--source", "t"], "--source is for translators"),
         (["--text", "t", "--beam", "2"], "--beam is for translators"),
-        (["--source", "t", "--reference", "t", "--stride", "2"], "go with --text"),
+        (["--source", "t", "--reference", "t", "--stride", "2"], "--stride goes with --text"),
         (["--text", "t", "--context", "65"], "65 tokens"),
         (["--text", "no-such-file"], "no-such-file"),
         (["--text", "bad"], "not UTF-8"),
@@ -269,19 +269,26 @@ def opened_of_words(folder: Path, kind: Literal["decoder", "encoder"], context: 
     return OpenedModel("words", folder, model, load_tokenizer(folder))
 
 
+def in_place_of_all(opened: OpenedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this model opened whatever is named, and something there that has the name "model"."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(Opened, "model", opened)
+
+
 @pytest.fixture
 def masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     """An encoder in place of every model."""
     opened = opened_of_words(tmp_path, "encoder")
-    monkeypatch.setattr(Opened, "model", opened)
+    in_place_of_all(opened, tmp_path, monkeypatch)
     return opened.language_model
 
 
 def test_attention_of_a_text_past_the_context_is_refused(
     triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = opened_of_words(tmp_path, "decoder", context=8)
-    monkeypatch.setattr(Opened, "model", opened)
+    in_place_of_all(opened_of_words(tmp_path, "decoder", context=8), tmp_path, monkeypatch)
     options = ("--json", "--attention", "0:0", "--max-new-tokens")
     (record,) = records(triptych("generate", "model", "a b", *options, "5").out)
     (one,) = record["continuations"]

@@ -141,7 +141,7 @@ def test_a_runs_tensor_file_stands_for_the_run(triptych: Command, small_run: Pat
 
 def test_a_checkpoint_that_is_not_there_is_one_line(triptych: Command, tmp_path: Path) -> None:
     answer = triptych("inspect", tmp_path / "nothing")
-    assert answer.code == 1
+    assert answer.code == 2
     assert answer.err.count("\n") == 1
     assert "no such file or folder" in answer.err
 

@@ -106,7 +106,7 @@ def test_lower_ranks_are_bounded_and_hold_when_tried_again(
 
 def test_only_the_forms_named_are_cut(triptych: Command, tmp_path: Path) -> None:
     source, out = gpt2(tmp_path / "source"), tmp_path / "out"
-    assert triptych("rewrite", source, "-o", out, "--rank", "3", "--forms", "ov").code == 0
+    assert triptych("rewrite", source, "-o", out, "--do", "truncate(rank=3, forms=['ov'])").code == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
     changed = before["h.0.attn.c_attn.weight"] != after["h.0.attn.c_attn.weight"]
     assert not changed[:, : 2 * D].any()
@@ -117,9 +117,12 @@ def test_only_the_forms_named_are_cut(triptych: Command, tmp_path: Path) -> None
 def test_what_is_kept_may_be_what_counts_on_a_text(
     triptych: Command, model: Path, text: Path, tmp_path: Path, criterion: str
 ) -> None:
-    for name, options in (("free", ()), ("on-text", ("--criterion", criterion, "--calibrate", text))):
+    for name, options in (
+        ("free", ("--rank", "4")),
+        ("on-text", ("--do", f"truncate(rank=4, criterion='{criterion}')", "--calibrate", text)),
+    ):
         out = tmp_path / name
-        answer = triptych("rewrite", model, "-o", out, "--rank", "4", *options, "--text", text)
+        answer = triptych("rewrite", model, "-o", out, *options, "--text", text)
         assert answer.code == 0, answer.err
     free, on_text = certified(tmp_path / "free"), certified(tmp_path / "on-text")
     assert free.calibration is None
@@ -184,7 +187,7 @@ def test_a_model_whose_file_lacks_tensors_is_not_compared_with_random_ones_in_th
 
 def test_key_value_heads_are_merged(triptych: Command, tmp_path: Path) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--kv-heads", "1")
+    answer = triptych("rewrite", source, "-o", out, "--do", "merge_kv_heads(num_kv_heads=1)")
     assert answer.code == 0, answer.err
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
     assert load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"].shape == (8, D)
@@ -193,13 +196,14 @@ def test_key_value_heads_are_merged(triptych: Command, tmp_path: Path) -> None:
 
 def test_more_key_value_heads_than_there_are_are_copies(triptych: Command, tmp_path: Path) -> None:
     source, out = llama(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--kv-heads", "4", "--rank", "8", "--no-compare")
+    copies = ("--do", "repeat_kv_heads(num_kv_heads=4)")
+    answer = triptych("rewrite", source, "-o", out, *copies, "--rank", "8", "--no-compare")
     assert answer.code == 0, answer.err
     assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 4
     steps = json.loads((out / "certificate.json").read_text())["layers"][0]["steps"]
     assert [step["rewrite"] for step in steps] == ["truncate", "repeat_kv_heads"]
     assert triptych("verify", out, "--against", source).code == 0
-    refused = triptych("rewrite", source, "-o", tmp_path / "other", "--kv-heads", "3", "--no-compare")
+    refused = triptych("rewrite", source, "-o", tmp_path / "other", "--do", "repeat_kv_heads(num_kv_heads=3)")
     assert refused.code == 1
     assert "num_kv_heads 3 is no multiple of 2 that divides 4 heads" in refused.err
 
@@ -209,7 +213,7 @@ def test_heads_that_do_least_are_left_out(triptych: Command, tmp_path: Path) -> 
     weak = tensors["h.1.attn.c_proj.weight"].clone()
     weak[16:24] /= 100
     source, out = gpt2(tmp_path / "source", {"h.1.attn.c_proj.weight": weak}), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--prune", "1")
+    answer = triptych("rewrite", source, "-o", out, "--do", "prune_heads(number=1)")
     assert answer.code == 0, answer.err
     assert "1 of 4 heads left out: 2" in certified(out).layers[1].steps[0].choice
     assert not load_file(out / "model.safetensors")["h.1.attn.c_proj.weight"][16:24].any()
@@ -219,7 +223,16 @@ def test_heads_that_do_least_are_left_out(triptych: Command, tmp_path: Path) -> 
 def test_what_heads_do_may_be_measured_on_a_text(
     triptych: Command, model: Path, text: Path, tmp_path: Path
 ) -> None:
-    answer = triptych("rewrite", model, "-o", tmp_path / "out", "--prune", "2", "--calibrate", text)
+    answer = triptych(
+        "rewrite",
+        model,
+        "-o",
+        tmp_path / "out",
+        "--do",
+        "prune_heads(number=2, on_text=True)",
+        "--calibrate",
+        text,
+    )
     assert answer.code == 0, answer.err
     assert certified(tmp_path / "out").recipe[0]["on_text"] is True
 
@@ -239,7 +252,14 @@ def test_a_plan_is_printed_and_nothing_written(triptych: Command, tmp_path: Path
 
 def test_a_plan_is_json_on_request(triptych: Command, tmp_path: Path) -> None:
     plan = json.loads(
-        triptych("rewrite", llama(tmp_path / "source"), "--kv-heads", "1", "--plan", "--json").out
+        triptych(
+            "rewrite",
+            llama(tmp_path / "source"),
+            "--do",
+            "merge_kv_heads(num_kv_heads=1)",
+            "--plan",
+            "--json",
+        ).out
     )
     assert set(plan) == {
         *(
@@ -317,13 +337,17 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
         (["--rank", "9"], "truncate: rank is 9, and the widest head has 8 channels"),
         (["--energy", "1.5"], "truncate.energy: Input should be less than or equal to 1"),
         (["--budget", "0"], "truncate.budget: Input should be greater than 0"),
-        (["--rank", "3", "--forms", "qk,vo"], "truncate.forms.1: Input should be 'qk' or 'ov'"),
-        (["--rank", "3", "--forms", ""], "truncate.forms.0: Input should be 'qk' or 'ov'"),
-        (["--rank", "3", "--forms", "qk,qk"], "truncate: forms is qk,qk: give qk, ov or both"),
-        (["--kv-heads", "0"], "merge_kv_heads.num_kv_heads: Input should be greater than or equal to 1"),
-        (["--prune", "0"], "prune_heads.number: Input should be greater than or equal to 1"),
-        (["--criterion", "centred"], "--criterion needs --rank"),
-        (["--rank", "3", "--criterion", "centred"], "truncate needs a text: give one with --calibrate"),
+        (["--do", "truncate(rank=3, forms=['qk', 'vo'])"], "truncate.forms.1: Input should be 'qk' or 'ov'"),
+        (["--do", "truncate(rank=3, forms=['qk', 'qk'])"], "truncate: forms is qk,qk: give qk, ov or both"),
+        (
+            ["--do", "merge_kv_heads(num_kv_heads=0)"],
+            "num_kv_heads: Input should be greater than or equal to 1",
+        ),
+        (["--do", "prune_heads(number=0)"], "prune_heads.number: Input should be greater than or equal to 1"),
+        (
+            ["--do", "truncate(rank=3, criterion='centred')"],
+            "truncate needs a text: give one with --calibrate",
+        ),
         (["--rank", "3", "--calibrate", "no.txt"], "no.txt: No such file"),
         (["--rank", "3", "--calibrate", "."], "Is a directory"),
         (["--rank", "3", "--calibrate", "BINARY"], "not UTF-8"),

@@ -119,7 +119,7 @@ def test_the_name_of_a_folder_reaches_no_page_message_or_card_as_it_is(
             triptych("inspect", f"{name}.none"),
         ]
         assert [fault(answer) for answer in answers] == ["", "", ""]
-        assert [answer.code for answer in answers] == [0, 0, 1]
+        assert [answer.code for answer in answers] == [0, 0, 2]
         assert [shown in answer.out + answer.err for answer in answers] == [True, True, True]
         for written in (home / f"{name}.html", home / f"{name}.new" / "README.md"):
             text = written.read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def test_the_name_of_a_folder_reaches_no_page_message_or_card_as_it_is(
         (["generate", "{runs}", "a", "--beam", "9" * 20], "at most 10,000"),
         (["generate", "{runs}", "a", "--max-new-tokens", "9" * 20], "at most 1,000,000,000"),
         (["generate", "{runs}", "a", "--temperature", "1e-308"], "at least 1e-06"),
-        (["attend", "{runs}", "a", "--max-new-tokens", "9" * 20], "--max-new-tokens"),
+        (["attend", "{runs}", "a", "--max-new-tokens", "9" * 20], "max_new_tokens is 9999"),
         (["attend", "{runs}", "--over", "loop"], "loop"),
         (["attend", "{runs}", "a", "--html", "loop"], "loop: Too many levels"),
         (["inspect", "{gpt2}", "--html", "loop"], "loop: Too many levels"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command import Command
+from command import MISSING, Command
 from triptych import load
 
 SENTENCES = ["Das Buch kostet drei Euro.", "", "Es ist halb vier.", "Heute ist Montag.", "Vier."]
@@ -156,7 +156,7 @@ def test_a_missing_run_or_file_is_a_usage_error(triptych: Command, small_run: Pa
     no_run = triptych("translate", tmp_path / "nowhere", stdin=b"Vier.\n")
     assert (no_run.code, no_run.err) == (
         2,
-        f"triptych: the run folder {tmp_path / 'nowhere'} does not exist\n",
+        f"triptych: {tmp_path / 'nowhere'}: {MISSING}\n",
     )
     no_file = triptych("translate", small_run, tmp_path / "nothing.txt")
     assert no_file.code == 2
@@ -171,9 +171,7 @@ def test_a_folder_that_is_no_run_is_refused(triptych: Command, tmp_path: Path) -
 
 def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Heute ist Montag.\n" * 2000)
-    command = (
-        f"{sys.executable} -m triptych.cli translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
-    )
+    command = f"{sys.executable} -m triptych translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.count("\n") == 1
     assert result.stderr == ""
@@ -234,7 +232,7 @@ def test_a_tokenizer_that_is_missing_is_not_taken_for_a_joint_one(
 
 def test_a_line_typed_is_answered_before_the_next_one_comes(small_run: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "triptych.cli", "translate", str(small_run)],
+        [sys.executable, "-m", "triptych", "translate", str(small_run)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -71,8 +71,8 @@ def test_a_plan_says_what_a_truncation_does_not_shrink(
         expected
     )
     said = {
-        "llama": "Llama's format: the file gets smaller by fewer heads (--prune N, with --kv-heads 1) or "
-        "fewer key-value heads (--kv-heads N); anything else is padded with zeros",
+        "llama": "Llama's format: the file gets smaller by fewer heads (prune_heads, with merge_kv_heads) or "
+        "fewer key-value heads (merge_kv_heads); anything else is padded with zeros",
         "gpt2": "GPT-2's format: no rewrite makes the file smaller; anything else is padded with zeros",
     }
     assert plan.notes[-1] == said[family]

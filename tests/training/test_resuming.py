@@ -483,7 +483,7 @@ def _write_recipe(path: Path, **training: object) -> None:
 
 def _start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "triptych.cli", *arguments],
+        [sys.executable, "-m", "triptych", *arguments],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

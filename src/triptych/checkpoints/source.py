@@ -152,7 +152,7 @@ def find_source(source: object, *, tokenizer: Any = None, offline: bool = False)
     name, path = str(source), Path(source)
     if not path.exists():
         if not is_hub_id(name):
-            raise DataError(
+            raise UsageError(
                 f"{name}: there is no such file or folder, and it is no name on the Hub (owner/name)"
             )
         repository = open_hub(name, offline=offline)

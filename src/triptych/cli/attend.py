@@ -1,14 +1,12 @@
 """`triptych attend`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-import typer
-
-from triptych.attending import AttentionBatch
+from triptych.attending import Attention
 from triptych.attending.looks import strongest_looks, written_tokens
 from triptych.attending.over import OverText
 from triptych.attending.over_page import head_notes, notes_origin
@@ -24,16 +22,14 @@ from triptych.attending.saving import (
 )
 from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
-from triptych.cli.groups import grouped
-from triptych.cli.options import MODEL, DeviceOption, MaxTokensOption, WithoutOption, open_model
-from triptych.cli.outputs import ForceOption, Output, require_free
-from triptych.cli.over import MoreFigures, OverOptions, is_over_csv, show_over
-from triptych.cli.progress import progress_bar
+from triptych.cli.options import open_model
+from triptych.cli.outputs import Output, require_free
+from triptych.cli.over import Documents, is_over_csv, over_text, show_over
 from triptych.cli.selection import numbers
-from triptych.cli.terminal import Terminal, read_text, write_output
-from triptych.decoding.hypotheses import MOST_TOKENS
+from triptych.cli.signatures import Options
+from triptych.cli.terminal import Terminal, progress_bar, read_text, write_output
 from triptych.errors import UsageError
-from triptych.face import Model
+from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
@@ -41,157 +37,33 @@ from triptych.text import read_lines
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
-Text = Annotated[str | None, typer.Argument(help="The text to read; - reads all of standard input.")]
-FileOption = Annotated[
-    Path | None, typer.Option("--file", help="Texts, one per line, read in padded batches.")
-]
-TargetOption = Annotated[
-    str | None,
-    typer.Option("--target", help="What the decoder of a translator reads. Default: its translation."),
-]
-MaxNewTokensOption = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens",
-        min=0,
-        max=MOST_TOKENS,
-        help="Continue the text greedily by so many tokens first.",
-    ),
-]
-KindOption = Annotated[
-    list[str] | None,
-    typer.Option("--kind", help="encoder, decoder or cross. May be repeated. Default: all there are."),
-]
-LayersOption = Annotated[str | None, typer.Option("--layers", help="Layers: 0,3 or 0-5. Default: all.")]
-HeadsOption = Annotated[str | None, typer.Option("--heads", help="Heads: 0,3 or 0-5. Default: all.")]
-TopOption = Annotated[
-    int | None,
-    typer.Option("--top", min=1, help="Keep the K largest weights of each token, and the sum of the others."),
-]
-WritesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--writes",
-        min=1,
-        help="Show what each head writes for each token (W_OV): the K nearest tokens of the output table.",
-    ),
-]
-NpzOption = Annotated[Path | None, typer.Option("--npz", help="Write NumPy arrays to this file.")]
-CsvOption = Annotated[
-    Path | None, typer.Option("--csv", help="Write a row for every weight above 0 to this file.")
-]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", help="Write a page with every chosen head, which works offline.")
-]
-SvgOption = Annotated[
-    Path | None,
-    typer.Option("--svg", help="Draw one head, chosen with --kind, --layers and --heads, to this file."),
-]
-StepsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--steps", metavar="HEAD:TOKEN", help="The computation of one row step by step: 3.2:5, cross.3.2:5."
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per text, with all weights.")]
 
-
-class _Texts(NamedTuple):
-    """Texts to read, as the options have them."""
-
-    text: Text = None
-    file: FileOption = None
-    target: TargetOption = None
-    max_new_tokens: MaxNewTokensOption = 0
-    max_tokens: MaxTokensOption = None
-
-    @property
-    def are_given(self) -> bool:
-        return self.text is not None or self.file is not None
-
-    def read(self) -> list[Path]:
-        """The files that are read."""
-        return [] if self.file is None else [self.file]
-
-    def attend(self, model: Model) -> AttentionBatch:
-        """The attention of a model on the texts."""
-        texts = self._texts()
-        if self.file is not None and self.target is not None:
-            raise UsageError("--target goes with one text, not with --file")
-        targets = None if self.target is None else [self.target]
-        return model.attend(texts, targets, max_new_tokens=self.max_new_tokens, max_tokens=self.max_tokens)
-
-    def _texts(self) -> list[str]:
-        """One of the command line or standard input, or the lines of a file."""
-        if (self.text is None) == (self.file is None):
-            raise UsageError("give either a text (- for standard input) or --file with texts")
-        if self.file is not None:
-            return read_lines(self.file)
-        return [read_text(str(self.text), "text")]
-
-
-class _Heads(NamedTuple):
-    """Heads to show, as the options have them, with how many weights and written tokens."""
-
-    kind: KindOption = None
-    layers: LayersOption = None
-    heads: HeadsOption = None
-    top: TopOption = None
-    writes: WritesOption = None
-
-    def of(self, attention: AttentionBatch, model: Model) -> list[Saved]:
-        """What is chosen of each text."""
-        layers = None if self.layers is None else numbers(self.layers, "--layers")
-        heads = None if self.heads is None else numbers(self.heads, "--heads")
-        writer = None if self.writes is None else TokenWriter(model.reader, self.writes)
-        return [Saved(one, one.parts(self.kind, layers, heads), self.top, writer) for one in attention]
-
-
-class _Files(NamedTuple):
-    """Files to write."""
-
-    npz: NpzOption = None
-    csv: CsvOption = None
-    html: HtmlOption = None
-    svg: SvgOption = None
-
-    def outputs(self, is_own_csv: Callable[[Path], bool]) -> tuple[Output, ...]:
-        """The files, and which there may be written anew."""
-        is_own = is_attention_npz, is_own_csv, is_page, is_picture
-        return tuple(map(Output, self, is_own))
-
-    def given(self) -> list[Path]:
-        """Those that are wanted."""
-        return [path for path in self if path is not None]
-
-    def write(self, saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> None:
-        """Write those that are wanted; the page says of heads what they do, where that was measured."""
-        picture = None if self.svg is None else _one_head(saved)
-        if self.npz is not None:
-            write_npz(saved, self.npz)
-        if self.csv is not None:
-            write_csv(saved, self.csv)
-        if self.html is not None:
-            write_attention_page(_page(saved, behaviour, tell), self.html, tell)
-        if self.svg is not None and picture is not None:
-            write_text(self.svg, head_svg(*picture))
-
-
-@grouped
 def attend(
-    source: ModelArgument,
-    texts: _Texts,
-    chosen: _Heads,
-    files: _Files,
-    over: OverOptions,
-    more: MoreFigures,
+    model: str,
+    text: str | None = None,
     *,
-    force: ForceOption = False,
-    device: DeviceOption = "auto",
-    without: WithoutOption = None,
-    steps: StepsOption = None,
-    as_json: JsonOption = False,
+    file: Path | None = None,
+    target: str | None = None,
+    reading: Annotated[Options, "Options", Model.attend, "max_new_tokens max_tokens"],
+    kind: Sequence[str] = (),
+    layers: str | None = None,
+    heads: str | None = None,
+    top: int | None = None,
+    writes: int | None = None,
+    steps: str | None = None,
+    over: Path | None = None,
+    documents: Documents = "file",
+    measured: Annotated[
+        Options, "Over a text", Model.attend_over, "targets worth explain context most_tokens"
+    ],
+    npz: Path | None = None,
+    csv: Path | None = None,
+    html: Path | None = None,
+    svg: Path | None = None,
+    force: bool = False,
+    opening: Annotated[Options, "Model", load, "device dtype languages offline"],
+    without: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Show where every head of a model looks on a text.
 
@@ -200,54 +72,120 @@ def attend(
 
     With --over, measures what heads do over a whole text instead; --csv and --html then have a row per head.
     With a text, --over and --html, the page of the text says of every head what it does.
+
+    Heads:
+        kind: encoder, decoder or cross. May be repeated. Default: all there are.
+        layers: Layers: 0,3 or 0-5. Default: all.
+        heads: Heads: 0,3 or 0-5. Default: all.
+        top: Keep the K largest weights of each token, and the sum of the others.
+        writes: Show what each head writes for each token (W_OV): the K nearest tokens of the output table.
+        steps: The computation of one row step by step, as HEAD:TOKEN: 3.2:5, cross.3.2:5.
+
+    Files:
+        npz: Write NumPy arrays to this file.
+        csv: Write a row for every weight above 0 to this file.
+        html: Write a page with every chosen head, which works offline.
+        svg: Draw one head, chosen with --kind, --layers and --heads, to this file.
+        force: Replace existing files, even if triptych did not write them.
+
+    Over a text:
+        over: Measure what heads do over this text: a file or a folder; of translators a file of lines.
+        documents: With --over: what a document is in a plain text file. Intervals are over documents.
+
+    Options:
+        text: The text to read; - reads all of standard input.
+        file: Texts, one per line, read in padded batches.
+        target: What the decoder of a translator reads. Default: its translation.
+        as_json: Print one JSON object per text, with all weights.
+
+    Examples:
+        triptych attend gpt2 "The cat sat on the mat." --html cat.html
+        triptych attend runs/mine --over test.de --worth mean
     """
-    corpus = over.choice(more)
-    is_of_heads = corpus is not None and not texts.are_given
-    read = [Path(source), *texts.read(), *([] if corpus is None else corpus.read())]
-    is_own_csv = is_over_csv if is_of_heads else is_attention_csv
-    require_free(files.outputs(is_own_csv), [path for path in read if path.exists()], force=force)
+    corpus = over_text(over, documents, measured)
+    outputs = npz, csv, html, svg
+    is_of_heads = corpus is not None and text is None and file is None
+    read = [Path(model), *([] if file is None else [file]), *([] if corpus is None else corpus.read())]
+    is_own = (
+        is_attention_npz,
+        is_over_csv if is_of_heads else is_attention_csv,
+        is_page,
+        is_picture,
+    )
+    wanted = [Output(path, own) for path, own in zip(outputs, is_own, strict=True)]
+    require_free(wanted, [path for path in read if path.exists()], force=force)
     if steps is not None:
-        if corpus is not None or any(option is not None for option in chosen):
+        excluded = corpus, *kind, layers, heads, top, writes, file, npz, csv, svg
+        if any(other is not None for other in excluded):
             raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
-        _show_steps(open_model(source, device, without), texts, steps, files, as_json=as_json)
+        opened = open_model(model, without, opening)
+        (attended,) = opened.attend(_texts(text, file), None if target is None else [target], **reading)
+        _show_steps(attended, steps, html, as_json=as_json)
         return
     if corpus is not None and is_of_heads:
-        if any(option not in (None, 0) for option in (*texts, *chosen, files.npz, files.svg)):
+        others = target, *reading.values(), kind, layers, heads, top, writes, npz, svg
+        if any(others):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
-        show_over(corpus.measure(open_model(source, device, without)), files.csv, files.html, as_json=as_json)
+        show_over(corpus.measure(open_model(model, without, opening)), csv, html, as_json=as_json)
         return
-    if corpus is not None and files.html is None:
+    if corpus is not None and html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
-    model = open_model(source, device, without)
-    saved = chosen.of(texts.attend(model), model)
-    behaviour = None if corpus is None else corpus.measure(model)
+    if file is not None and target is not None:
+        raise UsageError("--target goes with one text, not with --file")
+    opened = open_model(model, without, opening)
+    found = opened.attend(_texts(text, file), None if target is None else [target], **reading)
+    chosen = kind or None, numbers(layers, "--layers"), numbers(heads, "--heads")
+    writer = None if writes is None else TokenWriter(opened.reader, writes)
+    saved = [Saved(one, one.parts(*chosen), top, writer) for one in found]
+    behaviour = None if corpus is None else corpus.measure(opened)
     with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
-        files.write(saved, behaviour, tell)
-    _print(saved, files.given(), as_json=as_json)
+        _write(saved, outputs, behaviour, tell)
+    _print(saved, [path for path in outputs if path is not None], as_json=as_json)
 
 
-def _show_steps(model: Model, texts: _Texts, wanted: str, files: _Files, *, as_json: bool) -> None:
+def _show_steps(attended: Attention, wanted: str, html: Path | None, *, as_json: bool) -> None:
     """Print one row of a head step by step, or write its page."""
     place, _, query = wanted.rpartition(":")
     layer, _, head = place.rpartition(".")
     if not layer or not head.isdigit() or not query.removeprefix("-").isdigit():
         raise UsageError(f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"')
-    attended = [*texts.attend(model)]
-    if len(attended) > 1 or any(path is not None for path in files._replace(html=None)):
-        raise UsageError("--steps shows a row of one text: it goes with a text, --html and --json alone")
-    found = attended[0].steps(layer, int(head), query=int(query))
-    if files.html is not None:
-        found.page(files.html)
+    found = attended.steps(layer, int(head), query=int(query))
+    if html is not None:
+        found.page(html)
     if as_json:
-        write_output(json.dumps(found.record(), ensure_ascii=False) + "\n")
+        write_output(json.dumps(found.record(), ensure_ascii=False, allow_nan=False) + "\n")
         return
     console = Terminal(soft_wrap=True)
-    for path in files.given():
-        console.print(f"written: {path}")
-    for table in () if files.given() else found.tables(_MOST_KEYS):
+    if html is not None:
+        console.print(f"written: {html}")
+        return
+    for table in found.tables(_MOST_KEYS):
         console.print(table.title)
         console.print(render_table(table))
         console.print(table.caption)
+
+
+def _texts(text: str | None, file: Path | None) -> list[str]:
+    """One of the command line or standard input, or the lines of a file."""
+    if (text is None) == (file is None):
+        raise UsageError("give either a text (- for standard input) or --file with texts")
+    return read_lines(file) if file is not None else [read_text(str(text), "text")]
+
+
+def _write(
+    saved: Sequence[Saved], outputs: Sequence[Path | None], behaviour: OverText | None, tell: Told
+) -> None:
+    """Write the files that are wanted; the page says of heads what they do, where that was measured."""
+    npz, csv, html, svg = outputs
+    picture = None if svg is None else _one_head(saved)
+    if npz is not None:
+        write_npz(saved, npz)
+    if csv is not None:
+        write_csv(saved, csv)
+    if html is not None:
+        write_attention_page(_page(saved, behaviour, tell), html, tell)
+    if svg is not None and picture is not None:
+        write_text(svg, head_svg(*picture))
 
 
 def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:

@@ -3,7 +3,6 @@
 import json
 import statistics
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich import box
@@ -12,27 +11,28 @@ from rich.table import Table
 from rich.text import Text
 
 import triptych
-from triptych.cli.tables import print_whole
-from triptych.cli.terminal import Terminal, say
+from triptych.cli.failures import say
+from triptych.cli.terminal import Terminal, print_whole
 from triptych.files import write_text
 from triptych.launch import speaks
 from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
 from triptych.training.parallel import launched
 
 
-def compare(
-    study: Annotated[Path, typer.Argument(help="A study: a TOML file.")],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder for the runs and results. Default: studies/NAME."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-) -> None:
+def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> None:
     """Train variants of a recipe over several seeds and compare them.
 
     Writes tables (README.md, report.html), raw figures (runs.csv, curves.csv, sweep.csv) and two pictures
     into the folder. A study that was stopped goes on when the same command is given again; runs that are done
     are not made again.
+
+    Options:
+        study: A study: a TOML file.
+        out: Folder for the runs and results. Default: studies/NAME.
+
+    Examples:
+        triptych compare study.toml
+        triptych compare study.toml --out results --json
     """
     read = read_study(study)
     folder = out or Path("studies") / read.name
@@ -57,7 +57,7 @@ def compare(
         def show() -> None:
             _write(outcome, folder)
             if as_json:
-                print(json.dumps(tables.figures(outcome), indent=2))
+                print(json.dumps(tables.figures(outcome), indent=2, allow_nan=False))
             else:
                 _print(outcome, folder)
             for name, what in outcome.failed.items():

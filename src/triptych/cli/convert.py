@@ -4,41 +4,43 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
-from triptych.cli.options import MODEL, open_run
+from triptych.cli.options import open_model
+from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal
-from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion
 from triptych.errors import UsageError
+from triptych.face import Model
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The output folder; it must not exist.")],
-    to: Annotated[
-        Literal["hf", "ctranslate2", "onnx"] | None,
-        typer.Option("--to", help="The output format: hf (transformers), ctranslate2 or onnx."),
-    ] = None,
-    origin: Annotated[
-        Literal["hf"] | None,
-        typer.Option("--from", help="The input format, if not a run: hf (a Marian checkpoint)."),
-    ] = None,
-    quantization: Annotated[
-        Quantization, typer.Option("--quantization", help="Type of the weights with --to ctranslate2.")
-    ] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    model: str,
+    *,
+    out: Path,
+    to: Literal["hf", "ctranslate2", "onnx"] | None = None,
+    origin: Literal["hf"] | None = None,
+    converting: Annotated[Options, "Options", Model.convert, "quantization"],
+    as_json: bool = False,
 ) -> None:
     """Convert a model to or from the format of another library.
 
     A parameterisation that the format does not have is multiplied out first, which is exact. A model
     that does not fit is refused with what to do.
+
+    Options:
+        out: The output folder; it must not exist.
+        to: The output format: hf (transformers), ctranslate2 or onnx.
+        origin: The input format, if not a run: hf (a Marian checkpoint).
+
+    Examples:
+        triptych convert runs/mine --to hf --out mine-hf
+        triptych convert opus-mt-de-en --from hf --out opus
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
-    conversion = open_run(source, "cpu").convert(out, to or "triptych", quantization)
+    opened = open_model(model, opening={"device": "cpu"})
+    conversion = opened.convert(out, to or "triptych", **converting)
     if as_json:
-        print(json.dumps(conversion.record()))
+        print(json.dumps(conversion.record(), allow_nan=False))
         return
     _print(conversion)
 

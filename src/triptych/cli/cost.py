@@ -4,17 +4,14 @@ import json
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Annotated, Any
 
 import triptych
-from triptych.cli.groups import grouped
-from triptych.cli.outputs import ForceOption, Output, require_free
-from triptych.cli.progress import progress_bar
-from triptych.cli.tables import print_whole
-from triptych.cli.terminal import Terminal
+from triptych.cli.outputs import Output, require_free
+from triptych.cli.signatures import Options
+from triptych.cli.terminal import Terminal, print_whole, progress_bar
 from triptych.costing import pages
 from triptych.costing.counting import CostReport, CostSpec
 from triptych.costing.timing import TimingReport
@@ -22,128 +19,71 @@ from triptych.errors import UsageError
 from triptych.models.device import find_device
 from triptych.reports import is_page, render_table, require_charts, write_report
 
-ModelWidthOption = Annotated[int, typer.Option("--d-model", help="Size of the input and the output.")]
-HeadsOption = Annotated[int, typer.Option("--num-heads", help="Number of query heads.")]
-QueryWidthOption = Annotated[
-    int | None,
-    typer.Option("--d-k", help="Size of queries and keys per head. Default: d_model / num_heads."),
-]
-ValueWidthOption = Annotated[
-    int | None, typer.Option("--d-v", help="Size of values per head. Default: d_model / num_heads.")
-]
-KVHeadsOption = Annotated[
-    int | None, typer.Option("--num-kv-heads", help="Number of key-value heads of 'grouped'.")
-]
-LatentOption = Annotated[int | None, typer.Option("--d-latent", help="Size of the latent of 'latent'.")]
-SharedOption = Annotated[
-    int | None, typer.Option("--d-shared", help="Number of channels that 'collaborative' shares.")
-]
-BiasOption = Annotated[bool, typer.Option("--bias", help="Give every map a bias.")]
-LengthOption = Annotated[
-    int, typer.Option("--length", help="Sequence length in training and prefill, in tokens.")
-]
-ContextOption = Annotated[
-    int,
-    typer.Option("--context", help="Context length of a decoding step, in tokens, including the new one."),
-]
-BatchOption = Annotated[int, typer.Option("--batch", help="Batch size.")]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="Type of weights, activations and cache: fp32, bf16 or fp16.")
-]
-OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option("--only", help="A parameterisation to show. May be repeated. Default: all."),
-]
-FormulasOption = Annotated[bool, typer.Option("--formulas", help="Also show the forms and the formulas.")]
-MeasureOption = Annotated[bool, typer.Option("--measure", help="Also measure their speed on this machine.")]
-SecondsOption = Annotated[
-    float | None,
-    typer.Option("--seconds", help="With --measure: seconds per figure, roughly. Default: 1."),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="With --measure: cpu, cuda or cuda:N. Default: cpu.")
-]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", help="Write an HTML page with charts to this file.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 
-
-class _Sizes(NamedTuple):
-    """What is counted."""
-
-    d_model: ModelWidthOption = 512
-    num_heads: HeadsOption = 8
-    d_k: QueryWidthOption = None
-    d_v: ValueWidthOption = None
-    num_kv_heads: KVHeadsOption = None
-    d_latent: LatentOption = None
-    d_shared: SharedOption = None
-    biases: BiasOption = False
-    length: LengthOption = 512
-    context: ContextOption = 2048
-    batch: BatchOption = 1
-    dtype: DtypeOption = "fp32"
-    only: OnlyOption = None
-
-    def spec(self) -> CostSpec:
-        """The library's record."""
-        given: dict[str, Any] = self._asdict()
-        if only := given.pop("only"):
-            given["parameterisations"] = tuple(only)
-        return CostSpec(**given)
-
-
-class _Timing(NamedTuple):
-    """Whether and how speed is measured."""
-
-    measure: MeasureOption = False
-    seconds: SecondsOption = None
-    device: DeviceOption = None
-
-    def measure_times(self, report: CostReport) -> TimingReport | None:
-        """Times, if they are asked for."""
-        if not self.measure:
-            if self.seconds is not None or self.device is not None:
-                given = "--device" if self.seconds is None else "--seconds"
-                raise UsageError(f"{given} needs --measure: add it, or leave out {given}")
-            return None
-        seconds = 1.0 if self.seconds is None else self.seconds
-        if not 0 <= seconds < math.inf:
-            raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
-        with progress_bar("timing {task.description}", of_bytes=False) as tell:
-            found = find_device("cpu" if self.device is None else self.device)
-            return triptych.measure_times(report, seconds=seconds, device=found, progress=tell)
-
-
-@grouped
 def cost(
-    sizes: _Sizes,
-    formulas: FormulasOption = False,
     *,
-    timing: _Timing,
-    html: HtmlOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
+    sizes: Annotated[
+        Options,
+        "Sizes",
+        CostSpec,
+        "d_model num_heads d_k d_v num_kv_heads d_latent d_shared biases length context batch dtype",
+    ],
+    only: Sequence[str] = (),
+    formulas: bool = False,
+    measure: bool = False,
+    seconds: float | None = None,
+    device: str | None = None,
+    html: Path | None = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Compare the costs of the parameterisations of attention.
 
     Reports parameters, FLOPs, bytes and cache of each at one size.
+
+    Speed:
+        measure: Also measure their speed on this machine.
+        seconds: With --measure: seconds per figure, roughly. Default: 1.
+        device: With --measure: cpu, cuda or cuda:N. Default: cpu.
+
+    Options:
+        only: A parameterisation to show. May be repeated. Default: all.
+        formulas: Also show the forms and the formulas.
+        html: Write an HTML page with charts to this file.
+
+    Examples:
+        triptych cost --d-model 1024 --num-heads 16
+        triptych cost --only full --only grouped --num-kv-heads 2 --formulas
     """
+    given = {"seconds": seconds, "device": device}
+    timing: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if timing and not measure:
+        raise UsageError(
+            f"--{next(iter(timing))} needs --measure: add it, or leave out --{next(iter(timing))}"
+        )
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
+    if only:
+        sizes["parameterisations"] = tuple(only)
     try:
-        report = triptych.cost(sizes.spec())
+        report = triptych.cost(CostSpec(**sizes))
     except ValueError as error:
         raise UsageError(str(error)) from None
     require_free([Output(html, is_page)], (), force=force)
     if html is not None:
         require_charts()  # before anything is measured
-    timed = timing.measure_times(report)
+    timed = None
+    if measure:
+        timing["device"] = find_device(device or "cpu")
+        with progress_bar("timing {task.description}", of_bytes=False) as tell:
+            timed = triptych.measure_times(report, **timing, progress=tell)
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
         write_report(pages.cost_page(report, timed, command), html)
     if as_json:
         figures = report.figures()
-        print(json.dumps(figures if timed is None else {**figures, "times": timed.figures()}))
+        record = figures if timed is None else {**figures, "times": timed.figures()}
+        print(json.dumps(record, allow_nan=False))
         return
     _print(report, timed, formulas)
     if html is not None:

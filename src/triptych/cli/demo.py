@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -14,23 +13,19 @@ from triptych.reports import render_attention, render_samples
 from triptych.training.progress import display_for
 
 
-def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the run and the report.")] = Path(
-        "demo"
-    ),
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Use a folder that has other files. Files with the names of the demo's are replaced.",
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
+def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False) -> None:
     """Train a small translator, test it, and write a report.
 
     German numbers, dates, times and amounts of money become English. Needs no download and takes a few
     minutes on two cores.
+
+    Options:
+        out: The folder for the run and the report. Default: demo.
+        force: Use a folder that has other files. Files with the names of the demo's are replaced.
+
+    Examples:
+        triptych demo
+        triptych demo --out elsewhere --json
     """
     prepare_training()
     display = display_for(Terminal(stderr=True))
@@ -42,7 +37,7 @@ def demo(
         )
         raise typer.Exit(128 + result.signal_number)
     if as_json:
-        print(json.dumps(result.figures()))
+        print(json.dumps(result.figures(), allow_nan=False))
         return
     console = Terminal()
     console.print(render_samples(result.samples))

@@ -1,4 +1,4 @@
-"""Errors that no command handles, as one line: those of the system, and those that nobody foresaw."""
+"""What is said of errors and warnings: one line of each."""
 
 import errno
 import os
@@ -6,11 +6,15 @@ import platform
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from typing import Any
 
-from triptych.errors import TriptychError
+from triptych.errors import ConfigurationWarning, TriptychError
 from triptych.files import FULL, system_error
+from triptych.printable import printable
 
 _WAYS_ON = {
     **dict.fromkeys(FULL, "free some space, or choose another place; what was there before is unchanged"),
@@ -79,3 +83,32 @@ def _report(error: Exception) -> str:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"what the command was, and this place: {last.filename}, line {last.lineno}"
     return f"the traceback in {file.name}"
+
+
+def print_error(error: TriptychError) -> None:
+    """Print the message of an error, and with `--verbose` its notes."""
+    notes, says_all = getattr(error, "__notes__", []), "--verbose" in sys.argv[1:]
+    more = " (more with --verbose)" if notes and not says_all else ""
+    say("\n".join([f"triptych: {error}{more}", *(notes if says_all else ())]))
+
+
+def say(message: str) -> None:
+    """Print a message to standard error."""
+    print(printable(message, lines=True), file=sys.stderr)
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """While entered, warnings about configurations are lines of their own, each printed once."""
+    with warnings.catch_warnings():
+        as_before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+            if issubclass(category, ConfigurationWarning):
+                say(f"triptych: warning: {message}")
+            else:
+                as_before(message, category, *where, **how)
+
+        warnings.simplefilter("default", ConfigurationWarning)
+        warnings.showwarning = show
+        yield

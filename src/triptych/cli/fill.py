@@ -3,44 +3,43 @@
 import json
 from typing import Annotated
 
-import typer
-
-from triptych.cli.options import MODEL, DeviceOption, MaxTokensOption, WithoutOption, open_model
+from triptych.cli.options import open_model
+from triptych.cli.signatures import Options
 from triptych.cli.terminal import write_output
+from triptych.face import Model, load
 
 
 def fill(
-    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
-    text: Annotated[str, typer.Argument(help="A text with one or more [MASK].")],
-    count: Annotated[
-        int, typer.Option("--count", min=1, help="How many tokens are shown for each mask.")
-    ] = 5,
-    max_tokens: MaxTokensOption = None,
-    device: DeviceOption = "auto",
-    without: WithoutOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per mask, with probabilities and texts.")
-    ] = False,
+    model: str,
+    text: str,
+    *,
+    filling: Annotated[Options, "Filling", Model.fill, "count max_tokens"],
+    opening: Annotated[Options, "Model", load, "device dtype offline"],
+    without: str | None = None,
+    as_json: bool = False,
 ) -> None:
     """Predict the masked tokens of a text.
 
     Each mask is predicted with the others as they are.
+
+    Options:
+        text: A text with one or more [MASK].
+        as_json: Print one JSON object per mask, with probabilities and texts.
+
+    Examples:
+        triptych fill bert-base-uncased "The capital of France is [MASK]."
+        triptych fill runs/tatoeba-mlm "Tom [MASK] to school." --count 3 --json
     """
-    for number, found in enumerate(
-        open_model(source, device, without).fill(text, count, max_tokens=max_tokens), start=1
-    ):
+    found = open_model(model, without, opening).fill(text, **filling)
+    for number, fillings in enumerate(found, start=1):
         if as_json:
-            fillings = [
-                {
-                    "token": one.piece,
-                    "id": one.token,
-                    "probability": one.probability,
-                    "text": one.filled,
-                }
-                for one in found
+            records = [
+                {"token": one.piece, "id": one.token, "probability": one.probability, "text": one.filled}
+                for one in fillings
             ]
-            write_output(json.dumps({"mask": number, "fillings": fillings}, ensure_ascii=False) + "\n")
+            record = {"mask": number, "fillings": records}
+            write_output(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
             continue
-        for one in found:
+        for one in fillings:
             shown = one.text.strip() or one.piece
             write_output(f"{number}  {one.probability:.4f}  {shown}  {one.filled}\n")

@@ -4,28 +4,17 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Annotated, Any
 
 from triptych.attending import read_attention
 from triptych.attending.saving import head_records
-from triptych.cli.groups import grouped
-from triptych.cli.options import (
-    MODEL,
-    DeviceOption,
-    DtypeOption,
-    EngineOption,
-    PrecisionOption,
-    WithoutOption,
-    open_model,
-    torch_dtype,
-)
+from triptych.cli.options import open_model
 from triptych.cli.selection import HeadSelection, parse_index
+from triptych.cli.signatures import Options
 from triptych.cli.terminal import read_text, write_output
-from triptych.decoding import Continuation, GenerationOptions, SamplingOptions, TextGenerator
+from triptych.decoding import Continuation
 from triptych.errors import UsageError
-from triptych.face import Model
+from triptych.face import Model, load
 from triptych.opening import TextIds
 from triptych.text import iterate_file
 
@@ -33,156 +22,56 @@ from triptych.text import iterate_file
 _PROMPTS_AT_A_TIME = 256
 
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
-Prompt = Annotated[str | None, typer.Argument(help="The text to continue; - reads all of standard input.")]
-FileOption = Annotated[
-    Path | None, typer.Option("--file", help="Prompts, one per line, continued in batches.")
-]
-MaxNewTokensOption = Annotated[
-    int, typer.Option("--max-new-tokens", min=1, help="Longest continuation in tokens.")
-]
-MaxPromptTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-prompt-tokens",
-        min=1,
-        help="Longest prompt in tokens. Default: the model's positions, or 32768 where they set no limit.",
-    ),
-]
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", min=0, help="0 takes the most probable token every time.")
-]
-TopKOption = Annotated[
-    int | None, typer.Option("--top-k", min=1, help="Draw from the K most probable tokens only.")
-]
-TopPOption = Annotated[
-    float | None, typer.Option("--top-p", help="Draw from the fewest tokens whose probabilities sum to P.")
-]
-MinPOption = Annotated[
-    float | None, typer.Option("--min-p", help="Draw from tokens at least P times as probable as the best.")
-]
-RepetitionPenaltyOption = Annotated[
-    float,
-    typer.Option("--repetition-penalty", help="Above 1, tokens already in the text are less probable."),
-]
-SeedOption = Annotated[
-    int,
-    typer.Option(
-        "--seed", help="The same seed gives the same text, whatever the other prompts are (on x86-64 CPUs)."
-    ),
-]
-NumSamplesOption = Annotated[
-    int, typer.Option("--num-samples", min=1, help="Continuations per prompt; with --beam the best ones.")
-]
-BeamOption = Annotated[int, typer.Option("--beam", min=1, help="Beam size; 1 is no beam search.")]
-AlphaOption = Annotated[
-    float, typer.Option("--alpha", min=0, help="With --beam: exponent of the length penalty.")
-]
-StopOption = Annotated[
-    list[str] | None, typer.Option("--stop", help="End before this string. May be repeated.")
-]
-ChatOption = Annotated[
-    bool, typer.Option("--chat", help="Put the prompt into the chat template of the model's tokenizer.")
-]
-JsonOption = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object per prompt, with tokens and log-probabilities."),
-]
-AttentionOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--attention",
-        help="With --json: add the attention weights of the generated tokens, as LAYER:HEAD (numbers "
-        "from 0, or 'all'). May be repeated.",
-    ),
-]
-
-
-class Continuing(NamedTuple):
-    """How texts are continued."""
-
-    max_new_tokens: MaxNewTokensOption = 128
-    temperature: TemperatureOption = 0.0
-    top_k: TopKOption = None
-    top_p: TopPOption = None
-    min_p: MinPOption = None
-    repetition_penalty: RepetitionPenaltyOption = 1.0
-    seed: SeedOption = 0
-    num_samples: NumSamplesOption = 1
-    beam: BeamOption = 1
-    alpha: AlphaOption = 0.0
-    stop: StopOption = None
-    max_prompt_tokens: MaxPromptTokensOption = None
-
-    def options(self) -> GenerationOptions:
-        """The library's options."""
-        try:
-            sampling = SamplingOptions(
-                self.repetition_penalty, self.temperature, self.top_k, self.top_p, self.min_p
-            )
-            return GenerationOptions(
-                self.max_new_tokens,
-                sampling,
-                self.seed,
-                self.num_samples,
-                self.beam,
-                self.alpha,
-                stop_texts=tuple(self.stop or ()),
-                max_prompt_tokens=self.max_prompt_tokens,
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-
-
-class RunBy(NamedTuple):
-    """What the model is run by, where, and in which numbers."""
-
-    precision: PrecisionOption = "fp32"
-    engine: EngineOption = "triptych"
-    device: DeviceOption = "auto"
-    dtype: DtypeOption = None
-    without: WithoutOption = None
-
-
-@grouped
 def generate(
-    source: ModelArgument,
-    continuing: Continuing,
-    by: RunBy,
-    prompt: Prompt = None,
-    file: FileOption = None,
-    chat: ChatOption = False,
-    as_json: JsonOption = False,
-    attention: AttentionOption = None,
+    model: str,
+    prompt: str | None = None,
+    *,
+    file: Path | None = None,
+    generating: Annotated[
+        Options,
+        "Generating",
+        Model.generate,
+        "max_new_tokens temperature top_k top_p min_p repetition_penalty seed num_samples beam_size alpha "
+        "stop max_prompt_tokens chat",
+    ],
+    opening: Annotated[Options, "Model", load, "device dtype engine precision offline"],
+    without: str | None = None,
+    attention: Sequence[str] = (),
+    as_json: bool = False,
 ) -> None:
     """Continue a text with a language model.
 
     Prints the continuation without the prompt, of a single prompt as it comes.
+
+    Options:
+        prompt: The text to continue; - reads all of standard input.
+        file: Prompts, one per line, continued in batches.
+        attention: With --json: add the attention weights of the generated tokens, as LAYER:HEAD (numbers
+            from 0, or 'all'). May be repeated.
+        as_json: Print one JSON object per prompt, with tokens and log-probabilities.
+
+    Examples:
+        triptych generate runs/shakespeare-char "ROMEO:" --temperature 0.8
+        triptych generate gpt2 --file prompts.txt --num-samples 3 --temperature 1 --json
     """
     if attention and not as_json:
         raise UsageError("--attention goes with --json")
-    options = continuing.options()
-    if attention and by.engine != "triptych":
-        raise UsageError(f"--attention goes with --engine triptych: {by.engine} gives no attention weights")
+    engine = opening["engine"]
+    if attention and engine != "triptych":
+        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
     prompts = _prompts(prompt, file)
-    model = open_model(
-        source,
-        by.device,
-        by.without,
-        precision=by.precision,
-        engine=by.engine,
-        dtype=torch_dtype(by.dtype),
-    )
-    generator = model.generator()
-    wanted = [_selection(text, generator) for text in attention or []]
+    opened = open_model(model, without, opening)
     if as_json:
-        for given, found in _continued(generator, prompts, options, chat):
-            record = _record(model, generator, given, found, wanted, chat)
-            write_output(json.dumps(record, ensure_ascii=False) + "\n")
-    elif file is None and options.num_samples == options.beam_size == 1:
-        _stream(generator, next(prompts), options, chat)
+        wanted = [_selection(text, opened) for text in attention]
+        for given, found in _continued(opened, prompts, generating):
+            record = _record(opened, given, found, wanted, generating["chat"])
+            write_output(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    elif file is None and generating["num_samples"] == generating["beam_size"] == 1:
+        for text in opened.generate(next(prompts), **generating, stream=True):
+            write_output(text)
+        write_output("\n")
     else:
-        for number, (_, found) in enumerate(_continued(generator, prompts, options, chat), start=1):
+        for number, (_, found) in enumerate(_continued(opened, prompts, generating), start=1):
             for sample, one in enumerate(found, start=1):
                 write_output(f"== prompt {number}, text {sample} ==\n{one.text}\n")
 
@@ -200,24 +89,20 @@ def _prompts(prompt: str | None, file: Path | None) -> Iterator[str]:
 
 
 def _continued(
-    generator: TextGenerator, prompts: Iterator[str], options: GenerationOptions, chat: bool
+    model: Model, prompts: Iterator[str], generating: Options
 ) -> Iterator[tuple[str, list[Continuation]]]:
     """Each prompt with its continuations, in their order."""
     while batch := list(islice(prompts, _PROMPTS_AT_A_TIME)):
-        yield from zip(batch, generator.generate(batch, options, chat=chat), strict=True)
+        found = model.generate(batch, **generating)
+        lists = [[one] for one in found] if generating["num_samples"] == 1 else found
+        yield from zip(batch, lists, strict=True)
 
 
-def _stream(generator: TextGenerator, prompt: str, options: GenerationOptions, chat: bool) -> None:
-    for text in generator.stream(prompt, options, chat=chat):
-        write_output(text)
-    write_output("\n")
-
-
-def _selection(text: str, generator: TextGenerator) -> HeadSelection:
+def _selection(text: str, model: Model) -> HeadSelection:
     layer, colon, head = text.partition(":")
     if not colon:
         raise UsageError(f"--attention {text}: write LAYER:HEAD, each a number from 0 or 'all'")
-    counts = generator.heads_by_layer
+    counts = model.generator().heads_by_layer
     chosen = parse_index(layer, len(counts), "layer", text)
     most = min(counts) if chosen is None else counts[chosen]
     return HeadSelection("decoder", chosen, parse_index(head, most, "head", text))
@@ -225,13 +110,12 @@ def _selection(text: str, generator: TextGenerator) -> HeadSelection:
 
 def _record(
     model: Model,
-    generator: TextGenerator,
     prompt: str,
     found: Sequence[Continuation],
     wanted: Sequence[HeadSelection],
     chat: bool,
 ) -> dict[str, Any]:
-    attention = _attention(model, generator, prompt, found, wanted, chat) if wanted else [{}] * len(found)
+    attention = _attention(model, prompt, found, wanted, chat) if wanted else [{}] * len(found)
     return {
         "prompt": prompt,
         "continuations": [
@@ -251,13 +135,13 @@ def _record(
 
 def _attention(
     model: Model,
-    generator: TextGenerator,
     prompt: str,
     found: Sequence[Continuation],
     wanted: Sequence[HeadSelection],
     chat: bool,
 ) -> Iterator[dict[str, Any]]:
     """For each continuation the weights with which the text was read before each of its tokens."""
+    generator = model.generator()
     ids = generator.encode(prompt, chat=chat)
     for one in found:
         if not one.ids:

@@ -3,16 +3,10 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
-
-import typer
+from typing import NamedTuple
 
 from triptych.errors import UsageError
 from triptych.files import leads_to
-
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Replace existing files, even if triptych did not write them.")
-]
 
 
 class Output(NamedTuple):

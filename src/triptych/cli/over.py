@@ -5,134 +5,59 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import typer
 from rich.console import Console
 
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.over_page import over_report
-from triptych.cli.progress import progress_bar
-from triptych.cli.terminal import Terminal
+from triptych.cli.signatures import Options
+from triptych.cli.terminal import Terminal, progress_bar
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.files import write_text
 from triptych.reports import Table, render_table, write_report
 
-OverOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--over",
-        help="Measure what heads do over this text: a file or a folder; of translators a file of lines.",
-    ),
-]
-OverTargetsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--over-targets",
-        help="With --over, of translators: the translations, line by line. Default: their own.",
-    ),
-]
-DocumentsOption = Annotated[
-    Literal["file", "line", "blank-lines"],
-    typer.Option(
-        "--documents",
-        help="With --over: what a document is in a plain text file. Intervals are over documents.",
-    ),
-]
-ContextOption = Annotated[
-    int | None,
-    typer.Option(
-        "--context",
-        min=2,
-        help="With --over: tokens of a window. Default: a run's context, or the model's positions; at most "
-        "256.",
-    ),
-]
-TokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens",
-        min=1,
-        help="With --over: tokens to read. Default: 65,536, and 8,192 for --worth and --explain.",
-    ),
-]
-WorthOption = Annotated[
-    Literal["zero", "mean", "even"] | None,
-    typer.Option(
-        "--worth",
-        help="With --over: the loss without each head. Its output becomes zero, its mean over the text, or "
-        "what it would be if it looked evenly.",
-    ),
-]
-ExplainOption = Annotated[
-    bool,
-    typer.Option(
-        "--explain",
-        help="With --over: how well W_QK, cut to several ranks, explains where heads look, and whether they "
-        "write the tokens that they look at.",
-    ),
-]
+Documents = Literal["file", "line", "blank-lines"]
 _CSV_START = b"stack,layer,head,called,"
 
 
-class MoreFigures(NamedTuple):
-    """What is measured besides where heads look."""
+class Over(NamedTuple):
+    """A text to measure heads over, how it is read, and what is measured.
 
-    worth: WorthOption = None
-    explain: ExplainOption = False
-
-
-class OverOptions(NamedTuple):
-    """A text to measure heads over, as it is given."""
-
-    over: OverOption = None
-    over_targets: OverTargetsOption = None
-    documents: DocumentsOption = "file"
-    context: ContextOption = None
-    tokens: TokensOption = None
-
-    def choice(self, more: MoreFigures) -> "OverChoice | None":
-        """The text; None without --over."""
-        if self.over is not None:
-            return OverChoice(self.over, self, more)
-        given = {
-            "--over-targets": self.over_targets is not None,
-            "--documents": self.documents != "file",
-            "--context": self.context is not None,
-            "--tokens": self.tokens is not None,
-            "--worth": more.worth is not None,
-            "--explain": more.explain,
-        }
-        if found := [name for name, is_given in given.items() if is_given]:
-            raise UsageError(f"{found[0]} goes with --over: name a text")
-        return None
-
-
-class OverChoice(NamedTuple):
-    """A text to measure heads over, how it is read, and what is measured."""
+    Attributes:
+        text: a file or a folder.
+        targets: of translators, the translations.
+        documents: what a document is in a plain text file.
+        measured: what else `Model.attend_over` takes.
+    """
 
     text: Path
-    how: OverOptions
-    more: MoreFigures
+    targets: Path | None
+    documents: Documents
+    measured: Options
 
     def read(self) -> list[Path]:
         """The files that are read."""
-        return [path for path in (self.text, self.how.over_targets) if path is not None]
+        return [path for path in (self.text, self.targets) if path is not None]
 
     def measure(self, model: Model) -> OverText:
         """Measure what the heads of a model do over the text."""
-        documents = read_texts(model.reader, self.text, self.how.documents)
+        documents = read_texts(model.reader, self.text, self.documents)
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
-            return model.attend_over(
-                documents,
-                self.how.over_targets,
-                worth=self.more.worth,
-                explain=self.more.explain,
-                context=self.how.context,
-                most_tokens=self.how.tokens,
-                progress=tell,
-            )
+            return model.attend_over(documents, self.targets, **self.measured, progress=tell)
+
+
+def over_text(text: Path | None, documents: Documents, measured: Options) -> Over | None:
+    """The text of `--over`; None without it."""
+    targets = measured.pop("targets")
+    if text is not None:
+        return Over(text, targets, documents, measured)
+    given = {"over_targets": targets, **measured, "documents": documents != "file"}
+    if found := [name for name, value in given.items() if value]:
+        option = found[0].removeprefix("most_").replace("_", "-")
+        raise UsageError(f"--{option} goes with --over: name a text")
+    return None
 
 
 def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_json: bool) -> None:

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -21,230 +20,126 @@ from triptych.algebra.rewrites.registry import (
     summary,
 )
 from triptych.algebra.rewrites.rewrite import Rewrite
-from triptych.checkpoints.family import read_family
-from triptych.cli.groups import grouped
 from triptych.cli.options import open_model
-from triptych.cli.progress import progress_bar
 from triptych.cli.selection import numbers
-from triptych.cli.terminal import Terminal
-from triptych.cli.verbose import VerboseOption
+from triptych.cli.signatures import Options
+from triptych.cli.terminal import Terminal, progress_bar
 from triptych.errors import UsageError
-from triptych.face import Model
+from triptych.face import Model, load
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
-from triptych.rewriting.planning import Plan, resize_kv_heads
+from triptych.rewriting.planning import Plan
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 
 
-def _list_rewrites(wanted: bool) -> bool:
-    """Every rewrite with its options, from the records."""
-    if wanted:
-        console = Terminal(soft_wrap=True)
-        for kind in REWRITES:
-            console.print(f"{signature(kind)}\n    {summary(kind)}\n    {kind.tier}")
-            for name in option_names(kind):
-                if name not in Rewrite.model_fields:
-                    console.print(f"    {name}: {kind.model_fields[name].description}")
-        console.print(f"Every rewrite takes layers: {Rewrite.model_fields['layers'].description}.")
-        raise typer.Exit
-    return wanted
-
-
-CheckpointArgument = Annotated[
-    str, typer.Argument(help="A folder, a run, or a name on the Hub (owner/name, gpt2).")
-]
-OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="The output folder; it must not exist.")]
-ExactOption = Annotated[bool, typer.Option("--exact", help="Apply every exact rewrite that a layer allows.")]
-DoOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--do",
-        help="One rewrite, several times: drop_key_bias, 'truncate(rank=6)', … (--list names them).",
-    ),
-]
-ListOption = Annotated[
-    bool,
-    typer.Option(
-        "--list", is_eager=True, callback=_list_rewrites, help="Name every rewrite with its options."
-    ),
-]
-RecipeOption = Annotated[Path | None, typer.Option("--recipe", help="A TOML file with the steps, in order.")]
-RankOption = Annotated[int | None, typer.Option("--rank", help="Truncate W_QK and W_OV to this rank.")]
-EnergyOption = Annotated[
-    float | None,
-    typer.Option("--energy", help="Truncate to the lowest ranks that keep this share of each form's energy."),
-]
-BudgetOption = Annotated[
-    float | None,
-    typer.Option("--budget", help="Keep this share of all channels (of ranks, in W_QK of rotary heads)."),
-]
-FormsOption = Annotated[str, typer.Option("--forms", help="Which forms to truncate: qk, ov or qk,ov.")]
-Criterion = Literal["free", "uncentred", "centred"]
-CriterionOption = Annotated[
-    Criterion | None,
-    typer.Option(
-        "--criterion",
-        help="What truncation keeps: the forms (free), or what they compute on the calibration text.",
-    ),
-]
-RotaryOption = Annotated[
-    Literal["maps", "pairs"] | None,
-    typer.Option(
-        "--rotary",
-        help="Rotary W_QK: maps, truncate W_Q and W_K before the rotation; pairs, remove whole rotary "
-        "pairs, so that keys can be cached narrower.",
-    ),
-]
-CalibrateOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--calibrate", help="A text to run the model on first. Translation models: source, tab, target."
-    ),
-]
-KVHeadsOption = Annotated[
-    int | None, typer.Option("--kv-heads", help="Merge or repeat key-value heads to this number.")
-]
-PruneOption = Annotated[
-    int | None,
-    typer.Option("--prune", help="Remove this many heads of each layer, the least important ones."),
-]
-LayersOption = Annotated[
-    str | None, typer.Option("--layers", help="Layers to rewrite: 0,3 or 0-5. Default: all.")
-]
-SkipRefusedOption = Annotated[
-    bool,
-    typer.Option(
-        "--skip-refused", help="If a layer refuses a step, leave the layer as it is instead of stopping."
-    ),
-]
-TextOption = Annotated[
-    Path | None, typer.Option("--text", help="Compare both models on this text after the rewrite.")
-]
-CompareOption = Annotated[
-    bool,
-    typer.Option(
-        "--compare/--no-compare",
-        help="Compare both models after the rewrite, without --text on random tokens.",
-    ),
-]
-FamilyOption = Annotated[
-    Path | None, typer.Option("--family", help="A family file that describes the checkpoint.")
-]
-PlanOption = Annotated[bool, typer.Option("--plan", help="Report what would be done; write nothing.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan or the certificate as JSON.")]
-
-
-class _Wanted(NamedTuple):
-    """What is done to a checkpoint."""
-
-    exact: ExactOption = False
-    do: DoOption = None
-    list_rewrites: ListOption = False
-    recipe: RecipeOption = None
-    rank: RankOption = None
-    energy: EnergyOption = None
-    budget: BudgetOption = None
-    forms: FormsOption = "qk,ov"
-    criterion: CriterionOption = None
-    rotary: RotaryOption = None
-    calibrate: CalibrateOption = None
-    kv_heads: KVHeadsOption = None
-    prune: PruneOption = None
-    layers: LayersOption = None
-    skip_refused: SkipRefusedOption = False
-
-    def recipe_for(self, model: Model) -> RewriteRecipe:
-        """The same as a recipe."""
-        steps = self._steps(model)
-        layers = None if self.layers is None else tuple(numbers(self.layers, "--layers"))
-        if self.recipe is not None:
-            if self.exact or steps or layers is not None:
-                raise UsageError("--recipe cannot be combined with --exact, --do and the like")
-            found = read_rewrite_recipe(self.recipe)
-            update: dict[str, Any] = {"skip_refused": found.skip_refused or self.skip_refused}
-            if self.calibrate is not None:
-                update["calibration"] = self.calibrate
-            return found.model_copy(update=update)
-        if self.exact:
-            names = [step.name for step in EXACT]
-            if twice := next((step.name for step in steps if step.name in names), None):
-                raise UsageError(f"--exact does {twice} already: leave one of the two out")
-            steps = sorted([*EXACT, *steps], key=attrgetter("place"))
-        if not steps:
-            raise UsageError(
-                "nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe"
-            )
-        if layers is not None:  # a rewrite's own layers go first
-            steps = [step if step.layers else step.model_copy(update={"layers": layers}) for step in steps]
-        require_order(steps)
-        return RewriteRecipe(
-            step=tuple(steps), skip_refused=self.skip_refused or self.exact, calibration=self.calibrate
-        )
-
-    def _steps(self, model: Model) -> list[Rewrite]:
-        """What is named with --do, in that order, then what has an option of its own."""
-        own = self._truncations()
-        if self.prune is not None:
-            on_text = self.calibrate is not None
-            own.append({"rewrite": "prune_heads", "number": self.prune, "on_text": on_text})
-        if self.kv_heads is not None:
-            kv_rewrite = resize_kv_heads(model.layers[0].num_kv_heads, self.kv_heads)
-            own.append({"rewrite": kv_rewrite, "num_kv_heads": self.kv_heads})
-        named = [*map(read_rewrite, self.do or [])]
-        return [*named, *sorted(map(read_rewrite, own), key=attrgetter("place"))]
-
-    def _truncations(self) -> list[dict[str, Any]]:
-        """The truncation that options ask for; empty if none does."""
-        sizes = {"rank": self.rank, "energy": self.energy, "budget": self.budget}
-        cut = {name: value for name, value in sizes.items() if value is not None}
-        for option, value in (("--rotary", self.rotary), ("--criterion", self.criterion)):
-            if value is not None and not cut:
-                raise UsageError(f"{option} needs --rank, --energy or --budget")
-        if not cut:
-            return []
-        how = {
-            "forms": self.forms.split(","),
-            "criterion": self.criterion or ("free" if self.calibrate is None else "centred"),
-            "rotary": self.rotary or "maps",
-        }
-        return [{"rewrite": "truncate", **how, **cut}]
-
-
-@grouped
 def rewrite(
-    checkpoint: CheckpointArgument,
-    out: OutOption = None,
+    model: str | None = None,
     *,
-    wanted: _Wanted,
-    text: TextOption = None,
-    compare: CompareOption = True,
-    family: FamilyOption = None,
-    plan: PlanOption = False,
-    as_json: JsonOption = False,
-    verbose: VerboseOption = False,
+    out: Path | None = None,
+    exact: bool = False,
+    do: Sequence[str] = (),
+    recipe: Path | None = None,
+    rank: int | None = None,
+    energy: float | None = None,
+    budget: float | None = None,
+    layers: str | None = None,
+    list: bool = False,
+    plan: bool = False,
+    rewriting: Annotated[Options, "Options", Model.rewrite, "calibration text compare skip_refused"],
+    opening: Annotated[Options, "Options", load, "family offline"],
+    as_json: bool = False,
 ) -> None:
     """Rewrite the attention of a checkpoint, with a certificate.
 
     The result has the format of the original. The certificate says what was changed and what was measured.
+
+    Rewrites:
+        exact: Apply every exact rewrite that a layer allows.
+        do: One rewrite as a call: drop_key_bias, 'truncate(rank=6)', … May be repeated (--list names them).
+        recipe: A TOML file with the steps, in order.
+        rank: Truncate W_QK and W_OV to this rank; with --calibrate, keeping what they compute on the text.
+        energy: Truncate to the lowest ranks that keep this share of each form's energy.
+        budget: Keep this share of all channels (of ranks, in W_QK of rotary heads).
+        layers: Layers to rewrite: 0,3 or 0-5. Default: all.
+        list: Name every rewrite with its options.
+
+    Options:
+        out: The output folder; it must not exist.
+        plan: Report what would be done; write nothing.
+        as_json: Print the plan or the certificate as JSON.
+
+    Examples:
+        triptych rewrite gpt2 --exact --out gpt2-exact
+        triptych rewrite gpt2 --do "prune_heads(number=1)" --do "truncate(rank=6)" --plan
     """
-    model = open_model(checkpoint, "cpu", family=None if family is None else read_family(family))
-    chosen = wanted.recipe_for(model)
     console = Terminal(soft_wrap=True)
+    if list:
+        _print_rewrites(console)
+        return
+    if model is None:
+        raise UsageError("give a checkpoint to rewrite, or --list")
+    text, compare = rewriting.pop("text"), rewriting.pop("compare")
+    opened = open_model(model, opening={"device": "cpu", **opening})
+    sizes = {"rank": rank, "energy": energy, "budget": budget}
+    steps = _steps(exact, do, {name: size for name, size in sizes.items() if size is not None}, rewriting)
+    chosen = numbers(layers, "--layers")
+    if recipe is not None:
+        if steps or layers is not None:
+            raise UsageError("--recipe cannot be combined with --exact, --do and the like")
+        read = read_rewrite_recipe(recipe)
+        skip = read.skip_refused or rewriting["skip_refused"]
+        calibration = rewriting["calibration"] or read.calibration
+        recipe_of = read.model_copy(update={"skip_refused": skip, "calibration": calibration})
+    else:
+        if not steps:
+            raise UsageError(
+                "nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe"
+            )
+        if chosen is not None:  # a rewrite's own layers go first
+            steps = [one if one.layers else one.model_copy(update={"layers": tuple(chosen)}) for one in steps]
+        require_order(steps)
+        rewriting["skip_refused"] |= exact
+        recipe_of = RewriteRecipe(step=tuple(steps), **rewriting)
     if plan:
-        found = model.plan(chosen)
-        print(json.dumps(_plain(found))) if as_json else _print_plan(found, console)
+        found = opened.plan(recipe_of)
+        print(json.dumps(_plain(found), allow_nan=False)) if as_json else _print_plan(found, console)
         return
     if out is None:
         raise UsageError("give the output folder with --out (or --plan to see what would be done)")
     if text is not None and not compare:
         raise UsageError("--text and --no-compare contradict each other: leave one out")
     with progress_bar("{task.description}", "opening") as tell:
-        rewritten = model.rewrite(chosen, out=out, text=text, compare=compare, progress=tell)
+        rewritten = opened.rewrite(recipe_of, out=out, text=text, compare=compare, progress=tell)
     certificate = rewritten.certificate
     assert certificate is not None, "it was written"
     if as_json:
         print(certificate.as_json().decode(), end="")
     else:
         _print_certificate(certificate, out, console)
+
+
+def _steps(exact: bool, do: Sequence[str], cut: dict[str, Any], rewriting: Options) -> Sequence[Rewrite]:
+    """What is named with --do, in that order, and the truncation; --exact sorts all into the right order."""
+    steps = [*map(read_rewrite, do)]
+    if cut:
+        criterion = "free" if rewriting["calibration"] is None else "centred"
+        own = read_rewrite({"rewrite": "truncate", "criterion": criterion, **cut})
+        steps.insert(sum(step.place <= own.place for step in steps), own)
+    if not exact:
+        return steps
+    names = [step.name for step in EXACT]
+    if twice := next((step.name for step in steps if step.name in names), None):
+        raise UsageError(f"--exact does {twice} already: leave one of the two out")
+    return sorted([*EXACT, *steps], key=attrgetter("place"))
+
+
+def _print_rewrites(console: Console) -> None:
+    """Every rewrite with its options, from the records."""
+    for kind in REWRITES:
+        console.print(f"{signature(kind)}\n    {summary(kind)}\n    {kind.tier}")
+        for name in option_names(kind):
+            if name not in Rewrite.model_fields:
+                console.print(f"    {name}: {kind.model_fields[name].description}")
+    console.print(f"Every rewrite takes layers: {Rewrite.model_fields['layers'].description}.")
 
 
 def _plain(plan: Plan) -> dict[str, Any]:

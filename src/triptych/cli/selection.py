@@ -24,8 +24,10 @@ class HeadSelection(NamedTuple):
         )
 
 
-def numbers(text: str, option: str) -> Sequence[int]:
-    """`0,3` and `0-5` as numbers."""
+def numbers(text: str | None, option: str) -> Sequence[int] | None:
+    """`0,3` and `0-5` as numbers; None for None."""
+    if text is None:
+        return None
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)

@@ -2,15 +2,19 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from io import BufferedIOBase
 from typing import cast, final
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
 from triptych.errors import UsageError
+from triptych.launch import speaks
 from triptych.printable import printable
+from triptych.reports import Table, render_table
 
 
 @final
@@ -26,11 +30,6 @@ class Terminal(Console):
         for segment in super().render(renderable, options):
             is_text = not segment.control
             yield Segment(printable(segment.text, lines=True), segment.style) if is_text else segment
-
-
-def say(message: str) -> None:
-    """Print a message to standard error."""
-    print(printable(message, lines=True), file=sys.stderr)
 
 
 def write_output(text: str) -> None:
@@ -63,3 +62,31 @@ def read_text(given: str, what: str) -> str:
         return standard_input().read().decode().removesuffix("\n").removesuffix("\r")
     except UnicodeError:
         raise UsageError(f"the {what} is not UTF-8: convert it first (iconv -t UTF-8)") from None
+
+
+@contextmanager
+def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a bar inside the block; call what it gives with what is done now, how far, and of how much.
+
+    It is on standard error, where that is a terminal; of several processes the first has one.
+    """
+    middle = [DownloadColumn()] if of_bytes else []
+    columns = TextColumn(text, markup=False), BarColumn(), *middle, TimeRemainingColumn()
+    shown = sys.stderr.isatty() and speaks()
+    with Progress(*columns, console=Terminal(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def print_whole(table: Table, console: Console) -> None:
+    """Print a table, no number cut off: a narrow terminal gets the columns in parts, a file has the room."""
+    rendered = render_table(table)
+    width = console.measure(rendered, options=console.options.update(max_width=1000)).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    if width <= console.width or len(table.columns) <= 2:
+        console.print(rendered)
+        return
+    middle = (len(table.columns) + 1) // 2
+    for part in (range(1, middle), range(middle, len(table.columns))):
+        print_whole(table.part((0, *part)), console)

@@ -1,8 +1,8 @@
 """`triptych train`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -19,50 +19,32 @@ from triptych.training.progress import display_for
 _USES = {"translation": "translate", "language-model": "generate", "masked-language-model": "fill"}
 
 
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A recipe: a TOML file or the name of a built-in recipe. With --resume: a run folder."
-    ),
-]
-OutOption = Annotated[
-    Path | None, typer.Option("--out", "-o", help="The run folder to create. Default: runs/NAME.")
-]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the run in this folder.")]
-ForceOption = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Use a folder that has other files. Files with the names of a run's are replaced.",
-    ),
-]
-CheckpointOption = Annotated[
-    str | None,
-    typer.Option(
-        "--from",
-        help="Go on with this language model: a folder in Hugging Face's format, or a name on the Hub.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a recipe key: section.key=value. May be repeated."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
-
 def train(
-    recipe: RecipeArgument,
-    out: OutOption = None,
-    resume: ResumeOption = False,
-    force: ForceOption = False,
-    checkpoint: CheckpointOption = None,
-    overrides: SetOption = None,
-    as_json: JsonOption = False,
+    recipe: str,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    checkpoint: str | None = None,
+    overrides: Sequence[str] = (),
+    as_json: bool = False,
 ) -> None:
     """Train a model.
 
     Progress goes to standard error; paths in a recipe are relative to the current folder. Ctrl-C finishes
     the step, saves, and says how to go on.
+
+    Options:
+        recipe: A recipe: a TOML file or the name of a built-in recipe. With --resume: a run folder.
+        out: The run folder to create. Default: runs/NAME.
+        resume: Continue the run in this folder.
+        force: Use a folder that has other files. Files with the names of a run's are replaced.
+        checkpoint: Go on with this language model: a folder in Hugging Face's format, or a name on the Hub.
+        overrides: Override a recipe key: section.key=value. May be repeated.
+
+    Examples:
+        triptych train mine.toml --set training.max_steps=200
+        triptych train --resume runs/mine
     """
     prepare_training()
     display = display_for(Terminal(stderr=True))
@@ -74,11 +56,11 @@ def train(
         if force:
             raise UsageError("--force is for a new run: leave out --force or --resume")
         folder = Path(recipe)
-        summary = triptych.resume(folder, overrides or [], display)
+        summary = triptych.resume(folder, overrides, display)
     else:
         if Path(recipe).is_dir() and recipe not in recipes.names():
             raise UsageError(f"{recipe} is a folder: add --resume to continue the run in it")
-        resolved = read_recipe(recipes.find(recipe), overrides or [], checkpoint)
+        resolved = read_recipe(recipes.find(recipe), overrides, checkpoint)
         folder = out or Path("runs") / resolved.name
         summary = triptych.train(resolved, folder, display, force=force)
     outcome = summary.outcome
@@ -91,7 +73,7 @@ def train(
         )
         raise typer.Exit(128 + outcome.signal_number)
     if as_json:
-        print(json.dumps({"run": str(folder), **summary.figures()}))
+        print(json.dumps({"run": str(folder), **summary.figures()}, allow_nan=False))
     else:
         display.say(
             f"done: {outcome.counters.step:,} steps, {outcome.counters.tokens:,} target tokens in "

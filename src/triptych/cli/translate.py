@@ -1,36 +1,22 @@
 """`triptych translate`."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Annotated, Any
 
 from triptych.attending.saving import head_records
 from triptych.attending.viewing import write_attention_page
-from triptych.cli.groups import grouped
-from triptych.cli.options import (
-    MODEL,
-    AlphaOption,
-    BeamOption,
-    DeviceOption,
-    EngineOption,
-    LanguagesOption,
-    PrecisionOption,
-    StopOption,
-    WithoutOption,
-    WorkersOption,
-    number_of_workers,
-    open_run,
-)
-from triptych.cli.outputs import ForceOption, Output, require_free, unmarked
+from triptych.cli.failures import say
+from triptych.cli.options import number_of_workers, open_model
+from triptych.cli.outputs import Output, require_free, unmarked
 from triptych.cli.selection import HeadSelection, parse_index
-from triptych.cli.terminal import say, standard_input, write_output
-from triptych.decoding import Translation, Translator
+from triptych.cli.signatures import Options
+from triptych.cli.terminal import standard_input, write_output
+from triptych.decoding import Translation
 from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
-from triptych.face import Model
+from triptych.face import Model, load
 from triptych.files import write_atomically
 from triptych.models import attention_sites
 from triptych.reports import is_page
@@ -45,118 +31,57 @@ _KINDS = ("encoder", "decoder", "cross")
 Renderer = Callable[[Translation, int], list[str]]
 
 
-class Searching(NamedTuple):
-    """How translations are searched for."""
-
-    beam: BeamOption = None
-    alpha: AlphaOption = None
-    num_best: Annotated[int, typer.Option("--n-best", min=1, help="Number of translations per line.")] = 1
-    max_extra: Annotated[
-        int | None,
-        typer.Option(
-            "--max-extra-tokens", min=1, help="Longest output: the length of the input plus this many tokens."
-        ),
-    ] = None
-    max_source: Annotated[
-        int | None,
-        typer.Option(
-            "--max-source-tokens",
-            min=1,
-            help="Translate longer lines in pieces. Default: the model's limit, or 1024 where it has none.",
-        ),
-    ] = None
-    stop: StopOption = None
-    precision: PrecisionOption = "fp32"
-    workers: WorkersOption = None
-    engine: EngineOption = "triptych"
-    device: DeviceOption = "auto"
-    languages: LanguagesOption = None
-    without: WithoutOption = None
-
-    def model(self, source: str) -> Model:
-        """The model that translates."""
-        return open_run(
-            source,
-            self.device,
-            self.without,
-            precision=self.precision,
-            engine=self.engine,
-            languages=self.languages,
-        )
-
-    def translator(self, model: Model) -> Translator:
-        """The translator of a model that searches so."""
-        return model.translator(
-            beam_size=self.beam,
-            alpha=self.alpha,
-            num_best=self.num_best,
-            max_extra_tokens=self.max_extra,
-            max_source_tokens=self.max_source,
-            stop=self.stop,
-            workers=number_of_workers(self.workers),
-        )
-
-
-class Showing(NamedTuple):
-    """What is shown beside the translations."""
-
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line, with scores and tokens.")
-    ] = False
-    attention: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--attention",
-            help="With --json: add attention weights, as KIND:LAYER:HEAD (kinds encoder, decoder, cross; "
-            "numbers from 0, or 'all'). May be repeated.",
-        ),
-    ] = None
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--attention-html", help=f"Write a page with the attention of the first {_MOST_VIEWED} lines."
-        ),
-    ] = None
-
-    def renderer(self, model: Model, num_best: int) -> Renderer:
-        """What is printed of each line's translation."""
-        wanted = [_parse_selection(text, model) for text in self.attention or []]
-        if wanted and not self.as_json:
-            raise UsageError("--attention goes with --json")
-        return _json_renderer(model, wanted) if self.as_json else _text_renderer(num_best)
-
-
-@grouped
 def translate(
-    source: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
-    searching: Searching,
-    showing: Showing,
-    file: Annotated[
-        Path | None, typer.Argument(help="Text to translate, one sentence per line. Default: standard input.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The output file. Default: standard output.")
-    ] = None,
-    force: ForceOption = False,
+    model: str,
+    file: Path | None = None,
+    *,
+    out: Path | None = None,
+    searching: Annotated[
+        Options,
+        "Search",
+        Model.translate,
+        "beam_size alpha num_best stop max_extra_tokens max_source_tokens",
+    ],
+    workers: int | None = None,
+    opening: Annotated[Options, "Model", load, "device engine precision languages offline"],
+    without: str | None = None,
+    attention: Sequence[str] = (),
+    attention_html: Path | None = None,
+    force: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Translate text line by line, in the order of the input.
 
     An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
     limit is translated in pieces, and standard error says so.
+
+    Search:
+        workers: Number of processes that translate in parallel, one thread each. Default: the cores. CPU
+            only.
+
+    Options:
+        file: Text to translate, one sentence per line. Default: standard input.
+        out: The output file. Default: standard output.
+        as_json: Print one JSON object per line, with scores and tokens.
+        attention: With --json: add attention weights, as KIND:LAYER:HEAD (kinds encoder, decoder, cross;
+            numbers from 0, or 'all'). May be repeated.
+        attention_html: Write a page with the attention of the first 20 lines.
+
+    Examples:
+        triptych translate runs/mine lines.de --beam 4
+        echo "Guten Tag." | triptych translate Helsinki-NLP/opus-mt-de-en --json
     """
-    html = showing.html
-    if (showing.attention or html) and searching.engine != "triptych":
-        raise UsageError(
-            f"--attention goes with --engine triptych: {searching.engine} gives no attention weights"
-        )
-    require_free(
-        [Output(out, unmarked), Output(html, is_page)],
-        (Path(source), *([] if file is None else [file])),
-        force=force,
-    )
-    model = searching.model(source)
-    translator = searching.translator(model)
-    render = showing.renderer(model, searching.num_best)
+    html, engine = attention_html, opening["engine"]
+    if (attention or html) and engine != "triptych":
+        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
+    if attention and not as_json:
+        raise UsageError("--attention goes with --json")
+    read = Path(model), *([] if file is None else [file])
+    require_free([Output(out, unmarked), Output(html, is_page)], read, force=force)
+    opened = open_model(model, without, opening)
+    translator = opened.translator(**searching, workers=number_of_workers(workers))
+    wanted = [_parse_selection(text, opened) for text in attention]
+    render = _json_renderer(opened, wanted) if as_json else _text_renderer(searching["num_best"])
     lines = iterate_lines(standard_input(), "standard input") if file is None else iterate_file(file)
     viewed: list[str] = []
 
@@ -179,7 +104,7 @@ def translate(
         else:
             write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
         if html is not None:
-            _write_page(model, viewed, html)
+            _write_page(opened, viewed, html)
 
 
 def _parse_selection(text: str, model: Model) -> HeadSelection:
@@ -230,7 +155,7 @@ def _json_renderer(model: Model, wanted: list[HeadSelection]) -> Renderer:
             seen = model.attend(translation.source)
             parts = [part for selection in wanted for part in selection.of(seen)]
             record["attention"] = [*head_records(parts)]
-        return [json.dumps(record, ensure_ascii=False)]
+        return [json.dumps(record, ensure_ascii=False, allow_nan=False)]
 
     return render
 

@@ -34,16 +34,18 @@ class CostSpec:
     """The size of one attention layer, and the work it is given.
 
     Attributes:
-        d_model: width of input and output.
+        d_model: size of the input and the output.
         num_heads: number of query heads.
-        d_k: width of queries and keys; d_model / num_heads if None. Likewise `d_v` for values.
-        num_kv_heads: groups of `grouped`; its own default if None. Likewise `d_latent` of `latent`,
-            `d_shared` of `collaborative`.
-        biases: whether every map has one.
-        length: tokens of a sequence in training and prefill.
-        context: tokens seen by one step of decoding, the new one included.
-        batch: sequences at a time.
-        dtype: of weights, activations and cache.
+        d_k: size of queries and keys per head. Default: d_model / num_heads.
+        d_v: size of values per head. Default: d_model / num_heads.
+        num_kv_heads: number of key-value heads of 'grouped'.
+        d_latent: size of the latent of 'latent'.
+        d_shared: number of channels that 'collaborative' shares.
+        biases: give every map a bias.
+        length: sequence length in training and prefill, in tokens.
+        context: context length of a decoding step, in tokens, including the new one.
+        batch: batch size.
+        dtype: type of weights, activations and cache: fp32, bf16 or fp16.
         parameterisations: which to look at.
 
     Raises:

@@ -246,8 +246,7 @@ class FusedAttention(nn.Module):
     ) -> Tensor:
         """Written out. The query heads of a group lie below each other, as rows of one product.
 
-        If `is_even`, the shapes of products are such that a text's output has the same bits whatever else is in
-        its batch.
+        If `is_even`, products have shapes with which a text has the same bits whatever else is in its batch.
         """
         batch, groups, count, missing = k.shape[0], rows.shape[0], rows.shape[1], 0
         if is_even:

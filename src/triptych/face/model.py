@@ -15,7 +15,7 @@ from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.leaving_out import Instead
 from triptych.attending.over import OverText, read_texts
 from triptych.attention import ACTIVATIONS, Activation
-from triptych.checkpoints.family import Family
+from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
@@ -70,6 +70,7 @@ from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
 from triptych.user_code import use_code
 
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 By = Literal["zero", "mean", "resample"]
 # A rewrite as a call or a record, a recipe of several, or the file of one.
 Step = str | Rewrite | RewriteRecipe | Path
@@ -79,13 +80,13 @@ def load(
     source: object,
     *,
     device: str = "auto",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Dtype | None = None,
     tokenizer: Any = None,
     languages: tuple[str, str] | None = None,
     engine: EngineName = "triptych",
     precision: Precision = "fp32",
     offline: bool = False,
-    family: Family | None = None,
+    family: Family | str | Path | None = None,
     code: str | Path | None = None,
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
@@ -97,24 +98,25 @@ def load(
         source: a run folder, a folder or a tensor file in Hugging Face's format, a name on the Hub
             (`owner/name`, with `@revision` or without; a path of that name comes first), a `transformers`
             model, or a model of triptych in memory.
-        device: where the model runs: auto, cpu, cuda or cuda:N; "auto" takes a GPU if there is one.
-        dtype: of the model's numbers when it runs; those of the files if None.
+        device: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.
+        dtype: type of the parameters when the model runs. Default: that of the files.
         tokenizer: of a model in memory: the folder of its tokenizer, or for a `transformers` model
             the tokenizer.
-        languages: of a translator of several languages, of the text and of its translation, as its tokenizer
-            writes them: `("de_DE", "en_XX")`.
-        engine: what translates and generates: "triptych", or "ctranslate2" for models that `convert` can
-            write for it.
-        precision: of the maps when text is translated or generated: "fp32" as they are, "bf16" or "int8".
+        languages: of a translator of several languages (mBART, NLLB): source and target as its tokenizer
+            writes them, such as de_DE and en_XX.
+        engine: the library that translates and generates: triptych, or ctranslate2 (faster in int8 on CPUs;
+            needs the extra of that name).
+        precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
+            which are faster and change some texts. On x86-64 CPUs no text depends on the others of its
+            batch; docs/generating.md has the exceptions.
         offline: take what is on the Hub from its cache on this machine, and wait for no connection;
             HF_HUB_OFFLINE=1 asks for it too.
-        family: how a checkpoint is written, where its configuration does not say; see `read_family`.
+        family: a family file that describes the checkpoint, where its configuration does not say enough.
         code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
     Raises:
-        DataError: nothing of that name.
-        UsageError: something that is no model.
+        UsageError: nothing of that name, or something that is no model.
     """
     if code is not None:
         use_code(code)
@@ -124,12 +126,12 @@ def load(
         require_ctranslate2()
     options = Options(
         device,
-        dtype,
+        getattr(torch, dtype) if isinstance(dtype, str) else dtype,
         tokenizer,
         None if languages is None else Languages(*languages),
         engine,
         precision,
-        family,
+        read_family(Path(family)) if isinstance(family, str | Path) else family,
     )
     return Model(open_source(source, options, offline=offline))
 
@@ -301,14 +303,14 @@ class Model:
 
         Args:
             text: one sentence, or several.
-            beam_size: hypotheses kept; the recipe's or the checkpoint's if None, and likewise below.
-            alpha: exponent of the length penalty.
-            num_best: translations of each sentence.
-            max_extra_tokens: an output ends at the length of its input plus this.
-            max_source_tokens: a longer sentence is translated in pieces; the model's limit, or 1,024,
-                if None.
-            stop: when a sentence is done, as in `SearchOptions`.
-            workers: processes that translate side by side on a CPU.
+            beam_size: beam size; 1 is greedy. Default: the recipe's or the checkpoint's.
+            alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
+            num_best: number of translations of each sentence.
+            max_extra_tokens: longest output: the length of the input plus this many tokens.
+            max_source_tokens: translate longer sentences in pieces. Default: the model's limit, or 1024.
+            stop: when beam search ends: certain, when no hypothesis can overtake the finished ones; full
+                (faster), when the beam is full of finished hypotheses.
+            workers: number of processes that translate in parallel, one thread each. CPU only.
             stream: give translations one by one, as soon as each batch is done.
 
         Returns:
@@ -380,19 +382,20 @@ class Model:
 
         Args:
             text: one text, or several.
-            max_new_tokens: a continuation ends at this many tokens.
-            temperature: logits are divided by it; 0 takes the most probable token.
-            top_k: only the k most probable tokens; None for all.
-            top_p: only the fewest most probable tokens whose probabilities sum to p or more.
-            min_p: only tokens whose probability is p times that of the most probable one, or more.
-            repetition_penalty: p by which logits of tokens that are in the text already are divided.
-            seed: of what is drawn.
-            num_samples: continuations of each text.
-            beam_size: 1, or the hypotheses of a beam search, which draws nothing.
+            max_new_tokens: longest continuation in tokens.
+            temperature: what logits are divided by; 0 takes the most probable token every time.
+            top_k: draw from the k most probable tokens only.
+            top_p: draw from the fewest tokens whose probabilities sum to p.
+            min_p: draw from tokens at least p times as probable as the best.
+            repetition_penalty: above 1, tokens already in the text are less probable.
+            seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs).
+            num_samples: number of continuations of each text; of a beam search the best ones.
+            beam_size: beam size; 1 is no beam search.
             alpha: exponent of the beam's length penalty.
-            stop: a continuation ends before any of these strings.
-            max_prompt_tokens: longest prompt; the model's positions, or 32,768, if None.
-            chat: put the text into the tokenizer's chat template, as what a user says.
+            stop: end before this string, or any of several.
+            max_prompt_tokens: longest prompt in tokens. Default: the model's positions, or 32768 where they
+                set no limit.
+            chat: put the text into the chat template of the model's tokenizer.
             stream: give the text of one continuation as it comes.
 
         Returns:
@@ -428,7 +431,11 @@ class Model:
         return found[0] if isinstance(text, str) else found
 
     def generator(self) -> TextGenerator:
-        """What `generate` continues texts with, ready to be used many times."""
+        """What `generate` continues texts with, made once."""
+        return self._generator
+
+    @cached_property
+    def _generator(self) -> TextGenerator:
         given = self._opened.options
         return make_generator(
             self.opened, engine=given.engine, precision=given.precision, device=given.device
@@ -439,8 +446,9 @@ class Model:
 
         Args:
             text: with at least one mask.
-            count: tokens for each mask.
-            max_tokens: longest text; as many tokens as the model has positions for, or 4,096, if None.
+            count: how many tokens are shown for each mask.
+            max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
+                limit.
 
         Raises:
             UsageError: the model fills no masks, or there is none in the text.
@@ -467,12 +475,12 @@ class Model:
             text: a text, the file of one, or several documents, each scored by itself. For a translation, the
                 sentences, or the file with one on each line.
             references: the right translations, or their file.
-            context: tokens of a window; as many as the model reads at once, and 1,024 at most, if None.
-            stride: tokens by which a window begins after the one before; `context` if None.
-            beam_size: of the translations, and likewise below; see `translate`.
-            alpha: exponent of the length penalty.
-            stop: when a sentence is done.
-            workers: processes that translate side by side.
+            context: tokens of a window. Default: a run's context, or the model's positions; at most 1024.
+            stride: tokens between the starts of windows. Default: the context, side by side.
+            beam_size: beam size; 1 is greedy. Default: the recipe's or the checkpoint's.
+            alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
+            stop: when beam search ends, as in `translate`: certain or full.
+            workers: number of processes that translate in parallel.
             progress: told what is done, how many documents or sentences, and of how many.
 
         Returns:
@@ -558,8 +566,9 @@ class Model:
             text: one text, or several, which are read in padded batches.
             target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if
                 None.
-            max_new_tokens: of a decoder, how many tokens it continues the text by first, greedily.
-            max_tokens: longest text; as many tokens as the model has positions for, or 4,096, if None.
+            max_new_tokens: continue the text greedily by this many tokens first.
+            max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
+                limit.
 
         Raises:
             UsageError: an empty text, one past the model's positions, or something that the model does not
@@ -582,12 +591,13 @@ class Model:
 
         Args:
             text: a text, the file of one, or several documents.
-            targets: of an encoder-decoder, the translations or their file; its own if None.
-            worth: also leave every head out in turn and measure the loss; what takes its output's place:
-                "zero", "mean" or "even".
-            explain: also compare where heads look with what parts of the scores alone would give.
-            context: tokens of a window.
-            most_tokens: tokens read.
+            targets: of translators: the translations, line by line. Default: the model's own.
+            worth: measure the loss without each head: its output becomes zero, its mean over the text, or
+                what it would be if it looked evenly.
+            explain: how well W_QK, cut to several ranks, explains where heads look, and whether they write
+                the tokens that they look at.
+            context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
+            most_tokens: tokens to read. Default: 65,536, and 8,192 with `worth` or `explain`.
             progress: told what is done, how much of it and of how much.
 
         Raises:
@@ -868,10 +878,11 @@ class Model:
         Args:
             steps: rewrites, as calls or as records, in order; or a recipe, or its file.
             out: the folder to write; a temporary one, which `save` copies, if None.
-            calibration: a text for the rewrites that look at one.
-            skip_refused: whether a layer that refuses a step stays as it is.
-            text: a text to compare both models on; random tokens if None.
-            compare: whether to compare them.
+            calibration: a text to run the model on first, for the rewrites that look at one; of translators
+                source, tab, target.
+            skip_refused: if a layer refuses a step, leave the layer as it is instead of stopping.
+            text: compare both models on this text after the rewrite.
+            compare: compare both models after the rewrite, without a text on random tokens.
             progress: told what is done, how much of it and of how much.
 
         Raises:
@@ -924,7 +935,7 @@ class Model:
         Args:
             path: the folder to make.
             to: the format.
-            quantization: of the matrices, for CTranslate2.
+            quantization: type of the weights, for ctranslate2.
 
         Raises:
             UsageError: the model does not fit the format, or it was changed.

@@ -423,7 +423,10 @@ class Reader(TextModel):
                         f"{which} has {length:,} tokens, which leaves no room for new ones in the "
                         f"{context:,} that the model reads at once: shorten it, or leave out max_new_tokens"
                     )
-        options = GenerationOptions(max_new_tokens, max_prompt_tokens=max_tokens)
+        try:
+            options = GenerationOptions(max_new_tokens, max_prompt_tokens=max_tokens)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         with EvaluationMode(model):
             found = self.opened.generator().continue_tokens([one.ids for one in texts], options)
         longer = []

@@ -157,8 +157,10 @@ class FolderFormat(Format):
         one_group = here._replace(heads=half, groups=1 if grouped else half)
         narrower = here._replace(width=max(1, here.width // 2), value_width=max(1, here.value_width // 2))
         ways = {
-            "fewer heads (--prune N, with --kv-heads 1)" if grouped else "fewer heads (--prune N)": one_group,
-            "fewer key-value heads (--kv-heads N)": here._replace(groups=1),
+            "fewer heads (prune_heads, with merge_kv_heads)"
+            if grouped
+            else "fewer heads (prune_heads)": one_group,
+            "fewer key-value heads (merge_kv_heads)": here._replace(groups=1),
             "narrower heads, all of one width (--rank N)": narrower,
         }
         free = [

@@ -226,11 +226,6 @@ def local_folder(checkpoint: Source | str) -> Path:
     return path
 
 
-def resize_kv_heads(there: int, num_kv_heads: int) -> str:
-    """The name of the rewrite to a number of key-value heads: merging, or repeating if there are fewer."""
-    return "repeat_kv_heads" if num_kv_heads > there else "merge_kv_heads"
-
-
 def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
     """Compute what a rewrite would do, without writing anything."""
     files = find_source(checkpoint)

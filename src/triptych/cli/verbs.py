@@ -1,0 +1,129 @@
+"""The commands for typer, made of the functions that carry them out."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from inspect import Parameter as Given
+from inspect import Signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from triptych.cli.signatures import REQUIRED, Parameter, Written, is_list, read_function
+from triptych.user_code import use_code
+
+# Options that are not spelled as their parameters are.
+_SPELLED = {
+    "alpha": ("--alpha",),
+    "as_json": ("--json",),
+    "beam_size": ("--beam",),
+    "biases": ("--bias",),
+    "calibration": ("--calibrate",),
+    "checkpoint": ("--from",),
+    "most_tokens": ("--tokens",),
+    "num_best": ("--n-best",),
+    "out": ("--out", "-o"),
+    "origin": ("--from",),
+    "overrides": ("--set",),
+    "targets": ("--over-targets",),
+}
+# What every command that has one of these says of it, unless its own docstring does.
+_ABOUT = {
+    "code": "Python file with the attention class that the run or recipe names. It is executed.",
+    "as_json": "Print the result as JSON.",
+    "force": "Replace existing files, even if triptych did not write them.",
+    "model": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub.",
+    "models": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub; or several.",
+    "verbose": "On failure, print everything that was found, and what to do.",
+    "without": "Switch heads off: 3.2 is head 2 of layer 3, 3 a layer, *.2 a pattern; several with commas.",
+}
+_SECTIONS = {"without": "Model"}
+_LAST = "Options"
+
+
+class _Command(TyperCommand):
+    """A command whose options have headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                is_argument = parameter.param_type_name == "argument"
+                title = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or _LAST
+                sections.setdefault(title, []).append(record)
+        sections[_LAST] = sections.pop(_LAST)  # -h is among them
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def read_verb(name: str) -> Written:
+    """A verb as it is written: the function of the module of its name, in this room."""
+    return read_function(f"triptych.cli.{name}", name)
+
+
+def add_verb(app: typer.Typer, name: str) -> None:
+    """Give a command to an application; its module is imported when it runs."""
+    verb = read_verb(name)
+    examples = "".join(f"  {line}\n" for line in verb.examples)
+    own = (*verb.parameters, Parameter("code", list[Path], ()), Parameter("verbose", bool, False))
+
+    def called(**given: Any) -> None:
+        del given["verbose"]  # looked at when an error is printed
+        for path in given.pop("code") or ():
+            use_code(path)
+        import_module(f"triptych.cli.{name}").__dict__[name](**_grouped(verb, given))
+
+    called.__signature__ = Signature([_parameter(one) for one in own])  # type: ignore[attr-defined]
+    called.__annotations__ = {one.name: _annotation(one) for one in own}
+    called.__name__ = name
+    settings = {"help_option_names": ["-h", "--help"]}
+    decorate: Callable[[Any], Any] = app.command(
+        name, cls=_Command, help=verb.text, epilog=f"\b\nExamples:\n{examples}", context_settings=settings
+    )
+    decorate(called)
+
+
+def _grouped(verb: Written, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the verb's function: its own, and a dictionary for each group."""
+    found = dict[str, Any]()
+    for parameter in verb.parameters:
+        value = given[parameter.name]
+        value = tuple(value or ()) if is_list(parameter.kind) else value
+        if parameter.group is None:
+            found[parameter.name] = value
+        else:
+            found.setdefault(parameter.group, {})[parameter.name] = value
+    return found
+
+
+def _parameter(parameter: Parameter) -> Given:
+    return Given(
+        parameter.name,
+        Given.KEYWORD_ONLY,
+        default=Given.empty if parameter.default is REQUIRED else _default(parameter),
+        annotation=_annotation(parameter),
+    )
+
+
+def _default(parameter: Parameter) -> Any:
+    return None if is_list(parameter.kind) else parameter.default
+
+
+def _annotation(parameter: Parameter) -> Any:
+    about = parameter.about or _ABOUT.get(parameter.name, "")
+    assert about, f"nothing is said of {parameter.name}"
+    kind = parameter.kind if parameter.default is REQUIRED else parameter.kind | None
+    if parameter.positional:
+        name = parameter.name.upper()
+        metavar = f"{name.removesuffix('S')}..." if is_list(parameter.kind) else name
+        return Annotated[kind, typer.Argument(metavar=metavar, help=about)]
+    spelled = _SPELLED.get(parameter.name, (f"--{parameter.name.strip('_').replace('_', '-')}",))
+    if parameter.kind is bool:
+        kind = bool
+        if parameter.default:
+            spelled = (f"{spelled[0]}/--no-{spelled[0].removeprefix('--')}",)
+    section = _SECTIONS.get(parameter.name, parameter.section)
+    return Annotated[kind, typer.Option(*spelled, help=about, rich_help_panel=section)]
