@@ -21,9 +21,9 @@ from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.opening import OpenedModel, open_model, open_translator
-from triptych.runs import train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
 from triptych.training import DecodingConfig, resolve
+from triptych.training.runs import train
 
 PARENT = Path(__file__).parents[3] / "shared"
 MARIAN, MULTI30K = PARENT / "checkpoints" / "marian-multi30k", PARENT / "data" / "multi30k"

@@ -1,6 +1,5 @@
 """`triptych attend`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from triptych.cli.outputs import Output, require_free
 from triptych.cli.over import Documents, is_over_csv, over_text, show_over
 from triptych.cli.selection import numbers
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, progress_bar, read_text, write_output
+from triptych.cli.terminal import Terminal, print_json, progress_bar, read_text, write_output
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
@@ -153,7 +152,7 @@ def _show_steps(attended: Attention, wanted: str, html: Path | None, *, as_json:
     if html is not None:
         found.page(html)
     if as_json:
-        write_output(json.dumps(found.record(), ensure_ascii=False, allow_nan=False) + "\n")
+        print_json(found.record())
         return
     console = Terminal(soft_wrap=True)
     if html is not None:

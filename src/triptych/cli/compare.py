@@ -1,6 +1,5 @@
 """`triptych compare`."""
 
-import json
 import statistics
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from rich.text import Text
 
 import triptych
 from triptych.cli.failures import say
-from triptych.cli.terminal import Terminal, print_whole
+from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.files import write_text
 from triptych.launch import speaks
 from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
@@ -57,7 +56,7 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
         def show() -> None:
             _write(outcome, folder)
             if as_json:
-                print(json.dumps(tables.figures(outcome), indent=2, allow_nan=False))
+                print_json(tables.figures(outcome), indent=2)
             else:
                 _print(outcome, folder)
             for name, what in outcome.failed.items():

@@ -1,12 +1,11 @@
 """`triptych convert`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 from triptych.cli.options import open_model
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal
+from triptych.cli.terminal import Terminal, print_json
 from triptych.converting.conversion import Conversion
 from triptych.errors import UsageError
 from triptych.face import Model
@@ -33,14 +32,14 @@ def convert(
 
     Examples:
         triptych convert runs/mine --to hf --out mine-hf
-        triptych convert opus-mt-de-en --from hf --out opus
+        triptych convert mine-hf --from hf --out mine-again
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
     opened = open_model(model, opening={"device": "cpu"})
     conversion = opened.convert(out, to or "triptych", **converting)
     if as_json:
-        print(json.dumps(conversion.record(), allow_nan=False))
+        print_json(conversion.record())
         return
     _print(conversion)
 

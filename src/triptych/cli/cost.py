@@ -1,6 +1,5 @@
 """`triptych cost`."""
 
-import json
 import math
 import shlex
 import sys
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import triptych
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_whole, progress_bar
+from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
 from triptych.costing import pages
 from triptych.costing.counting import CostReport, CostSpec
 from triptych.costing.timing import TimingReport
@@ -53,7 +52,7 @@ def cost(
 
     Examples:
         triptych cost --d-model 1024 --num-heads 16
-        triptych cost --only full --only grouped --num-kv-heads 2 --formulas
+        triptych cost --only factored --only grouped --num-kv-heads 2 --formulas
     """
     given = {"seconds": seconds, "device": device}
     timing: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -83,7 +82,7 @@ def cost(
     if as_json:
         figures = report.figures()
         record = figures if timed is None else {**figures, "times": timed.figures()}
-        print(json.dumps(record, allow_nan=False))
+        print_json(record)
         return
     _print(report, timed, formulas)
     if html is not None:

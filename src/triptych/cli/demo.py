@@ -1,13 +1,12 @@
 """`triptych demo`."""
 
-import json
 from pathlib import Path
 
 import typer
 
 import triptych
 from triptych.cli.process import prepare_training
-from triptych.cli.terminal import Terminal
+from triptych.cli.terminal import Terminal, print_json
 from triptych.demonstration import Interrupted
 from triptych.reports import render_attention, render_samples
 from triptych.training.progress import display_for
@@ -37,7 +36,7 @@ def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False
         )
         raise typer.Exit(128 + result.signal_number)
     if as_json:
-        print(json.dumps(result.figures(), allow_nan=False))
+        print_json(result.figures())
         return
     console = Terminal()
     console.print(render_samples(result.samples))

@@ -1,6 +1,5 @@
 """`triptych evaluate`."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from triptych.cli.options import number_of_workers, open_model, plain
 from triptych.cli.outputs import Output, require_free, unmarked
 from triptych.cli.over import Documents
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_whole, progress_bar
+from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
 from triptych.decoding import Evaluation, Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
@@ -76,7 +75,6 @@ def evaluate(
         translating["workers"] = number_of_workers(workers)
         read += [path for path in (source, reference) if path is not None]
     with launched(opening["device"]) as world:
-        kind: Any = Evaluation if text is None else Likelihood
         given = world.on_all(lambda: _read(text, documents, source, reference))
         doing, asked = ("scoring", scoring) if text is not None else ("translating", translating)
         world.on_first(lambda: require_free([Output(out, unmarked)], read, force=force))
@@ -88,7 +86,7 @@ def evaluate(
                     *given, **asked, progress=lambda _, done, total: tell(shown, done, total)
                 )
 
-        found = do_each(models, score, world, kind)
+        found = do_each(models, score, world)
         world.on_first(lambda: _show(models, found, out, as_json=as_json))
 
 
@@ -106,7 +104,7 @@ def _show(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_j
     if as_json:
         key = "run" if translates else "model"
         records = [{key: name, **plain(own.figures())} for name, own in zip(models, found, strict=True)]
-        print(json.dumps(records[0] if len(records) == 1 else records, allow_nan=False))
+        print_json(records[0] if len(records) == 1 else records)
     elif len(found) > 1:
         _print_table(_scores(models, found) if translates else _likelihoods(models, found))
     elif translates:

@@ -89,7 +89,7 @@ def print_error(error: TriptychError) -> None:
     """Print the message of an error, and with `--verbose` its notes."""
     notes, says_all = getattr(error, "__notes__", []), "--verbose" in sys.argv[1:]
     more = " (more with --verbose)" if notes and not says_all else ""
-    say("\n".join([f"triptych: {error}{more}", *(notes if says_all else ())]))
+    say("\n".join([f"triptych: {printable(str(error))}{more}", *(notes if says_all else ())]))
 
 
 def say(message: str) -> None:

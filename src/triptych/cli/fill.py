@@ -1,11 +1,10 @@
 """`triptych fill`."""
 
-import json
 from typing import Annotated
 
 from triptych.cli.options import open_model
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import write_output
+from triptych.cli.terminal import print_json, write_output
 from triptych.face import Model, load
 
 
@@ -38,7 +37,7 @@ def fill(
                 for one in fillings
             ]
             record = {"mask": number, "fillings": records}
-            write_output(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            print_json(record)
             continue
         for one in fillings:
             shown = one.text.strip() or one.piece

@@ -1,6 +1,5 @@
 """`triptych generate`."""
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from triptych.attending.saving import head_records
 from triptych.cli.options import open_model
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import read_text, write_output
+from triptych.cli.terminal import print_json, read_text, write_output
 from triptych.decoding import Continuation
 from triptych.errors import UsageError
 from triptych.face import Model, load
@@ -51,7 +50,7 @@ def generate(
         as_json: Print one JSON object per prompt, with tokens and log-probabilities.
 
     Examples:
-        triptych generate runs/shakespeare-char "ROMEO:" --temperature 0.8
+        triptych generate gpt2 "ROMEO:" --temperature 0.8 --max-new-tokens 40
         triptych generate gpt2 --file prompts.txt --num-samples 3 --temperature 1 --json
     """
     if attention and not as_json:
@@ -65,7 +64,7 @@ def generate(
         wanted = [_selection(text, opened) for text in attention]
         for given, found in _continued(opened, prompts, generating):
             record = _record(opened, given, found, wanted, generating["chat"])
-            write_output(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            print_json(record)
     elif file is None and generating["num_samples"] == generating["beam_size"] == 1:
         for text in opened.generate(next(prompts), **generating, stream=True):
             write_output(text)

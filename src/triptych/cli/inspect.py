@@ -1,6 +1,5 @@
 """`triptych inspect`."""
 
-import json
 import shlex
 import sys
 from collections import Counter
@@ -16,7 +15,7 @@ from triptych.cli.outputs import Output, require_free
 from triptych.cli.over import write_rows
 from triptych.cli.selection import numbers
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, progress_bar
+from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection
@@ -70,7 +69,7 @@ def inspect(
 
     Examples:
         triptych inspect gpt2
-        triptych inspect meta-llama/Llama-3.2-1B --layers 0-3 --html heads.html
+        triptych inspect meta-llama/Llama-3.2-1B --layers 0,1 --html heads.html
     """
     names = models if compare is None else [*models, compare]
     outputs = Output(html, is_page), Output(csv, _is_own_csv), Output(parquet, is_parquet)
@@ -94,7 +93,7 @@ def inspect(
             write_parquet(_rows(found), parquet, [measure.name for measure in MEASURES])
         if as_json:
             records = [*map(_record, found)]
-            print(json.dumps(records[0] if len(records) == 1 else records, allow_nan=False))
+            print_json(records[0] if len(records) == 1 else records)
             return
         console = Terminal(soft_wrap=True)
         for inspection in found:
@@ -107,7 +106,7 @@ def inspect(
 
     with launched("cpu") as world:
         world.on_first(lambda: require_free(outputs, _read(names), force=force))
-        found = do_each(names, measure, world, Inspection)
+        found = do_each(names, measure, world)
         world.on_first(lambda: show(found))
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -12,7 +11,7 @@ from rich.console import Console
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.over_page import over_report
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, progress_bar
+from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.files import write_text
@@ -67,7 +66,7 @@ def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_j
     if html is not None:
         write_report(over_report(found), html)
     if as_json:
-        print(json.dumps(found.record(), allow_nan=False))
+        print_json(found.record())
         return
     console = Terminal(soft_wrap=True)
     for table in found.tables():

@@ -1,6 +1,5 @@
 """`triptych rewrite`."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
@@ -23,7 +22,7 @@ from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.cli.options import open_model
 from triptych.cli.selection import numbers
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, progress_bar
+from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
@@ -101,7 +100,7 @@ def rewrite(
         recipe_of = RewriteRecipe(step=tuple(steps), **rewriting)
     if plan:
         found = opened.plan(recipe_of)
-        print(json.dumps(_plain(found), allow_nan=False)) if as_json else _print_plan(found, console)
+        print_json(_plain(found)) if as_json else _print_plan(found, console)
         return
     if out is None:
         raise UsageError("give the output folder with --out (or --plan to see what would be done)")

@@ -1,20 +1,22 @@
 """Standard input, standard output, and what a person reads on a terminal."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase
-from typing import cast, final
+from typing import Any, cast, final
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-from triptych.errors import UsageError
+from triptych.errors import DataError, UsageError
 from triptych.launch import speaks
 from triptych.printable import printable
 from triptych.reports import Table, render_table
+from triptych.storage.untrusted import LONGEST_TEXT
 
 
 @final
@@ -40,6 +42,21 @@ def write_output(text: str) -> None:
     sys.stdout.buffer.flush()
 
 
+def print_json(record: Any, *, indent: int | None = None) -> None:
+    """Print a record as JSON."""
+    write_output(json_text(record, indent=indent) + "\n")
+
+
+def json_text(record: Any, *, indent: int | None = None) -> str:
+    """A record as JSON, which has no number for what is infinite or not a number."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=indent)
+    except ValueError:
+        raise DataError(
+            "a figure of the result is infinite or not a number, which JSON cannot hold: leave out --json"
+        ) from None
+
+
 def standard_input() -> BufferedIOBase:
     """Standard input, opened anew.
 
@@ -59,7 +76,10 @@ def read_text(given: str, what: str) -> str:
     try:
         if given != "-":
             return given.encode().decode()  # bytes that are not UTF-8 came as surrogates
-        return standard_input().read().decode().removesuffix("\n").removesuffix("\r")
+        content = standard_input().read(LONGEST_TEXT + 1)
+        if len(content) > LONGEST_TEXT:
+            raise UsageError(f"the {what} has more than {LONGEST_TEXT:,} bytes: give a part of it")
+        return content.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeError:
         raise UsageError(f"the {what} is not UTF-8: convert it first (iconv -t UTF-8)") from None
 

@@ -1,6 +1,5 @@
 """`triptych train`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import typer
 import triptych
 from triptych import recipes
 from triptych.cli.process import prepare_training
-from triptych.cli.terminal import Terminal
+from triptych.cli.terminal import Terminal, print_json
 from triptych.errors import UsageError
 from triptych.launch import speaks
 from triptych.training import read_recipe
@@ -43,7 +42,7 @@ def train(
         overrides: Override a recipe key: section.key=value. May be repeated.
 
     Examples:
-        triptych train mine.toml --set training.max_steps=200
+        triptych train mine.toml --set training.max_steps=20
         triptych train --resume runs/mine
     """
     prepare_training()
@@ -73,7 +72,7 @@ def train(
         )
         raise typer.Exit(128 + outcome.signal_number)
     if as_json:
-        print(json.dumps({"run": str(folder), **summary.figures()}, allow_nan=False))
+        print_json({"run": str(folder), **summary.figures()})
     else:
         display.say(
             f"done: {outcome.counters.step:,} steps, {outcome.counters.tokens:,} target tokens in "

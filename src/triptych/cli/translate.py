@@ -1,6 +1,5 @@
 """`triptych translate`."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from triptych.cli.options import number_of_workers, open_model
 from triptych.cli.outputs import Output, require_free, unmarked
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import standard_input, write_output
+from triptych.cli.terminal import json_text, standard_input, write_output
 from triptych.decoding import Translation
 from triptych.decoding.ahead import Ahead
 from triptych.errors import UsageError
@@ -68,8 +67,8 @@ def translate(
         attention_html: Write a page with the attention of the first 20 lines.
 
     Examples:
-        triptych translate runs/mine lines.de --beam 4
-        echo "Guten Tag." | triptych translate Helsinki-NLP/opus-mt-de-en --json
+        triptych translate runs/mine test.de --beam 4
+        echo "Guten Tag." | triptych translate runs/mine --json
     """
     html, engine = attention_html, opening["engine"]
     if (attention or html) and engine != "triptych":
@@ -155,7 +154,7 @@ def _json_renderer(model: Model, wanted: list[HeadSelection]) -> Renderer:
             seen = model.attend(translation.source)
             parts = [part for selection in wanted for part in selection.of(seen)]
             record["attention"] = [*head_records(parts)]
-        return [json.dumps(record, ensure_ascii=False, allow_nan=False)]
+        return [json_text(record)]
 
     return render
 

@@ -1,6 +1,5 @@
 """`triptych verify`."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from rich.table import Table
 
 import triptych
 from triptych.checkpoints.family import read_family
-from triptych.cli.terminal import Terminal
+from triptych.cli.terminal import Terminal, print_json
 from triptych.errors import DataError
 from triptych.rewriting.planning import local_folder
 
@@ -42,9 +41,7 @@ def verify(
     checks = triptych.verify(rewritten, original, text, own, calibration)
     failed = [check for check in checks if check.held is False]
     if as_json:
-        print(
-            json.dumps({"held": not failed, "checks": [check._asdict() for check in checks]}, allow_nan=False)
-        )
+        print_json({"held": not failed, "checks": [check._asdict() for check in checks]})
         if failed:
             sys.exit(1)
         return

@@ -42,8 +42,8 @@ from triptych.models.blocks import Block
 from triptych.models.feed_forward import FeedForward
 from triptych.models.storage import write_weights
 from triptych.opening import OpenedModel
-from triptych.runs import copy_checkpoint, goes_on
 from triptych.text import PretrainedTokenizer
+from triptych.training.continuing import copy_checkpoint, goes_on
 
 _ACTIVATIONS = {
     "relu": "relu",

@@ -21,11 +21,11 @@ from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
-from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
-from triptych.runs.language import TOKENIZER
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
+from triptych.training.folder import DECODING, RECIPE, check_tokenizers
+from triptych.training.language import TOKENIZER
 
 
 @final
@@ -102,7 +102,7 @@ class OpenedModel:
     def language_model(self) -> LanguageModel:
         """The model, which has one stack."""
         if not isinstance(self.model, LanguageModel):
-            raise DataError(f"{self.name} translates: it has no language model; see triptych translate")
+            raise UsageError(f"{self.name} translates: it has no language model; see triptych translate")
         return self.model
 
     @property
@@ -227,19 +227,28 @@ def _opened(
     )
 
 
+class NotFiniteError(DataError):
+    """Weights of a model are NaN or infinite."""
+
+
+def require_finite_tensors(source: Source) -> None:
+    """Name the first tensor of a checkpoint that is NaN or infinite somewhere, if there is one."""
+    tensors = source.tensors(mapped=True)
+    for name, info in tensors.infos.items():
+        if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
+            count = int((~tensor.isfinite()).sum())
+            raise NotFiniteError(
+                f"{source.name}: tensor {shown(name)} has {count:,} of {tensor.numel():,} numbers that are "
+                "not finite (NaN or infinite): the model cannot be run"
+            )
+
+
 def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> None:
     """Check that all weights are numbers that can be computed with."""
     broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
     if broken is None:
         return
-    tensors = source.tensors(mapped=True)
-    for name, info in tensors.infos.items():
-        if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
-            count = int((~tensor.isfinite()).sum())
-            raise DataError(
-                f"{source.name}: tensor {shown(name)} has {count:,} of {tensor.numel():,} numbers that are "
-                "not finite (NaN or infinite): the model cannot be run"
-            )
+    require_finite_tensors(source)
     raise DataError(
         f"{source.name}: numbers of {broken} are not finite in {next(model.parameters()).dtype}, though the "
         "file's are: take another dtype"
@@ -252,7 +261,7 @@ def open_language_model(
     """As `open_model`; the model must have one stack."""
     found = find_source(source)
     if found.translates:
-        raise DataError(f"{found.name} translates: it has no language model; see triptych translate")
+        raise UsageError(f"{found.name} translates: it has no language model; see triptych translate")
     opened = open_model(found, device, dtype)
     check_vocabulary(opened.language_model, opened.tokenizer)
     return opened

@@ -8,7 +8,7 @@ from triptych.models import LanguageModelConfig
 from triptych.printable import printable
 from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 from triptych.training import AnyRecipe, Recipe, TextRecipe, TrainingResult
-from triptych.training.judging import LEAST_BLEU
+from triptych.training.objectives import LEAST_BLEU
 from triptych.training.progress import Display
 from triptych.training.sections import ContinuedModelConfig
 
@@ -21,7 +21,11 @@ def write_card(
 ) -> None:
     """Write the card of a finished run, unless somebody wrote one in its place."""
     path = folder / "README.md"
-    text = printable(_model_card(recipe, outcome, num_parameters), lines=True)
+    if isinstance(recipe, TextRecipe):
+        written = _language_card(recipe, outcome, num_parameters)
+    else:
+        written = _translation_card(recipe, outcome, num_parameters)
+    text = printable(written, lines=True)
     if path.exists():
         old = read_limited(path, LONGEST_TEXT).decode(errors="replace")
         body, _, end = old.rpartition(_CARD_END)
@@ -33,12 +37,6 @@ def write_card(
 
 def _text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _model_card(recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int) -> str:
-    if isinstance(recipe, TextRecipe):
-        return _language_card(recipe, outcome, num_parameters)
-    return _translation_card(recipe, outcome, num_parameters)
 
 
 def _language_card(recipe: TextRecipe, outcome: TrainingResult, num_parameters: int) -> str:

@@ -22,16 +22,15 @@ from triptych.files import write_text
 from triptych.models import LanguageModel
 from triptych.models.device import find_device
 from triptych.models.storage import OwnModel, write_weights
-from triptych.runs.folder import holds_run, settings
-from triptych.runs.language import TextOfRun, fingerprints_of, tokens_of_text
-from triptych.runs.preparing import Prepared
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside
 from triptych.storage.tensors import SAFETENSORS
 from triptych.storage.untrusted import LONGEST_JSON, read_json, read_limited
 from triptych.text import PretrainedTokenizer, TokenShards, load_tokenizer
 from triptych.training import ContinuedRecipe
 from triptych.training.fitting import choices, fit_continued_training
-from triptych.training.language import TokensOfText
+from triptych.training.folder import Prepared, holds_run, settings
+from triptych.training.language import TextOfRun, fingerprints_of, tokens_of_text
+from triptych.training.objectives import TokensOfText
 from triptych.training.progress import Display
 from triptych.training.state import RUN_FILES, save_or_explain
 

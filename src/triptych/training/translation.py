@@ -10,8 +10,6 @@ from triptych.errors import DataError
 from triptych.models import EncoderDecoder
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
-from triptych.runs.folder import check_tokenizers
-from triptych.runs.preparing import Prepared, digests
 from triptych.text import (
     ByteLevelTokenizer,
     EncodedCorpus,
@@ -25,8 +23,8 @@ from triptych.text import (
 )
 from triptych.training import Recipe
 from triptych.training.fitting import choices, fit_tokenizer, fit_training
-from triptych.training.judging import Bleu
-from triptych.training.objectives import Scorer, Translation
+from triptych.training.folder import Prepared, check_tokenizers, digests
+from triptych.training.objectives import Bleu, Scorer, Translation
 from triptych.training.progress import Display
 
 
@@ -39,7 +37,12 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepare
     tokenizers = _tokenizers(recipe, train_text, _cache_folder(recipe, base), display)
     texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
     num_tokens = int((texts.train.target.lengths + 1).sum())
-    recipe = fit_training(recipe, num_tokens, device, lambda r: _steps_per_epoch(r, texts.train, tokenizers))
+
+    def steps_per_epoch(recipe: Recipe) -> int:
+        batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
+        return -(-batches // recipe.training.accumulate_batches)
+
+    recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
     return _prepared(recipe, tokenizers, texts)
@@ -146,11 +149,6 @@ def _bytes_per_token(texts: _Texts) -> float:
     lines = zip(texts.translated.line_numbers, texts.translated.target, strict=True)
     num_bytes = sum(len(line.encode()) for number, line in lines if number in judged)
     return num_bytes / int((texts.valid.target.lengths + 1).sum())
-
-
-def _steps_per_epoch(recipe: Recipe, train: EncodedCorpus, tokenizers: TokenizerPair) -> int:
-    batches = len(_batches(recipe, train, tokenizers, shuffle=True).plan(0))
-    return -(-batches // recipe.training.accumulate_batches)
 
 
 def _batches(

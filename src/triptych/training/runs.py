@@ -16,12 +16,6 @@ from triptych.launch import num_restarts
 from triptych.models.device import find_device, to_device
 from triptych.models.initial import Draws, Later
 from triptych.models.storage import OwnModel, read_own_model
-from triptych.runs.card import write_card
-from triptych.runs.continuing import prepare_continued, take_up_continued
-from triptych.runs.folder import RECIPE, SUMMARY, holds_run, require_place
-from triptych.runs.language import prepare_language, take_up_language
-from triptych.runs.preparing import Prepared
-from triptych.runs.translation import prepare_translation, take_up_translation
 from triptych.storage.copying import CERTIFICATE
 from triptych.threads import torch_threads
 from triptych.training import (
@@ -33,20 +27,24 @@ from triptych.training import (
     TrainingResult,
     read_recipe,
 )
+from triptych.training.card import write_card
+from triptych.training.continuing import prepare_continued, take_up_continued
+from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
+from triptych.training.language import prepare_language, take_up_language
 from triptych.training.objectives import Objective
 from triptych.training.parallel import (
     ONE_PROCESS,
     Layout,
+    LazyParameters,
     OneProcess,
-    Unmade,
     World,
     choose_parallel,
     code_digests,
     launched,
 )
-from triptych.training.plan import describe_plan
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
+from triptych.training.translation import prepare_translation, take_up_translation
 from triptych.user_code import use_code
 
 # Of a resumed run: where it ends, how processes share the work, and what they keep of it.
@@ -63,19 +61,12 @@ _MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished or interrupted run.
+    """A finished or interrupted run."""
 
-    Attributes:
-        outcome: how it ended.
-        num_parameters: of the model.
-        padding_waste: share of padding in the training batches.
-        task: what was learned, as the recipe has it.
-    """
-
-    outcome: TrainingResult
-    num_parameters: int
-    padding_waste: float
-    task: str = "translation"
+    outcome: TrainingResult  # how it ended
+    num_parameters: int  # of the model
+    padding_waste: float  # share of padding in the training batches
+    task: str = "translation"  # what was learned, as the recipe has it
 
     def figures(self) -> dict[str, Any]:
         counters = self.outcome.counters
@@ -317,7 +308,7 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
     if later is None:
         return objective, Layout(world, kind)
     values = later.values(objective.model, _seed_by_name(recipe))
-    return objective, Layout(world, kind, Unmade(find_device(recipe.training.device), values))
+    return objective, Layout(world, kind, LazyParameters(find_device(recipe.training.device), values))
 
 
 def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], Later | None]:
@@ -358,7 +349,7 @@ def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
         f"model: {num_parameters:,} parameters; padding {waste:.1%} of the batches; "
         f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"
     )
-    if plan := describe_plan(trainer):
+    if plan := trainer.describe_plan():
         display.say(plan)
     summary = Summary(trainer.run(display), num_parameters, waste, recipe.task)
     if summary.outcome.signal_number is None:

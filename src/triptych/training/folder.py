@@ -5,15 +5,20 @@ the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `s
 converted has no recipe: `decoding.toml` says how it is searched.
 """
 
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triptych.checkpoints.source import is_own
 from triptych.errors import DataError, UsageError
+from triptych.models.storage import OwnModel
 from triptych.storage.untrusted import read_json
 from triptych.text import TokenizerPair
-from triptych.training import Recipe
-from triptych.training.state import RUN_FILES, own_files
+from triptych.training import AnyRecipe, Recipe
+from triptych.training.objectives import Objective
+from triptych.training.state import RUN_FILES, Publish, own_files, publish_weights
 
 RECIPE, DECODING, SUMMARY = "recipe.toml", "decoding.toml", "summary.json"
 
@@ -43,14 +48,11 @@ def require_place(folder: Path, *, force: bool) -> None:
             "the run among them, and replaces those with the name of a run's file"
         )
     for name in RUN_FILES:
-        if name != "." and (folder / name).exists() and not _is_empty(folder / name):
-            raise UsageError(f"{folder / name} is in the way: give another folder (--out)")
+        place = folder / name
+        if name != "." and place.exists() and not (place.is_dir() and not any(place.iterdir())):
+            raise UsageError(f"{place} is in the way: give another folder (--out)")
     if taken := [path for path in own_files(folder) if path.is_dir()]:
         raise UsageError(f"{taken[0]} is a folder, where a run needs a file: give another folder (--out)")
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -69,3 +71,23 @@ def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) ->
             f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
             f"{str(recipe.tokenizer.joint).lower()}"
         )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose input has been read, before anything is written."""
+
+    recipe: AnyRecipe  # every choice made
+    # Makes the objective, and draws the initial weights; those that are read may still be mapped from their
+    # file.
+    objective: Callable[[], Objective[Any, Any]]
+    # Writes into a folder what lies there from the start of the run: configuration and tokenizers.
+    begin: Callable[[OwnModel, Path], None]
+    # Hashes of what must not change before a run is resumed, by the words that name it.
+    fingerprints: Callable[[], dict[str, str]]
+    publish: Publish = publish_weights  # writes `model.safetensors`
+
+
+def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:
+    """A hash of each part."""
+    return {name: hashlib.sha256(b"\0".join(part)).hexdigest() for name, part in parts.items()}

@@ -1,36 +1,72 @@
-"""One of several processes: `python measured.py KIND [OVERRIDE…]` prints the peak of its allocator."""
+"""One of several processes: `python measured.py TREE KIND [OVERRIDE…]` prints the peak of its allocator."""
 
 import gc
 import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from triptych.launch import end_now
+from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import recompute_activations
-from triptych.planning.standing_in import batches_of, filled, objective_of
-from triptych.training import AnyRecipe, resolve
+from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
+from triptych.training import AnyRecipe, Recipe, resolve
+from triptych.training.objectives import Objective, TokensOfText, Translation
 from triptych.training.optimizers import Optimizer
 from triptych.training.parallel import Computing, OneProcess, World, launched, rows_of_rank
+from triptych.training.planning import filled
 
-
-def recipe_of(overrides: list[str]) -> AnyRecipe:
-    """Weights and activations of a few MB each: what is not a tensor of the step is small beside them."""
-    tree = {
+# Weights and activations of a few MB each: what is not a tensor of the step is small beside them.
+TREES: dict[str, Any] = {
+    "language model": {
         "task": "language-model",
         "data": {"train": {"files": ["a"]}},
         "tokenizer": {"vocab_size": 4000},
         "model": {"num_layers": 4, "d_model": 256, "d_ff": 1024, "num_heads": 4, "context": 128},
         "training": {"batch_size": 16, "device": "cpu"},
-    }
-    return filled(resolve(tree, overrides))[0]
+    },
+    "translator": {
+        "data": {part: {"source": "a", "target": "b"} for part in ("train", "valid")},
+        "model": {"preset": "tiny"},
+        "tokenizer": {"vocab_size": 4000},
+        "training": {"batch_tokens": 4096, "device": "cpu"},
+    },
+}
 
 
-def main(kind: str, overrides: list[str]) -> int:
+def recipe_of(tree: str, overrides: list[str]) -> AnyRecipe:
+    return filled(resolve(TREES[tree], overrides))[0]
+
+
+def objective_of(recipe: AnyRecipe) -> Objective[Any, Any]:
+    """What the recipe learns, without a text."""
+    size = recipe.tokenizer.vocab_size  # type: ignore[union-attr]
+    if isinstance(recipe, Recipe):
+        model = EncoderDecoder.of(recipe.model, size, size, 0)
+        return Translation(model, None, None, recipe.training, recipe.validation, None)  # type: ignore[arg-type]
+    return TokensOfText(LanguageModel.of(recipe.model, recipe.kind, size), None, None, 1.0)  # type: ignore[arg-type]
+
+
+def batch_of(recipe: AnyRecipe, world: World) -> Any:
+    """This process's part of a batch of the recipe's size."""
+    if isinstance(recipe, Recipe):
+        pairs = recipe.training.batch_tokens // 32
+        side = TokenSequences.pack([[3] * 31] * pairs)
+        corpus = EncodedCorpus(side, side, np.arange(1, pairs + 1), "made up")
+        ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2}
+        batches = TokenBatches(corpus, max_tokens=recipe.training.batch_tokens, seed=0, shuffle=False, **ids)
+        return batches.collate(rows_of_rank(batches.plan(0)[0], world.rank, world.size)[0])
+    rows = len(rows_of_rank(np.arange(recipe.training.batch_size), world.rank, world.size)[0])
+    tokens = torch.zeros(rows, recipe.model.context, dtype=torch.int64)
+    return LanguageBatch(tokens, tokens, torch.zeros_like(tokens), tokens.numel())
+
+
+def main(tree: str, kind: str, overrides: list[str]) -> int:
     """Three updates; the allocator's bytes at most during the last."""
-    recipe = recipe_of(overrides)
+    recipe = recipe_of(tree, overrides)
     with (
         launched("cpu", 5.0) as world,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
@@ -47,7 +83,7 @@ def main(kind: str, overrides: list[str]) -> int:
 def _learn(recipe: AnyRecipe, kind: str, world: World) -> int:
     """Three updates of a model that then is gone; when the last began."""
     config = recipe.training
-    objective, batches = objective_of(recipe), batches_of(recipe)
+    objective = objective_of(recipe)
     if config.activation_checkpointing:
         recompute_activations(objective.blocks(objective.model))
     computing: Computing
@@ -63,7 +99,7 @@ def _learn(recipe: AnyRecipe, kind: str, world: World) -> int:
         began = time.time_ns()
         optimizer.zero_grad()
         computing.begin_update(step)
-        batch = batches.collate(rows_of_rank(batches.plan(0)[0], world.rank, world.size)[0])
+        batch = batch_of(recipe, world)
         computing.learn(batch, step, batch.num_target_tokens * world.size, last=True)
         computing.clip(1.0)
         optimizer.step(1e-3)
@@ -84,4 +120,4 @@ def _held(seen: Any, since: int) -> list[int]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    end_now(main(sys.argv[1], sys.argv[2:]))
+    end_now(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
