@@ -132,6 +132,7 @@ OPTIONAL = {
     "num2words",
     "onnx",
     "onnxruntime",
+    "pandas",
     "pyarrow",
     "scipy",
     "sentencepiece",

@@ -12,7 +12,7 @@ import torch
 from triptych import recipes
 from triptych.algebra.rewrites import fold
 from triptych.attending import Attention, AttentionBatch, attend
-from triptych.attending.viewing import viewer_data
+from triptych.attending.page import viewer_data
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
 from triptych.extras import require_extra
@@ -340,7 +340,7 @@ def _report(
         ),
         metrics=tuple(metrics),
         samples=result.samples,
-        viewer=viewer_data(seen.page()),
+        viewer=viewer_data(seen.viewed()),
         tables=(_folding_table(result.folding), *((_table(mistakes),) if mistakes else ())),
         commands=(
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | triptych translate {folder}",

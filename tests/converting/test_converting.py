@@ -16,7 +16,7 @@ from triptych.attention import PARAMETERISATIONS
 from triptych.checkpoints.translators import read_translator
 from triptych.converting import hugging_face
 from triptych.converting.conversion import Conversion, TargetFormat, convert
-from triptych.converting.plain_heads import plain_model
+from triptych.converting.plain import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig

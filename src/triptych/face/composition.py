@@ -85,6 +85,11 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
 
 
 def _folded(head: Head, into: Into) -> Head:
+    if into != "Q" and head.borrows is not None:
+        raise UsageError(
+            f"layer {head.layer.name} uses keys and values of layer {head.borrows}, made of what that one "
+            'reads: there is no composition into its "K" and "V"'
+        )
     weights = head.layer.weights
     if weights.norm_place != "pre":
         place = "a post-norm" if weights.norm_place == "post" else "norms on both sides of layers (sandwich)"
@@ -97,6 +102,11 @@ def _folded(head: Head, into: Into) -> Head:
 
 def _qk(head: Head) -> tuple[Tensor, Tensor]:
     form = head.qk
+    if head.weights.semantics.scores is not None:
+        raise UsageError(
+            f"head {head.name}: its scores are no product of queries and keys, so there is no composition "
+            'into "Q" or "K"; into "V" there is'
+        )
     if head.weights.semantics.rotary is not None:
         raise UsageError(
             f"head {head.name}: rotary positions make W_QK another form at every distance, so there is no "

@@ -1,10 +1,17 @@
-"""An inspection for people: a summary, a map of heads and outliers."""
+"""An inspection: every figure of every head, a summary, tables, files and a page.
 
+The page needs neither a network nor a drawing library. Its script is `reports/heads.js`.
+"""
+
+import json
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, final
 
 from triptych.algebra.chance import (
     random_closeness,
@@ -12,15 +19,149 @@ from triptych.algebra.chance import (
     random_spectra,
     random_symmetric_share,
 )
-from triptych.inspection.checkpoint import NEAR, Inspection
+from triptych.errors import UsageError
+from triptych.extras import is_installed
+from triptych.files import write_text
 from triptych.inspection.layers import FOLD, InspectedLayer
-from triptych.inspection.measures import LOSSES, MEASURES
-from triptych.reports import Table
+from triptych.inspection.measures import LOSSES, MEASURES, Measure
+from triptych.reports import Table, render, write_csv
 
+# Cosine of two forms, of either sign, from which on they are called near-copies.
+NEAR = 0.9
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
 _MOST_SHOWN = 12
 _SHADES = " ░▒▓█"
+
+
+@final
+@dataclass(frozen=True)
+class NearCopy:
+    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps.
+
+    Attributes:
+        form: "qk" or "ov".
+        one: a head, as "encoder 0, head 3".
+        other: another.
+        cosine: cosine of their forms; negative if they are opposite.
+    """
+
+    form: str
+    one: str
+    other: str
+    cosine: float
+
+
+@final
+@dataclass(frozen=True)
+class Inspection:
+    """The measures of a checkpoint.
+
+    Attributes:
+        name: name of the checkpoint.
+        family: its family.
+        known_by: how the family was recognised.
+        layers: the measured layers.
+        ignores_rotary: whether figures of rotary heads describe W_Q W_Kᵀ without the rotation.
+        num_tensors: number of tensors; those of `left_over` do not belong to attention.
+        seconds: the time it took.
+        copies: heads that are nearly equal, the closest first.
+        more_copies: whether there may be more near-copies than were computed.
+        unread: attention tensors that were recognised but not read, with the reason.
+        absent: stacks that the configuration has and the file lacks.
+        warnings: sentences on fields of the configuration that are set but not followed.
+    """
+
+    name: str
+    family: str
+    known_by: str
+    layers: tuple[InspectedLayer, ...]
+    ignores_rotary: bool
+    num_tensors: int
+    left_over: tuple[str, ...]
+    seconds: float
+    copies: tuple[NearCopy, ...]
+    more_copies: bool
+    unread: dict[str, str]
+    absent: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record per head: its place, then every measure."""
+        return [
+            {
+                "stack": layer.stack,
+                "layer": layer.layer,
+                "kind": layer.kind,
+                "head": head,
+                "module": layer.module,
+                "positions": layer.positions,
+                "qk_of": layer.qk_of,
+                **{measure.name: layer.figures[measure.name][place] for measure in MEASURES},
+            }
+            for layer in self.layers
+            for place, head in enumerate(layer.heads)
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        found = asdict(self)
+        for layer in found["layers"]:
+            layer["figures"] = {
+                name: ["Infinity" if value == math.inf else value for value in values]  # no number of JSON
+                for name, values in layer["figures"].items()
+            }
+        found["summary"] = (*summary(self), *average_lines(self))
+        return found | {"measures": {measure.name: measure.meaning for measure in MEASURES}}
+
+    def page(self, path: str | Path) -> None:
+        """Write a page with a map of layers × heads for each measure, which works offline.
+
+        Args:
+            path: the file.
+        """
+        write_text(Path(path), heads_page([self], f"inspect {self.name}"))
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write one row per head as CSV; `docs/columns.md` says what the columns are.
+
+        Args:
+            path: the file.
+        """
+        write_csv(self.rows(), Path(path))
+
+    def to_json(self, path: str | Path) -> None:
+        """Write every figure, spectra included, as JSON.
+
+        Args:
+            path: the file.
+        """
+        write_text(Path(path), json.dumps(self.record(), allow_nan=False) + "\n")
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per head.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        if not is_installed("pandas"):
+            raise UsageError("to_pandas() needs pandas: pip install pandas; rows() gives the same without it")
+        import pandas  # type: ignore[import-untyped]
+
+        return pandas.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        lines = [f"Inspection of {self.name}", *(f"  {line}" for line in summary(self)[:5])]
+        return "\n".join((*lines, "  rows(), page(path), to_csv(path), to_json(path), to_pandas()"))
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in averages(self).rows
+        )
+        said = "".join(f"<p>{escape(line)}</p>" for line in summary(self))
+        head = "".join(f"<th>{escape(name)}</th>" for name in averages(self).columns)
+        return f"{said}<table><tr>{head}</tr>{rows}</table>"
 
 
 class Value(NamedTuple):
@@ -375,3 +516,76 @@ def _counted(number: int, name: str) -> str:
 
 def _listed(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
+
+
+def heads_page(inspections: Sequence[Inspection], command: str) -> str:
+    """Make the page of one checkpoint, or of several side by side."""
+    names = [inspection.name for inspection in inspections]
+    facts = [("command", command)]
+    if len(inspections) == 1:
+        layers = inspections[0].layers
+        facts = [
+            ("family", inspections[0].family),
+            ("heads", f"{sum(len(layer.heads) for layer in layers):,}"),
+            ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
+            *facts,
+        ]
+    said = [
+        (title, lines)
+        for i in inspections
+        for title, lines in ((i.name if len(names) > 1 else "", summary(i)), ("Averages", average_lines(i)))
+    ]
+    models = [(inspection.name, inspection.layers) for inspection in inspections]
+    return render_heads(" and ".join(names), models, said, facts)
+
+
+def render_heads(
+    title: str,
+    models: Sequence[tuple[str, Sequence[InspectedLayer]]],
+    summary: Sequence[tuple[str, Sequence[str]]] = (),
+    facts: Sequence[tuple[str, str]] = (),
+    measures: Sequence[Measure] = MEASURES,
+) -> str:
+    """Render the HTML of a page."""
+    groups: dict[str, list[str]] = {}
+    for measure in measures:
+        groups.setdefault(measure.group, []).append(measure.name)
+    data = {
+        "measures": [
+            {"name": m.name, "title": m.title, "meaning": m.meaning, "of_basis": m.of_basis, "by_qk": m.by_qk}
+            for m in measures
+        ],
+        "groups": list(groups.items()),
+        "models": [{"name": name, "layers": [*map(_layer, layers)]} for name, layers in models],
+    }
+    return render("heads.html", title=title, summary=summary, facts=facts, data=data)
+
+
+def _layer(layer: InspectedLayer) -> dict[str, Any]:
+    pairs = ""
+    if layer.rotary_pairs is not None:
+        pairs = f", {layer.rotary_pairs[0]} rotary pairs that turn and {layer.rotary_pairs[1]} too slow to"
+    # Thousands of the largest value and tenths of a degree: what an eye can tell apart in a picture.
+    return {
+        "name": layer.name,
+        "about": f"{layer.module}: d_model {layer.d_model}, d_k {layer.d_k}, d_v {layer.d_v}, positions "
+        f"{layer.positions}, {layer.num_heads} heads on {layer.num_key_heads} of keys{pairs}",
+        "qk_of": layer.qk_of,
+        "num_heads": layer.num_heads,
+        "heads": layer.heads,
+        "figures": {name: [*map(_plain, values)] for name, values in layer.figures.items()},
+        "spectra": {
+            name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
+            for name, heads in layer.spectra.items()
+        },
+        "angles": {
+            name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
+        },
+    }
+
+
+def _plain(value: float | None) -> float | str | None:
+    """Round to four digits. Infinity becomes a string, as JSON has no number for it."""
+    if value is None:
+        return None
+    return "Infinity" if math.isinf(value) else float(f"{value:.4g}")

@@ -1,10 +1,12 @@
-"""Rows of plain values as Parquet; `pyarrow` comes with the extra `[parquet]`."""
+"""Rows of plain values as CSV and Parquet; `pyarrow` comes with the extra `[parquet]`."""
 
+import csv
+import io
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from triptych.extras import require_extra
-from triptych.files import write_atomically
+from triptych.files import write_atomically, write_text
 
 _GENERATOR = {b"generator": b"triptych"}
 
@@ -41,3 +43,12 @@ def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Col
             pyarrow.parquet.write_table(table, file)
 
     write_atomically(path, write)
+
+
+def write_csv(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    """Write rows, a column for each key of the first."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())

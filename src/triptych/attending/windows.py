@@ -1,15 +1,15 @@
-"""A model over the documents of a text: its windows, and what its heads do in them."""
+"""A model over the documents of a text: its windows, and figures of heads with intervals over documents."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float
 from torch import Tensor
 
-from triptych.attending.attention import Attention, LayerAttention, Stack, read_attention
-from triptych.attending.behaviour import Behaviour, Kind, LayerBehaviour, RowFigures, Sums
+from triptych.algebra.resampling import ratio_intervals
+from triptych.attending.layers import Stack, read_stacks
 from triptych.errors import UsageError
 from triptych.models import LanguageModel
 from triptych.opening import Reader, TextIds
@@ -18,8 +18,11 @@ CONTEXT = 256  # where the model itself sets no lower limit
 MOST_TOKENS = 1 << 16
 # Tokens of windows whose inputs of all layers are held at a time.
 _TOKENS_AT_A_TIME = 2048
+_PAIRS_AT_A_TIME = 64
 
 Told = Callable[[int, int], None]
+# The stack of a layer, and its number there.
+Place = tuple[str, int]
 
 
 @final
@@ -159,9 +162,6 @@ def _pairs(reader: Reader, documents: Sequence[str], targets: Sequence[str] | No
         yield from (Window(i, text) for i, text in zip(part, found, strict=True))
 
 
-_PAIRS_AT_A_TIME = 64
-
-
 def _within(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
     """The first ones, at least one."""
     left = most_tokens
@@ -173,76 +173,80 @@ def _within(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
 
 
 def read_windows(
-    reader: Reader, windows: Windows, progress: Told = lambda done, total: None
-) -> Iterator[tuple[int, Attention]]:
+    reader: Reader, windows: Windows, progress: Told
+) -> Iterator[tuple[int, TextIds, tuple[Stack, ...]]]:
     """The attention on every window with the number of its unit, a few windows in memory at a time."""
     together, held, done = list[int](), 0, 0
+    unit_of = windows.unit_of
     for number, window in enumerate(windows.windows):
         together.append(number)
         held += window.num_tokens
         if held < _TOKENS_AT_A_TIME and number + 1 < len(windows.windows):
             continue
         texts = [windows.windows[i].text for i in together]
-        found = read_attention(reader, texts, windows.context)
-        yield from ((windows.unit_of[i], one) for i, one in zip(together, found, strict=True))
+        found = read_stacks(reader, texts, windows.context)
+        yield from ((unit_of[i], text, own) for i, text, own in zip(together, texts, found, strict=True))
         done += len(together)
         progress(done, len(windows.windows))
         together, held = [], 0
 
 
-def kind_of(stack: Stack) -> Kind:
-    """Which tokens the queries of a stack may look at."""
-    if stack.kind == "cross":
-        return "cross"
-    return "causal" if stack.kind == "decoder" else "self"
+@final
+@dataclass(frozen=True, eq=False)
+class HeadFigures:
+    """A figure of every head of a layer.
 
-
-def ids_of(attention: Attention, stack: Stack) -> tuple[Int[Tensor, " queries"], Int[Tensor, " keys"]]:
-    """The tokens at the queries and at the keys of a stack, as ids.
-
-    The decoder of an encoder-decoder reads what it produces one place later; its start token is -1.
+    Attributes:
+        value: the mean over the text; NaN if no query of the text has it.
+        low: lower end of the 95 % interval, and `high` its upper end; None without an interval.
+        even: what a head that looks evenly would give; None for figures of something else.
+        count: queries (or tokens) that it is a mean of.
     """
-    if attention.source_ids is None:
-        ids = torch.tensor(attention.ids)
-        return ids, ids
-    source = torch.tensor(attention.source_ids)
-    if stack.kind == "encoder":
-        return source, source
-    if stack.kind == "cross":
-        return torch.tensor(attention.ids), source
-    read = torch.tensor([-1, *attention.ids[:-1]])
-    return read, read
+
+    value: Float[Tensor, " heads"]
+    low: Float[Tensor, " heads"] | None = None
+    high: Float[Tensor, " heads"] | None = None
+    even: float | None = None
+    count: int = 0
 
 
-def layers_of(attention: Attention) -> Iterator[tuple[Stack, LayerAttention]]:
-    """Every layer of every stack."""
-    for stack in attention.stacks:
-        for layer in stack.layers:
-            yield stack, layer
+@final
+class UnitSums:
+    """Sums and counts of figures by place and unit: a figure is a ratio of them, its interval over units."""
 
+    def __init__(self, num_units: int) -> None:
+        self._num_units = num_units
+        self._found: dict[Place, dict[tuple[str, ...], tuple[Tensor, Tensor, Tensor | None]]] = {}
 
-@torch.no_grad()
-def measure_behaviour(
-    reader: Reader, windows: Windows, progress: Told = lambda done, total: None
-) -> Behaviour:
-    """What every head of a model does over a text."""
-    units = windows.num_units
-    found: dict[tuple[str, int, Kind], list[Sums | None]] = {}
-    for unit, attention in read_windows(reader, windows, progress):
-        shared: dict[str, RowFigures] = {}
-        for stack, layer in layers_of(attention):
-            compared, kind = layer.queries_and_keys(), kind_of(stack)
-            visible = compared.visible()[0, 0].cpu()
-            figures = shared.get(stack.kind)
-            if figures is None or not torch.equal(figures.visible, visible):
-                figures = RowFigures(kind, visible, *ids_of(attention, stack))
-                shared[stack.kind] = figures
-            sums = figures.sums(compared.weights()[0].cpu())
-            own = found.setdefault((stack.kind, layer.number, kind), [None] * units)
-            before = own[unit]
-            own[unit] = sums if before is None else before + sums
-    layers = tuple(
-        LayerBehaviour.of_sums(stack, number, kind, [sums for sums in own if sums is not None])
-        for (stack, number, kind), own in found.items()
-    )
-    return Behaviour(reader.name, layers, windows.units, units, windows.num_tokens, windows.context)
+    def add(
+        self,
+        unit: int,
+        place: Place,
+        names: tuple[str, ...],
+        sums: Float[Tensor, "figures heads"],
+        counts: Float[Tensor, "figures #heads"],
+        even: Float[Tensor, " figures"] | None = None,
+    ) -> None:
+        """Add what a piece of a unit's text gives; `even` has the sums of a head that looks evenly."""
+        held = self._found.setdefault(place, {})
+        if names not in held:
+            empty = torch.zeros(self._num_units, *sums.shape, dtype=torch.float64)
+            held[names] = empty, empty.clone(), None if even is None else empty[:, :, 0].clone()
+        for whole, part in zip(held[names], (sums, counts, even), strict=True):
+            if whole is not None and part is not None:
+                whole[unit] += part.double().cpu()
+
+    def figures(self) -> dict[Place, dict[str, HeadFigures]]:
+        """Every figure by its place and name."""
+        found: dict[Place, dict[str, HeadFigures]] = {}
+        for place, groups in self._found.items():
+            own = found.setdefault(place, {})
+            for names, (sums, counts, even) in groups.items():
+                total = counts.sum(dim=0)
+                divisor = total.where(total > 0, torch.nan)
+                value, (low, high) = sums.sum(dim=0) / divisor, ratio_intervals(sums, counts)
+                evenly = None if even is None else (even.sum(dim=0) / divisor[:, 0]).tolist()
+                for i, name in enumerate(names):
+                    level = None if evenly is None else evenly[i]
+                    own[name] = HeadFigures(value[i], low[i], high[i], level, int(total[i, 0]))
+        return found
