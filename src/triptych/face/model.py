@@ -112,7 +112,8 @@ def load(
         engine: the library that translates and generates: triptych, or ctranslate2 (faster in int8 on CPUs;
             needs the extra of that name).
         precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
-            which are faster and change some texts.
+            which are faster and change some texts. On x86-64 CPUs no text depends on the others of its
+            batch; docs/generating.md has the exceptions.
         offline: take what is on the Hub from its cache on this machine, and wait for no connection;
             HF_HUB_OFFLINE=1 asks for it too.
         family: a family file that describes the checkpoint, where its configuration does not say enough.
@@ -425,7 +426,7 @@ class Model:
             top_p: draw from the fewest tokens whose probabilities sum to p.
             min_p: draw from tokens at least p times as probable as the best.
             repetition_penalty: above 1, tokens already in the text are less probable.
-            seed: the same seed gives the same text.
+            seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs).
             num_samples: number of continuations of each text; of a beam search the best ones.
             beam_size: beam size; 1 is no beam search.
             alpha: exponent of the beam's length penalty.
