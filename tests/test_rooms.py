@@ -37,7 +37,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"storage"},
     "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
-    "training": {"attention", "models", "storage", "text"},  # attention: learned positions are tables
+    "training": {
+        "attention",
+        "models",
+        "recipes",
+        "storage",
+        "text",
+    },  # learned positions are tables
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     # what a source is, its model with tokenizers, and what reads texts with it

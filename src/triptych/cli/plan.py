@@ -7,7 +7,6 @@ from rich.status import Status
 from rich.text import Text
 
 import triptych
-from triptych import recipes
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.planning import Cluster, advice, plan_table, read_quantity, setting
@@ -59,7 +58,7 @@ def plan(
     }
     memory = int(read_quantity(device_memory, "--device-memory"))
     cluster = Cluster(device_memory=memory, **devices, **given)
-    read = read_recipe(recipes.find(recipe), overrides)
+    read = read_recipe(recipe, overrides)
     errors = Terminal(stderr=True)
     with Status("", console=errors) as status:
         planned = triptych.plan(read, cluster, tell=lambda name: status.update(Text(f"simulating {name}")))
