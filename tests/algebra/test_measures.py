@@ -10,10 +10,15 @@ from torch import Tensor
 
 from triptych.algebra.measures import HeadMeasures, RotaryPairs, measure_heads
 from triptych.algebra.semantics import Semantics
-from triptych.algebra.similarity import map_similarity
+from triptych.algebra.similarity import MapSimilarity, compare, span
 from triptych.algebra.weights import AttentionWeights, Link
 
 D, HEADS, WIDTH, VALUE = 24, 4, 6, 5
+
+
+def map_similarity(one: torch.Tensor, other: torch.Tensor) -> MapSimilarity:
+    (Q, R), (other_Q, other_R) = torch.linalg.qr(one), torch.linalg.qr(other)
+    return compare(span(R, D), span(other_R, D), Q.mT @ other_Q, D)
 
 
 def layer(

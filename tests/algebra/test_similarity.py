@@ -4,13 +4,28 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from triptych.algebra import similarity
-from triptych.algebra.similarity import alike, cosine_of_forms, map_similarity, sketches
+from triptych.algebra.similarity import (
+    MapSimilarity,
+    alike,
+    chance_of_as_much,
+    compare,
+    cosine_of_forms,
+    sketches,
+    span,
+)
 
 
 def maps(heads: int = 3, d: int = 20, width: int = 4, seed: int = 0) -> torch.Tensor:
     return torch.randn(heads, d, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def map_similarity(one: Tensor, other: Tensor) -> MapSimilarity:
+    (Q, R), (other_Q, other_R) = torch.linalg.qr(one), torch.linalg.qr(other)
+    d = one.shape[1]
+    return compare(span(R, d), span(other_R, d), Q.mT @ other_Q, d)
 
 
 def gauge(width: int, seed: int = 7) -> torch.Tensor:
@@ -87,13 +102,69 @@ def test_chance_is_what_random_subspaces_give(p: int, q: int, d: int) -> None:
         assert float((found.p_value < level).double().mean()) == pytest.approx(level, abs=0.03)
 
 
-def test_maps_that_have_nothing_in_common_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads and d must agree"):
-        map_similarity(maps(d=20), maps(d=21))
-    broken = maps()
-    broken[0, 0, 0] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
-        map_similarity(maps(), broken)
+def shared(draws: int, p: int, q: int, d: int) -> Tensor:
+    """Squared cosines of random subspaces of p dimensions with one of q, summed; from the definition."""
+    maps = torch.randn(draws, d, p, dtype=torch.float64)
+    within = maps[:, :q].mT @ maps[:, :q]
+    return torch.linalg.solve(maps.mT @ maps, within).diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+
+
+def p_values(at: Tensor, p: int, q: int, d: int) -> Tensor:
+    return chance_of_as_much(at, torch.full(at.shape, p), torch.full(at.shape, q), d)
+
+
+@pytest.mark.parametrize(
+    ("d", "p", "q"),
+    [
+        *[(2, 1, 1), (3, 1, 1), (8, 1, 1), (8, 7, 7), (8, 1, 7), (64, 1, 20), (24, 23, 9)],
+        *[(16, 4, 4), (16, 8, 8), (16, 12, 12), (64, 4, 60), (20, 18, 15), (64, 32, 32)],
+    ],
+)
+def test_random_subspaces_are_as_rare_as_their_p_values_say(d: int, p: int, q: int) -> None:
+    draws = 60_000 if d * p <= 64 else 10_000
+    found = p_values(shared(draws, p, q, d), p, q, d)
+    of_a_line = min(p, q, d - p, d - q) == 1
+    for level in (0.9, 0.5, 0.05, 0.01, 0.001):
+        error = 4 * math.sqrt(level * (1 - level) / draws)
+        expected = pytest.approx(level, rel=0.0 if of_a_line else 0.3, abs=error)
+        assert float((found <= level).double().mean()) == expected, level
+
+
+@pytest.mark.parametrize(
+    ("d", "p", "q"), [(12, 3, 4), (384, 32, 32), (64, 60, 50), (9, 8, 8), (9, 1, 1), (4096, 128, 128)]
+)
+def test_tails_fall_from_one_to_nothing(d: int, p: int, q: int) -> None:
+    least, most = max(p + q - d, 0), min(p, q)
+    found = p_values(torch.linspace(least, most, 3001, dtype=torch.float64), p, q, d)
+    assert bool((found.diff() <= 0).all())
+    assert float(found[0]) == pytest.approx(1.0, abs=1e-3)
+    assert float(found[-1]) == 0.0
+    middle = p_values(torch.tensor([p * q / d], dtype=torch.float64), p, q, d)
+    assert 0.25 < float(middle) < 0.6
+
+
+def test_far_tails_follow_the_gamma_law_where_there_is_room() -> None:
+    # In very many dimensions d · tr(P Q) is chi-squared with p q = 4 degrees of freedom.
+    d, x = 1_000_000, torch.tensor([9.4877, 18.4668, 33.3768, 50.0], dtype=torch.float64)
+    exact = (1 + x / 2) * (-x / 2).exp()
+    torch.testing.assert_close(p_values(x / d, 2, 2, d), exact, rtol=0.1, atol=0)
+
+
+def test_spaces_that_are_all_or_nothing_surprise_nobody() -> None:
+    at = torch.tensor([3.0, 0.0, 5.0])
+    found = chance_of_as_much(at, torch.tensor([5, 0, 5]), torch.tensor([3, 4, 5]), 5)
+    assert found.tolist() == [1.0, 1.0, 1.0]
+    assert found.dtype == torch.float32
+
+
+def test_heads_of_different_ranks_have_their_own_chances() -> None:
+    ranks = torch.tensor([2, 3, 2, 7]), torch.tensor([3, 2, 4, 7])
+    at = torch.tensor([1.0, 1.0, 1.0, 6.5], dtype=torch.float64)
+    found = chance_of_as_much(at, *ranks, 8)
+    alone = [p_values(at[i : i + 1], int(ranks[0][i]), int(ranks[1][i]), 8)[0] for i in range(4)]
+    assert found.tolist() == [float(value) for value in alone]
+    assert found[0] == found[1]
+    assert found[2] > found[0]
 
 
 def test_forms_that_are_alike_are_found_in_any_gauge() -> None:

@@ -17,7 +17,7 @@ from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import parameterisation
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site, SourceVisitor, T
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect
 from triptych.inspection.heads_page import heads_page
@@ -39,9 +39,6 @@ class OneLayer(AttentionSource):
         self.name, self.written_as, self.known_by = "a layer", "tests", "what it is"
         self.sites, self.num_tensors = (Site("encoder", 0, "self", "layer"),), 0
         self.left_over, self.unread, self._weights = (), {}, weights
-
-    def accept(self, visitor: SourceVisitor[T]) -> T:
-        raise NotImplementedError
 
     def read(self, site: Site) -> AttentionLayer:
         return AttentionLayer(site, self._weights, ())

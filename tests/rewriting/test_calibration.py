@@ -9,12 +9,12 @@ import torch
 
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import Layer, PruneHeads, Truncate
+from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.opening import open_text_model
 from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
 
@@ -55,8 +55,8 @@ def text_in(folder: Path) -> Path:
     return path
 
 
-def as_read(layer: AttentionLayer) -> RewrittenLayer:
-    return RewrittenLayer(layer.weights, None, ())
+def as_read(layer: AttentionLayer) -> AttentionWeights:
+    return layer.weights.to(torch.float64)
 
 
 def gathered(folder: Path, text: Path, **options: int) -> dict[str, Moments]:

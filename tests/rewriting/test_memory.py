@@ -1,23 +1,22 @@
-"""Free memory goes back, and memory of maps is used again."""
+"""Layers are rewritten whole, in a stated multiple of their size; what is free goes back to the system."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from heads import make_layer
-from triptych.algebra.slices import heads_of
-from triptych.algebra.weights import SIDES, AttentionWeights
-from triptych.rewriting import memory
-from triptych.rewriting.memory import Workspace, give_back_memory
+from triptych.rewriting.layers import give_back_memory
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="peak memory and malloc_trim are those of Linux")
 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it is the C library of Linux that keeps what is free")
+@LINUX
 def test_gaps_between_what_is_in_use_are_given_back() -> None:
     # Smaller than what the system is asked for by itself, and every other one stays in use.
     pieces = [torch.ones(1 << 14, dtype=torch.float32) for _ in range(4096)]
@@ -27,47 +26,29 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
     assert held - resident_bytes() > 0.5 * 2048 * (1 << 16)
 
 
-def test_a_workspace_has_the_numbers_of_the_last_heads_in_the_same_memory() -> None:
-    weights: AttentionWeights = make_layer("factored", biased=True).weights().to(torch.float16)
-    workspace = Workspace()
-    places: list[list[int]] = []
-    biases = []
-    for start in range(weights.num_heads):
-        part = heads_of(weights, start, start + 1)
-        cast, plain = workspace.cast(part, torch.float64), part.to(torch.float64)
-        for one, other in zip(cast.tensors(), plain.tensors(), strict=True):
-            assert one.dtype == torch.float64
-            assert one.shape == other.shape
-            assert one.stride() == other.stride()
-            assert torch.equal(one, other)
-        places.append([cast.chain(side)[0].weight.data_ptr() for side in SIDES])
-        biases.append(cast.q[0].bias)
-    assert len(places) > 1
-    assert all(place == places[0] for place in places)
-    assert len(set(places[0])) == len(SIDES)
-    for head, bias in enumerate(biases):  # those of earlier heads are still what they were
-        whole = weights.q[0].bias
-        assert bias is not None
-        assert whole is not None
-        assert torch.equal(bias[0], whole[head].double())
+REWRITE = """
+import resource, sys, torch
+from triptych.algebra.rewrites import EXACT, PruneHeads, Truncate
+from triptych.attention import MultiHeadAttention
+from triptych.checkpoints.layer import AttentionLayer, Site
+from triptych.rewriting.layers import rewrite_layer
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+steps = {"exact": EXACT, "rank": (Truncate(rank=32),), "prune": (PruneHeads(number=4),)}[sys.argv[1]]
+torch.set_num_threads(1)
+weights = MultiHeadAttention(1536, 24).weights().mapped(torch.Tensor.detach)
+layer = AttentionLayer(Site("decoder", 0, "causal", "layer"), weights, ())
+before = peak()
+rewrite_layer(layer, steps, skip_refused=True)
+print((peak() - before) / (8 * weights.num_parameters))
+"""
 
 
-def test_a_workspace_gives_back_after_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back = []
-    part = heads_of(make_layer("factored", biased=False).weights(), 0, 1)
-    size = 8 * sum(link.weight.numel() for link in part.links())
-    monkeypatch.setattr(memory, "_MOST_PASSED", 3 * size)
-    monkeypatch.setattr(memory, "give_back_memory", lambda: given_back.append(1))
-    workspace, seen = Workspace(), []
-    for _ in range(9):
-        workspace.cast(part, torch.float64)
-        seen.append(len(given_back))
-    assert seen == [0, 0, 0, 1, 1, 1, 1, 2, 2]
-
-
-def test_a_workspace_takes_heads_of_other_sizes() -> None:
-    workspace = Workspace()
-    for heads in (2, 1, 2):
-        part = heads_of(make_layer("factored", biased=False).weights(), 0, heads)
-        cast = workspace.cast(part, torch.float16)
-        assert torch.equal(cast.q[0].weight, part.q[0].weight.half())
+@LINUX
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", ["exact", "rank", "prune"])
+def test_a_layer_takes_at_most_four_times_its_size_in_float64(steps: str) -> None:
+    done = subprocess.run([sys.executable, "-c", REWRITE, steps], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 4.0

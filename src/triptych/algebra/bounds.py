@@ -56,15 +56,6 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
     return v.reach * one.minus(other).spectral_norm()
 
 
-def row_bound(spread: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """The most that a row of attention weights can move in total variation: `tanh(spread / 4)`.
-
-    Two softmaxes whose scores differ by Δ have TV(p, p̂) ≤ tanh((max Δ − min Δ)/4), with equality for two
-    keys at their worst.
-    """
-    return torch.tanh(spread / 4)
-
-
 def _rotary_score_bound(
     before: AttentionWeights, after: AttentionWeights, rotation: RotaryEmbedding
 ) -> Float[Tensor, " num_heads"]:

@@ -269,10 +269,6 @@ class BilinearForm:
         """σ₁: the most that A can stretch a row."""
         return self.singular_values()[..., 0]
 
-    def nuclear_norm(self) -> Float[Tensor, "*batch"]:
-        """Σ σ_i."""
-        return self.singular_values().sum(dim=-1)
-
     def effective_rank(self) -> Float[Tensor, "*batch"]:
         """The exponential of the entropy of σ/Σσ: 1 to k, and 0 for a form that is zero.
 
@@ -361,37 +357,6 @@ class BilinearForm:
         It is unique if the non-zero singular values are distinct; columns of zero ones are zero.
         """
         return self.truncate(self.max_rank)
-
-    def change_gauge(self, G: Float[Tensor, "*gauge_batch rows columns"]) -> "BilinearForm":
-        """The same A written as (left G)(right G⁻ᵀ)ᵀ.
-
-        Args:
-            G: `[r, r]` for the whole batch or `[*batch, r, r]`, invertible, of the factors' dtype.
-
-        Raises:
-            ValueError: G of another size, dtype or device, with entries that are not finite, or
-                singular to rounding; the message gives its rank and condition number.
-        """
-        if G.shape[-2:] != (self.width, self.width) or G.shape[:-2] not in ((), self.batch):
-            wanted = _times((*self.batch, self.width, self.width))
-            raise ValueError(
-                f"G is {_times(G.shape)}: a form of width {self.width} takes {self.width} × {self.width}"
-                + (f" or {wanted}" if self.batch else "")
-            )
-        G = G.expand(*self.batch, *G.shape[-2:])
-        _require_alike("G", G, "the form", self.left)
-        _require_finite(G=G)
-        left, right = self._working_factors()
-        G = G.to(left.dtype)
-        S = torch.linalg.svdvals(G.detach())
-        ranks = S.gt(S[..., :1] * self.width * torch.finfo(S.dtype).eps).sum(dim=-1)
-        if bool((ranks < self.width).any()):
-            condition = float((S[..., 0] / S[..., -1]).nan_to_num(nan=torch.inf).max())
-            raise ValueError(
-                f"G has rank {int(ranks.min())} of {self.width} (condition number {condition:.1e}): "
-                "a gauge must be invertible"
-            )
-        return BilinearForm(left @ G, torch.linalg.solve(G.mT, right, left=False))
 
     # Inside.
 

@@ -275,14 +275,6 @@ class ScoreBias(ABC):
         }
         return replace(self, **parts)  # type: ignore[type-var]
 
-    def joined(self, others: Sequence["ScoreBias"]) -> "ScoreBias":
-        """Of the heads of this one, and after them those of others that differ in their heads alone."""
-        parts = {
-            name: torch.cat([tensor, *(other.tensors()[name] for other in others)], self.of_each_head[name])
-            for name, tensor in self.tensors().items()
-        }
-        return replace(self, **parts)  # type: ignore[type-var]
-
 
 @final
 @dataclass(frozen=True, eq=False)

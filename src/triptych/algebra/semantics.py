@@ -159,11 +159,6 @@ class HeadGate:
         """That of some heads, in some order."""
         return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
 
-    def joined(self, others: Sequence["HeadGate"]) -> "HeadGate":
-        """Of these heads, and after them those of others; all have a bias, or none."""
-        parts = [gate.tensors() for gate in (self, *others)]
-        return replace(self, **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-
 
 @final
 @dataclass(frozen=True)
@@ -296,18 +291,6 @@ class Semantics:
             sinks=None if self.sinks is None else self.sinks[order],
             bias=None if self.bias is None else self.bias.of_heads(order),
             gate=None if self.gate is None else self.gate.of_heads(order),
-        )
-
-    def joined(self, others: Sequence["Semantics"]) -> "Semantics":
-        """Of the heads of this one, and after them those of others that differ in their heads alone."""
-        sinks = [part.sinks for part in (self, *others) if part.sinks is not None]
-        biases = [other.bias for other in others if other.bias is not None]
-        gates = [other.gate for other in others if other.gate is not None]
-        return replace(
-            self,
-            sinks=torch.cat(sinks) if sinks else None,
-            bias=None if self.bias is None else self.bias.joined(biases),
-            gate=None if self.gate is None else self.gate.joined(gates),
         )
 
     def tensors(self) -> Iterator[Tensor]:

@@ -5,13 +5,12 @@ choice, what compares column spaces says something about the head. Both are give
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from triptych.algebra.subspaces import chance_of_as_much
 
 
 class MapSimilarity(NamedTuple):
@@ -68,24 +67,8 @@ def span(R: Float[Tensor, "heads k width"], d: int) -> Span:
     return Span(R, U * kept[..., None, :], kept.sum(dim=-1))
 
 
-def map_similarity(
-    one: Float[Tensor, "heads d one_width"], other: Float[Tensor, "other_heads other_d other_width"]
-) -> MapSimilarity:
-    """Compare two maps that read the same input, head by head."""
-    if one.shape[:2] != other.shape[:2]:
-        raise ValueError(
-            f"maps {list(one.shape)} and {list(other.shape)} have no common input: heads and d must agree"
-        )
-    if not (bool(one.isfinite().all()) and bool(other.isfinite().all())):
-        raise ValueError("a map has entries that are not finite (NaN or infinite)")
-    dtype = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
-    (Q_one, R_one), (Q_other, R_other) = (torch.linalg.qr(W.to(dtype)) for W in (one, other))
-    d = one.shape[1]
-    return compare(span(R_one, d), span(R_other, d), Q_one.mT @ Q_other, d)
-
-
 def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
-    """The same of maps known by their spans."""
+    """Compare two maps of every head that read the same `d` channels, known by their spans."""
     product = one.R.mT @ between @ other.R
     norms = _norm(one.R) * _norm(other.R)
     of_spaces = between if one.is_full and other.is_full else one.basis.mT @ between @ other.basis
@@ -105,6 +88,44 @@ def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d
         chance=larger.to(shared.dtype) / d,
         p_value=chance_of_as_much(shared, one.rank, other.rank, d),
     )
+
+
+def chance_of_as_much(
+    shared: Float[Tensor, " heads"], p: Int[Tensor, " heads"], q: Int[Tensor, " heads"], d: int
+) -> Float[Tensor, " heads"]:
+    """Probability that random subspaces of `p` and `q` dimensions out of `d` share as much as `shared`.
+
+    tr(P Q), the sum of the squared cosines, is Pillai's trace of a multivariate analysis of variance. Its law
+    is replaced by the beta law of the same mean and variance, which is exact where one subspace is a line.
+    """
+    found = torch.ones_like(shared)
+    for one, other in {*zip(p.tolist(), q.tolist(), strict=True)}:
+        # Subspaces too large to avoid each other share p + q − d dimensions and what their complements do.
+        common = max(one + other - d, 0)
+        few, many = sorted((d - one, d - other) if common else (one, other))
+        if few:
+            here = (p == one) & (q == other)
+            share = ((shared[here].double() - common) / few).clamp(0, 1)
+            odds, log_tails = _overlap_tails(few, many, d)
+            place = torch.searchsorted(odds, share.logit()).clamp(1, len(odds) - 1)
+            part = ((share.logit() - odds[place - 1]) / (odds[place] - odds[place - 1])).clamp(0, 1)
+            tail = log_tails[place - 1].lerp(log_tails[place], part).exp()
+            found[here] = torch.where(share == 1, 0.0, tail).to(found.dtype)
+    return found
+
+
+@cache
+def _overlap_tails(few: int, many: int, d: int) -> tuple[Tensor, Tensor]:
+    """Log odds of tr(P Q) / few in steps of 1/100 of their deviation, and the logarithms of their tails."""
+    mean = many / d
+    variance = 2 * mean * (d - few) * (1 - mean) / (few * (d - 1) * (d + 2))
+    a = mean * (mean * (1 - mean) / variance - 1)
+    b = a * (1 - mean) / mean
+    steps = torch.linspace(-60, 60, 12001, dtype=torch.float64) * math.sqrt(variance) / (mean * (1 - mean))
+    odds = math.log(mean / (1 - mean)) + steps
+    log_density = a * torch.nn.functional.logsigmoid(odds) + b * torch.nn.functional.logsigmoid(-odds)
+    log_tails = log_density.flip(0).logcumsumexp(0).flip(0)
+    return odds, log_tails - log_tails[0]
 
 
 def sketches(

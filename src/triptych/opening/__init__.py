@@ -5,7 +5,14 @@ texts into token ids, runs the model, and records what its layers were given (`R
 rewrites that look at a text, and the activations of `Model.run` all read that one record.
 """
 
-from triptych.opening.opened import OpenedModel, open_language_model, open_model, open_translator
+from triptych.opening.opened import (
+    NotFiniteError,
+    OpenedModel,
+    open_language_model,
+    open_model,
+    open_translator,
+    require_finite_tensors,
+)
 from triptych.opening.reader import (
     AttentionKind,
     LayerCall,
@@ -21,6 +28,7 @@ from triptych.opening.transformers_models import TransformersModel, open_text_mo
 __all__ = [
     "AttentionKind",
     "LayerCall",
+    "NotFiniteError",
     "OpenedModel",
     "Reader",
     "Recording",
@@ -37,6 +45,7 @@ __all__ = [
     "read_pairs",
     "read_whole_text",
     "record_calls",
+    "require_finite_tensors",
     "require_text",
     "why_not_run",
 ]

@@ -227,19 +227,28 @@ def _opened(
     )
 
 
+class NotFiniteError(DataError):
+    """Weights of a model are NaN or infinite."""
+
+
+def require_finite_tensors(source: Source) -> None:
+    """Name the first tensor of a checkpoint that is NaN or infinite somewhere, if there is one."""
+    tensors = source.tensors(mapped=True)
+    for name, info in tensors.infos.items():
+        if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
+            count = int((~tensor.isfinite()).sum())
+            raise NotFiniteError(
+                f"{source.name}: tensor {shown(name)} has {count:,} of {tensor.numel():,} numbers that are "
+                "not finite (NaN or infinite): the model cannot be run"
+            )
+
+
 def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> None:
     """Check that all weights are numbers that can be computed with."""
     broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
     if broken is None:
         return
-    tensors = source.tensors(mapped=True)
-    for name, info in tensors.infos.items():
-        if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
-            count = int((~tensor.isfinite()).sum())
-            raise DataError(
-                f"{source.name}: tensor {shown(name)} has {count:,} of {tensor.numel():,} numbers that are "
-                "not finite (NaN or infinite): the model cannot be run"
-            )
+    require_finite_tensors(source)
     raise DataError(
         f"{source.name}: numbers of {broken} are not finite in {next(model.parameters()).dtype}, though the "
         "file's are: take another dtype"

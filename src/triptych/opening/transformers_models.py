@@ -15,7 +15,7 @@ from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError, UsageError
 from triptych.extras import is_installed
-from triptych.opening.opened import open_model
+from triptych.opening.opened import NotFiniteError, open_model
 from triptych.opening.reader import Reader
 from triptych.opening.text_model import (
     RANDOM_TOKENS,
@@ -226,7 +226,7 @@ def open_text_model(path: Path) -> TextModel:
     try:
         return _own(source)
     except (DataError, UsageError) as error:
-        if _is_run_by_us_alone(source):
+        if _is_run_by_us_alone(source) or isinstance(error, NotFiniteError):
             raise
         if not is_installed("transformers"):
             raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None

@@ -1,17 +1,16 @@
-"""Second moments of attention layers on a calibration text, for the data-aware rewrites."""
+"""What rewrites need of a text: second moments of layers, and what each head is worth to the loss."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import final
-
-import torch
 
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights
+from triptych.attending.over_text import cut_windows
+from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
+from triptych.attending.worth import measure_worth
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.opening import Seen, TextModel, open_text_model
+from triptych.opening import Reader, TextModel, open_model, open_text_model, read_pairs, read_whole_text
 from triptych.rewriting.inputs import before_gain
-from triptych.rewriting.layers import RewrittenLayer
 
 MOST_TOKENS = 1 << 16
 # What is held of layers in one pass over the text: their maps and moments, in float64. More take more passes.
@@ -22,13 +21,13 @@ def gather_moments(
     source: AttentionSource,
     folder: Path,
     sites: Sequence[Site],
-    before: Callable[[AttentionLayer], RewrittenLayer],
+    before: Callable[[AttentionLayer], AttentionWeights],
     text: Path,
     *,
     most_tokens: int = MOST_TOKENS,
     most_bytes: int = MOST_BYTES,
 ) -> dict[str, Moments]:
-    """Gather the moments of layers over a text, as the layers are before a step.
+    """Gather the moments of layers over a text, as the layers are before a step, in float64.
 
     The inputs of every layer come from the forward pass of the original model. Queries, keys and outputs are
     computed by the layer after the previous steps. In models that apply one layer several times, all uses
@@ -37,13 +36,21 @@ def gather_moments(
     found: dict[str, Moments] = {}
     model: TextModel | None = None
     for together in _within(source, sites, most_bytes):
-        listeners = {site.name: _listener(source.read(site), before) for site in together}
+        layers = {}
+        for site in together:
+            read = source.read(site)
+            weights = before(read)
+            norm = read.weights.norm if weights.norm is None else None
+            memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
+            layers[site.name] = weights, norm, memory_norm, MomentsGatherer()
         model = model or open_text_model(folder)
         for window in model.windows(text, most_tokens):
             for name, uses in model.inputs(window, source, together).items():
+                weights, norm, memory_norm, gatherer = layers[name]
                 for seen in uses:
-                    listeners[name].hear(seen)
-        found |= {name: listener.result() for name, listener in listeners.items()}
+                    memory = None if seen.memory is None else before_gain(seen.memory.double(), memory_norm)
+                    gatherer.add(weights, before_gain(seen.x.double(), norm), memory)
+        found |= {name: gatherer.result() for name, (*_, gatherer) in layers.items()}
     return found
 
 
@@ -68,24 +75,18 @@ def _bytes_held(weights: AttentionWeights) -> int:
     return 8 * (weights.num_parameters + weights.num_heads * sum(width * (width + 1) for width in widths))
 
 
-def _listener(read: AttentionLayer, before: Callable[[AttentionLayer], RewrittenLayer]) -> "_Listener":
-    return _Listener(before(read).weights.to(torch.float64), read.weights)
+def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:
+    """By which the loss of the original model rises without each head of layers, in nats per token.
 
-
-@final
-class _Listener:
-    """Gathers the moments of one layer."""
-
-    def __init__(self, weights: AttentionWeights, read: AttentionWeights) -> None:
-        self._weights = weights
-        self._norm = read.norm if weights.norm is None else None
-        self._memory_norm = read.memory_norm if weights.memory_norm is None else None
-        self._gatherer = MomentsGatherer()
-
-    def hear(self, found: Seen) -> None:
-        x = before_gain(found.x.double(), self._norm)
-        memory = None if found.memory is None else before_gain(found.memory.double(), self._memory_norm)
-        self._gatherer.add(self._weights, x, memory)
-
-    def result(self) -> Moments:
-        return self._gatherer.result()
+    A head is left out as `prune_heads` leaves it out: its output is zero. See `measure_worth`.
+    """
+    reader = Reader(open_model(folder, "cpu"))
+    if reader.opened.translates:
+        pairs = [*read_pairs(text)]
+        windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
+    else:
+        windows = cut_windows(reader, [read_whole_text(text)])
+    worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_LOSSES), "zero")
+    return {
+        site.name: worth.of("cross" if site.kind == "cross" else site.stack, site.layer) for site in sites
+    }

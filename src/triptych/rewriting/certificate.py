@@ -21,7 +21,7 @@ from pydantic import (
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, RewriteRecord, Tier
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.printable import printable
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.untrusted import read_json
@@ -316,10 +316,14 @@ def _hash_of(record: dict[str, Any]) -> str:
 
 def read_certificate(path: Path) -> Certificate:
     """Read a certificate from its file or its folder."""
-    path = path / CERTIFICATE if path.is_dir() else path
+    folder, path = path, path / CERTIFICATE if path.is_dir() else path
+    if not path.exists():
+        raise UsageError(f"{folder}: it is no rewritten checkpoint: there is no {CERTIFICATE}")
     record = read_json(path)
-    if record.get("format") != FORMAT:
-        raise DataError(f"{path}: format {record.get('format')!r}, and this triptych reads {FORMAT}")
+    if "format" not in record:
+        raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
+    if record["format"] != FORMAT:
+        raise DataError(f"{path}: format {record['format']!r}, and this triptych reads {FORMAT}")
     try:
         found = Certificate.model_validate(record)
     except ValidationError as error:

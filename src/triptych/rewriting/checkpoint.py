@@ -37,11 +37,9 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.comparing import compare_models, open_original, why_not_by_itself
 from triptych.rewriting.formats import FolderFormat
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
-from triptych.rewriting.layers import RewrittenLayer
+from triptych.rewriting.layers import RewrittenLayer, give_back_memory, shape_of
 from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
-from triptych.rewriting.memory import give_back_memory
 from triptych.rewriting.models import with_rewritten
-from triptych.rewriting.parts import shape_of
 from triptych.rewriting.planning import (
     Costs,
     Prepared,
@@ -55,6 +53,7 @@ from triptych.rewriting.planning import (
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
+from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors
@@ -345,12 +344,9 @@ class _FolderRewriting(_Rewriting):
         give_back_memory()
 
     def _reopened(self, written: Path) -> Checkpoint:
-        return Checkpoint(
-            str(written),
-            self.checkpoint.family,
-            Settings(read_json(written / CONFIG), CONFIG),
-            open_tensors(written),
-        )
+        settings = Settings(read_json(written / CONFIG), CONFIG)
+        tensors = dequantised(open_tensors(written), settings)
+        return Checkpoint(str(written), self.checkpoint.family, settings, tensors)
 
     def _measure(self, folder: Path) -> None:
         if self._ready:

@@ -6,10 +6,20 @@ from typing import NamedTuple
 
 import torch
 
+from triptych.algebra.forms import are_finite
 from triptych.checkpoints.layer import AttentionSource
+from triptych.checkpoints.source import find_source
 from triptych.errors import TriptychError
 from triptych.files import file_hash
-from triptych.opening import TextModel, Window, first_line, open_text_model, why_not_run
+from triptych.opening import (
+    NotFiniteError,
+    TextModel,
+    Window,
+    first_line,
+    open_text_model,
+    require_finite_tensors,
+    why_not_run,
+)
 from triptych.printable import printable
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
@@ -49,8 +59,12 @@ def open_original(folder: Path, text: Path | None) -> Opened | str:
         if text is not None:
             return Opened(model, list(model.windows(text, MOST_TOKENS)))
         windows = list(model.random_windows(PROBES.seed))
-        model.outputs(windows[0])
+        if not are_finite(model.outputs(windows[0])):
+            require_finite_tensors(find_source(folder))
+            raise NotFiniteError(f"{folder}: the model outputs numbers that are not finite (NaN or infinite)")
         return Opened(model, windows)
+    except NotFiniteError:
+        raise
     # Of a family that is not run, or of a kind that takes no tokens (pictures, speech). Any other error is a
     # fault of ours, which must not pass for a property of the model.
     except TriptychError as error:

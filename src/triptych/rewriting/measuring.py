@@ -13,16 +13,16 @@ from triptych.algebra.function import attend
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
 from triptych.algebra.rewrites.channels import move
 from triptych.algebra.rewrites.rotary_pairs import rotary_move
-from triptych.algebra.slices import groups_of, heads_of, separable
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.opening import Seen
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.inputs import before_gain
-from triptych.rewriting.layers import MOST_NUMBERS
-from triptych.rewriting.memory import Workspace
 from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
 
+# Numbers of a map outside the attention that are in float64 at once; of the maps of a layer whose heads are
+# bounded one by one.
+MOST_NUMBERS = 1 << 22
 PROBES = Probes(count=1, length=16, seed=2017)
 _DRAWS = 3
 
@@ -52,18 +52,17 @@ def measure_change(
     probes: Probes = PROBES,
     *,
     bounded: bool = False,
-    most_numbers: int = MOST_NUMBERS,
 ) -> Measured:
     """Measure how far the output of a layer moves on random inputs."""
     x, memory = _probes(before, probes)
-    return _measured(before, after, x, memory, bounded, most_numbers)
+    return _measured(before, after, x, memory, bounded)
 
 
 def measure_change_on(before: AttentionLayer, after: AttentionLayer, given: Seen) -> Measured:
     """Measure how far the output of a layer moves on inputs from a text."""
     x = before_gain(given.x.double(), before.weights.norm)
     memory = None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
-    return _measured(before, after, x, memory, False, MOST_NUMBERS)
+    return _measured(before, after, x, memory, False)
 
 
 def rounding_of(
@@ -83,13 +82,13 @@ def rounding_of(
             None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
         )
     tiny = torch.finfo(torch.float64).tiny
-    original = _output(before, x, memory, torch.float64, MOST_NUMBERS)
-    in_dtype = _output(before, x, memory, before.weights.dtype, MOST_NUMBERS).double()
-    reference = _output(after, x, memory, torch.float64, MOST_NUMBERS)
+    original = _output(before, x, memory, torch.float64)
+    in_dtype = _output(before, x, memory, before.weights.dtype).double()
+    reference = _output(after, x, memory, torch.float64)
     size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
     for seed in range(_DRAWS):
         again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
-        moved = _output(after, x, memory, torch.float64, MOST_NUMBERS, again)
+        moved = _output(after, x, memory, torch.float64, again)
         most = max(most, float((moved - reference).norm() / size))
     return Rounding(most, float((in_dtype - original).norm() / size))
 
@@ -100,18 +99,17 @@ def _measured(
     x: Tensor,
     memory: Tensor | None,
     bounded: bool,
-    most_numbers: int,
 ) -> Measured:
     """Measure both layers on the output of a norm before its weight and bias."""
-    reference = _output(before, x, memory, torch.float64, most_numbers)
-    moved = _output(after, x, memory, torch.float64, most_numbers)
+    reference = _output(before, x, memory, torch.float64)
+    moved = _output(after, x, memory, torch.float64)
     difference = moved - reference
     own = before.weights.dtype
-    own_error = (_output(before, x, memory, own, most_numbers).double() - reference).norm()
-    new_error = (_output(after, x, memory, own, most_numbers).double() - reference).norm()
+    own_error = (_output(before, x, memory, own).double() - reference).norm()
+    new_error = (_output(after, x, memory, own).double() - reference).norm()
     # Where the dtype is float64 itself, what it rounds is all that there is to compare with.
     floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
-    bounds = _bounds(before, after, most_numbers) if bounded else _Bounds(None, None, "")
+    bounds = _bounds(before, after) if bounded else _Bounds(None, None, "")
     return Measured(
         worst_absolute=float(difference.abs().max()),
         relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
@@ -142,22 +140,13 @@ def _output(
     x: Tensor,
     memory: Tensor | None,
     dtype: torch.dtype,
-    most_numbers: int,
     change: Callable[[AttentionWeights], AttentionWeights] = lambda weights: weights,
 ) -> Tensor:
     weights = layer.weights
     x = _through_norm(x, weights.norm).to(dtype)
     if memory is not None:
         memory = _through_norm(memory, weights.memory_norm).to(dtype)
-    size = sum(link.weight.numel() for link in weights.links())
-    if size <= most_numbers or not separable(weights):
-        return attend(change(weights.to(dtype)), x, memory)
-    total = torch.zeros((), dtype=torch.float64)  # each head rounds in its dtype, their sum does not
-    workspace = Workspace()
-    for start, stop in groups_of(weights, most_numbers):
-        part = change(workspace.cast(heads_of(weights, start, stop), dtype))
-        total = total + attend(part, x, memory).double()
-    return total
+    return attend(change(weights.to(dtype)), x, memory)
 
 
 def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
@@ -272,9 +261,9 @@ class _Bounds(NamedTuple):
     why_not: str
 
 
-def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> _Bounds:
+def _bounds(before: AttentionLayer, after: AttentionLayer) -> _Bounds:
     """The bounds for inputs that the layer's norms can produce."""
-    if reason := _why_not_compared(before, after, most_numbers):
+    if reason := _why_not_compared(before, after):
         return _Bounds(None, None, reason)
 
     def scores() -> Tensor:
@@ -297,12 +286,12 @@ def _bounds(before: AttentionLayer, after: AttentionLayer, most_numbers: int) ->
     return _Bounds(found[0], found[1], "; ".join(dict.fromkeys(reasons)))
 
 
-def _why_not_compared(before: AttentionLayer, after: AttentionLayer, most_numbers: int) -> str:
+def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
     """Why single heads cannot be bounded; "" if they can."""
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads:
         return f"there are {other.num_heads} heads where there were {one.num_heads}"
-    if sum(link.weight.numel() for link in one.links()) > most_numbers:
+    if sum(link.weight.numel() for link in one.links()) > MOST_NUMBERS:
         return "the layer is too large for a bound of every head to be worked out"
     return "norms stand between two maps of a side" if before.weights.norms_within else ""
 
@@ -320,9 +309,7 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
     return _with_norm_folded(replace(weights, norm=inputs.x, memory_norm=inputs.memory if cross else None))
 
 
-def move_of_forms(
-    before: AttentionLayer, after: AttentionLayer, *, most_numbers: int = MOST_NUMBERS
-) -> float | None:
+def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
     For W_QK of rotary heads it is the root mean square over long distances, biases as rows (`rotary_move`).
@@ -330,25 +317,14 @@ def move_of_forms(
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within:
         return None
-    shared = [(weights.num_key_heads, weights.num_value_heads) for weights in (one, other)]
-    if shared[0] != shared[1] or not all(separable(weights) for weights in (one, other)):
-        return _move_of_forms(one, other)
-    return max(
-        _move_of_forms(heads_of(one, *run), heads_of(other, *run)) for run in groups_of(one, most_numbers)
-    )
+    return _move_of_forms(one, other)
 
 
 def rounding_of_forms(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
     """The norm by which a form of a head moves if the changed numbers are rounded at random."""
-    weights = after.weights
-    whole = not separable(weights)
-    runs = [(0, weights.num_heads)] if whole else groups_of(weights, MOST_NUMBERS)
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
-    most = 0.0
-    for run in runs:
-        part = (weights if whole else heads_of(weights, *run)).to(torch.float64)
-        most = max(most, _move_of_forms(part, again(part)))
-    return most
+    weights = after.weights.to(torch.float64)
+    return _move_of_forms(weights, again(weights))
 
 
 def _move_of_forms(one: AttentionWeights, other: AttentionWeights) -> float:

@@ -177,13 +177,11 @@ def _number(site: str) -> int:
 
 
 def _stepped(layer: Layer, step: AnyRewrite) -> tuple[Layer, RewriteRecord]:
-    if not isinstance(step, LayerRewrite):
+    if isinstance(step, LayerRewrite):
+        done = step.apply(layer)
+    else:
         assert callable(step)
         done = step(layer.weights)
-    elif step.selects:
-        done = step.select(layer.weights, step.look(layer)).done
-    else:
-        done = step.apply(layer)
     return replace(layer, weights=done.weights), done.record
 
 

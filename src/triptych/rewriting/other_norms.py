@@ -20,10 +20,11 @@ from triptych.algebra.rewrites import (
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.norm_readers import NormReader, NormSite
+from triptych.errors import DataError
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.formats import Format
+from triptych.rewriting.layers import give_back_memory
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
-from triptych.rewriting.memory import give_back_memory
 from triptych.storage.tensors import Tensors
 
 _NAME = "fold_other_norms"
@@ -117,6 +118,9 @@ class OtherNorms:
             old, found = self._tensors.read(name), self._biases.pop(name, None)
             new = _folded_bias(norm, *reader.read(self._tensors)) if found is None else found
         if not are_finite(new) and are_finite(old):
+            for read in site.all_tensors:
+                if reason := _why_not_finite(read, self._tensors):
+                    raise DataError(f"{reason}: repair the checkpoint first")
             raise RewriteRefusedError(_NAME, _does_not_fit(name, new.dtype)).at(site.module)
         return None if torch.equal(new, old) else new
 
@@ -177,12 +181,22 @@ def _examine(site: NormSite, tensors: Tensors) -> _Examined:
     except RewriteRefusedError as refused:
         return _Examined(None, refused=refused.reason)
     assert norm is not None
+    for name in site.own_tensors:
+        if reason := _why_not_finite(name, tensors):
+            return _Examined(None, refused=reason)
     for reader in site.readers:
         if reason := _why_not(norm, reader, tensors):
             return _Examined(None, refused=reason)
     if site.layer is None:
         checked = (*checked, "the output map is not the embedding")
     return _Examined(norm, checked)
+
+
+def _why_not_finite(name: str, tensors: Tensors) -> str:
+    if name not in tensors.infos or are_finite(numbers := tensors.read(name)):
+        return ""
+    count = int((~numbers.isfinite()).sum())
+    return f"tensor {name} has {count:,} numbers that are not finite (NaN or infinite)"
 
 
 def _why_not(norm: Norm, reader: NormReader, tensors: Tensors) -> str:

@@ -6,19 +6,18 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-import torch
-
 from triptych.algebra.cost import writing_cost
+from triptych.algebra.forms import are_finite
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, RewriteRefusedError, Truncate
+from triptych.algebra.rewrites import Layer, Rewrite, RewriteRefusedError, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.writing import WrittenLayer
-from triptych.errors import UsageError
-from triptych.rewriting.calibration import gather_moments
+from triptych.errors import DataError, UsageError
+from triptych.rewriting.calibration import gather_moments, measure_head_losses
 from triptych.rewriting.certificate import (
     Cost,
     LayerRecord,
@@ -26,11 +25,10 @@ from triptych.rewriting.certificate import (
     StepRecord,
 )
 from triptych.rewriting.formats import Format, format_of
-from triptych.rewriting.head_losses import measure_head_losses
-from triptych.rewriting.layers import RewrittenLayer, rewrite_layer, rewritten_parts
+from triptych.rewriting.layers import RewrittenLayer, applies_to, rewrite_layer, shape_of
 from triptych.rewriting.other_norms import OtherNorms
-from triptych.rewriting.parts import shape_of
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
+from triptych.storage.untrusted import shown
 
 
 @final
@@ -54,6 +52,7 @@ class Prepared:
         self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
     ) -> RewrittenLayer:
         """Apply all steps, or the first `upto`, to a layer."""
+        _require_finite(source, read)
         return rewrite_layer(
             read,
             self.steps[:upto],
@@ -63,16 +62,20 @@ class Prepared:
             others=self.norms.others(read.site),
         )
 
-    def parts(self, source: AttentionSource, read: AttentionLayer, upto: int) -> Iterator[Layer]:
-        """Yield a layer after the first steps in float64; a large one a few groups of heads at a time."""
-        return rewritten_parts(
-            read,
-            self.steps[:upto],
-            skip_refused=self.skip_refused,
-            longest_text=source.longest_text(read.site),
-            moments=self.moments.get(read.site.name),
-            others=self.norms.others(read.site),
+
+def _require_finite(source: AttentionSource, read: AttentionLayer) -> None:
+    """Refuse a layer whose maps, or the norms before it, hold NaN or infinity, naming the tensor."""
+    norms = [norm for norm in (read.inputs.x, read.inputs.memory) if norm is not None]
+    of_norms = [part for norm in norms for part in (norm.weight, norm.bias) if part is not None]
+    learned = read.weights.semantics.learned().values()
+    if all(map(are_finite, (*read.weights.tensors(), *learned, *of_norms))):
+        return
+    for name, count in source.broken(read).items():
+        raise DataError(
+            f"{source.name}: tensor {shown(name)} has {count:,} numbers that are not finite (NaN or "
+            "infinite): repair the checkpoint first"
         )
+    raise DataError(f"{source.name}: the norm before {read.site.name} has numbers that are not finite")
 
 
 def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
@@ -84,13 +87,13 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
     for number, step in enumerate(recipe.step):
         if step.needs_text and recipe.calibration is not None:
             # As the layers are when it is this step's turn, so a pass for each such step.
-            sites = [site for site in source.sites if step.layers is None or site.layer in step.layers]
+            sites = [site for site in source.sites if applies_to(step, site.layer)]
             if step.needs_losses:
                 _require_all_heads(source, prepared, number, sites)
                 step = step.with_losses(measure_head_losses(folder, sites, recipe.calibration))
             else:
-                through = partial(_before, source, prepared, number)
-                found = gather_moments(source, folder, sites, through, recipe.calibration)
+                before = partial(_weights_before, prepared, source, number)
+                found = gather_moments(source, folder, sites, before, recipe.calibration)
                 moments = {
                     site.name: {**prepared.moments.get(site.name, {}), number: found[site.name]}
                     for site in sites
@@ -106,8 +109,7 @@ def _require_all_heads(
     source: AttentionSource, prepared: Prepared, number: int, sites: Sequence[Site]
 ) -> None:
     """Check that the steps before one leave heads where the original model has them."""
-    selects = any(isinstance(step, LayerRewrite) and step.selects for step in prepared.steps[:number])
-    for site in sites if selects else ():
+    for site in sites:
         read = source.read(site)
         kept = prepared.through(source, read, number).kept
         if kept is not None and list(kept) != list(range(read.weights.num_heads)):
@@ -117,27 +119,19 @@ def _require_all_heads(
             )
 
 
-def _before(source: AttentionSource, prepared: Prepared, number: int, read: AttentionLayer) -> RewrittenLayer:
-    """A layer after the first steps."""
-    return prepared.through(source, read, number)
+def _weights_before(
+    prepared: Prepared, source: AttentionSource, number: int, read: AttentionLayer
+) -> AttentionWeights:
+    return prepared.through(source, read, number).weights
 
 
 def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewrite) -> Iterator[Layer]:
-    """Yield the layers that a step applies to, after the steps before it; large ones in parts."""
+    """Yield the layers that a step applies to, after the steps before it."""
     for site in source.sites:
-        if step.layers is not None and site.layer not in step.layers:
-            continue
-        read = source.read(site)
-        if not step.needs_text:
-            yield from prepared.parts(source, read, number)
-            continue
-        done = prepared.through(source, read, number)
-        yield Layer(
-            site.name,
-            done.weights.to(torch.float64),
-            source.longest_text(site),
-            prepared.moments.get(site.name, {}).get(number),
-        )
+        if applies_to(step, site.layer):
+            weights = _weights_before(prepared, source, number, source.read(site))
+            moments = prepared.moments.get(site.name, {}).get(number)
+            yield Layer(site.name, weights, source.longest_text(site), moments)
 
 
 def _require_layers(source: AttentionSource, steps: Sequence[Rewrite]) -> None:
@@ -282,7 +276,7 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: Re
         isinstance(step, Truncate)
         and "qk" in step.forms
         and step.rotary == "maps"
-        and (step.layers is None or read.site.layer in step.layers)
+        and applies_to(step, read.site.layer)
         for step in steps
     )
     refused = any(record.rewrite == Truncate.name and record.refused for record in done.records)

@@ -30,9 +30,9 @@ from triptych.algebra.rewrites.norm_folding import (
     fold_norm_into_map,
     require_readers_foldable,
 )
-from triptych.algebra.rewrites.pruning import PruneHeads, leave_heads, measure_importance, prune_heads
+from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
 from triptych.algebra.rewrites.rank import ToLatent, to_latent, truncate
-from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten, of_groups
+from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
 from triptych.algebra.rewrites.rotary_pairs import truncate_rotary_pairs
@@ -73,10 +73,8 @@ __all__ = [
     "fold_norm_into_map",
     "fold_value_bias",
     "gauge_fix",
-    "leave_heads",
     "measure_importance",
     "merge_kv_heads",
-    "of_groups",
     "permute_heads",
     "prune_heads",
     "read_rewrite",

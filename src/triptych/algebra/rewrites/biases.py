@@ -32,7 +32,6 @@ class DropKeyBias(LayerRewrite):
     )
     place = 3
     why_here = "the biases go before channels and heads are mixed"
-    by_groups = True
 
     def apply(self, layer: Layer) -> Rewritten:
         return still_tied(layer, drop_key_bias(layer.weights))
@@ -49,7 +48,6 @@ class FoldValueBias(LayerRewrite):
     )
     place = 3
     why_here = "the biases go before channels and heads are mixed"
-    by_groups = True
 
     def apply(self, layer: Layer) -> Rewritten:
         return still_tied(layer, fold_value_bias(layer.weights))

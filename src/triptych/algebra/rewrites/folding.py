@@ -39,7 +39,6 @@ class Fold(LayerRewrite):
     refused = "a norm stands between the maps"
     place = 0
     why_here = "products of maps are folded while they are products"
-    by_groups = True
     resizes = True
 
     sides: tuple[FoldedSide, ...] = Field(SIDES, description="whose maps; qk is W_Q W_Kᵀ as one matrix")
@@ -59,7 +58,6 @@ class Expand(LayerRewrite):
     tier = "bit-exact"
     place = 1
     why_here = "maps that are shared cannot change for one side only"
-    by_groups = True
     resizes = True
 
     def apply(self, layer: Layer) -> Rewritten:

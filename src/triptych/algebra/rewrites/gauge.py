@@ -45,7 +45,6 @@ class GaugeFix(LayerRewrite):
     )
     place = 7
     why_here = "the order of heads is that of what is left"
-    by_groups = True
 
     forms: tuple[Form, ...] | None = Field(
         None, description="which of the two; those that have a gauge by default"

@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.algebra.rewrites.channels import NAMES, each_link, one_map
 from triptych.algebra.rewrites.legality import require_nothing_between, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, Selected
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
@@ -27,26 +27,17 @@ class SortHeads(LayerRewrite):
     refused = OWN_NUMBERS
     place = 8
     why_here = "copies of key-value heads come last"
-    by_groups = True
-    selects = True
-    at_end = True
 
     def apply(self, layer: Layer) -> Rewritten:
-        return self.select(layer.weights, self.look(layer)).done
-
-    def look(self, layer: Layer) -> tuple[Tensor, ...]:
-        """The size of W_OV of every head."""
-        return (layer.weights.ov.frobenius_norm(),)
-
-    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        groups = max(1, min(whole.num_key_heads, whole.num_value_heads))
-        served = whole.num_heads // groups
-        sizes = seen[0].view(groups, served)
+        weights = layer.weights
+        groups = max(1, min(weights.num_key_heads, weights.num_value_heads))
+        served = weights.num_heads // groups
+        sizes = weights.ov.frobenius_norm().view(groups, served)
         by_group = sizes.norm(dim=-1).argsort(descending=True, stable=True).tolist()
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
         order = tuple(group * served + head for group in by_group for head in inside[group])
         # Distances follow where they share the maps of queries and keys; the format refuses the others.
-        return Selected(permute_heads(whole, order, distances_follow=True), order)
+        return permute_heads(weights, order, distances_follow=True)._replace(kept=order)
 
 
 @final
@@ -58,15 +49,11 @@ class PermuteHeads(LayerRewrite):
     refused = f"{OWN_NUMBERS}; heads that share a map would be torn apart"
     place = 8
     why_here = SortHeads.why_here
-    selects = True
 
     order: tuple[int, ...] = Field(description="head i of the result is head `order[i]`")
 
     def apply(self, layer: Layer) -> Rewritten:
-        return self.select(layer.weights, ()).done
-
-    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        return Selected(permute_heads(whole, self.order, distances_follow=True), self.order)
+        return permute_heads(layer.weights, self.order, distances_follow=True)._replace(kept=self.order)
 
 
 @final
@@ -77,8 +64,6 @@ class RepeatKVHeads(LayerRewrite):
     tier = "bit-exact"
     refused = "the number is no multiple of those there are"
     place = 9
-    by_groups = True
-    at_end = True
     resizes = True
 
     num_kv_heads: int | None = Field(

@@ -66,14 +66,21 @@ def require_one_each(name: str, what: str, given: int | Sequence[int], heads: in
 
 
 def require_finite(name: str, weights: AttentionWeights) -> None:
-    """Refuse maps, and what else is learned of a layer, that hold NaN or infinity."""
+    """Refuse maps, norms and whatever else is learned of a layer that hold NaN or infinity."""
     of_maps = (
         (f"a {what} of {side}", numbers)
         for side in SIDES
         for link in weights.chain(side)
         for what, numbers in (("map", link.weight), ("bias", link.bias))
     )
-    for what, numbers in (*of_maps, *weights.semantics.learned().items()):
+    of_norms = (
+        (f"the {what} of the {name}", numbers)
+        for name, norm in (("norm", weights.norm), ("memory's norm", weights.memory_norm))
+        if norm is not None
+        for what, numbers in (("weight", norm.weight), ("bias", norm.bias))
+    )
+    bias_of_output = ("the bias of o", weights.o_bias)
+    for what, numbers in (*of_maps, bias_of_output, *of_norms, *weights.semantics.learned().items()):
         if numbers is not None and not are_finite(numbers):
             bad = int((~numbers.isfinite()).sum())
             raise RewriteRefusedError(

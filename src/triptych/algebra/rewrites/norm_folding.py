@@ -31,7 +31,6 @@ class FoldNorm(LayerRewrite):
     refused = "post-norm, sandwich norms; another reader of the norm cannot take it up; no slot for the bias"
     place = 2
     why_here = "a norm's shift becomes biases of the maps, which would be there again"
-    by_groups = True
 
     def apply(self, layer: Layer) -> Rewritten:
         return fold_norm(layer.weights, layer.others)

@@ -22,8 +22,8 @@ from triptych.algebra.rewrites.heads import (
 )
 from triptych.algebra.rewrites.legality import require_nothing_between, require_whole_number, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, Selected
-from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
+from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.weights import AttentionWeights, Link
 
 
 @final
@@ -35,8 +35,6 @@ class PruneHeads(LayerRewrite):
     refused = OWN_NUMBERS
     place = 4
     why_here = "heads that go should not take part in what is shared out"
-    by_groups = True
-    selects = True
     resizes = True
 
     heads: tuple[int, ...] | None = Field(None, description="which, by number; dead ones by default")
@@ -67,30 +65,22 @@ class PruneHeads(LayerRewrite):
         return self.model_copy(update={"losses": dict(losses)})
 
     def apply(self, layer: Layer) -> Rewritten:
-        return self.select(layer.weights, self.look(layer)).done
-
-    def look(self, layer: Layer) -> tuple[Tensor, ...]:
-        """What every head does: its form and its bias, and on the text."""
-        does = measure_pruning(layer.weights)
+        weights, does = layer.weights, measure_pruning(layer.weights)
         importance = does.whole
         if self.number is not None and self.on_text:
-            importance = measure_importance(layer.weights, layer.moments)
+            importance = measure_importance(weights, layer.moments)
         if self.by_loss:
             importance = importance.new_tensor(self._losses_of(layer))
-        return (*does, importance)
-
-    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        form, bias, importance = seen
-        gone = self._chosen(whole.num_heads, importance)
+        gone = self._chosen(weights.num_heads, importance)
         bounded = self.heads is not None or self.number is not None
         # Where distances have maps of their own, heads that are left stay in their places.
-        done = prune_heads(whole, gone, bounded=bounded, does=Move(form, bias), distances_follow=True)
-        stay = done.weights.num_heads == whole.num_heads
-        return Selected(done, tuple(head for head in range(whole.num_heads) if stay or head not in gone))
+        done = prune_heads(weights, gone, bounded=bounded, does=does, distances_follow=True)
+        stay = done.weights.num_heads == weights.num_heads
+        kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
+        return done._replace(kept=kept)
 
     def _losses_of(self, layer: Layer) -> tuple[float, ...]:
-        """Of the heads of a layer, or of the part of it that is given."""
-        found = self.losses.get(layer.name, ())[layer.first_head :][: layer.weights.num_heads]
+        found = self.losses.get(layer.name, ())
         if len(found) < layer.weights.num_heads:
             raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
         return found
@@ -185,20 +175,6 @@ def _does_something(heads: Sequence[int], lost: Move) -> RewriteRefusedError:
         f"head {heads[worst]} does something: {what}",
         "bounded=True leaves it out all the same" if form > 0 else "fold the value bias first",
     )
-
-
-def leave_heads(
-    weights: AttentionWeights, kept: Sequence[int], served: Mapping[Side, int]
-) -> AttentionWeights:
-    """Some heads of a part of a layer, as `prune_heads` of the whole layer has them."""
-
-    def select(side: Side, link: Link) -> Link:
-        copies = torch.tensor(kept) // (weights.num_heads // link.copies)
-        return taken(link, copies[:: served[side]])
-
-    chains = {str(side): tuple(select(side, link) for link in weights.chain(side)) for side in SIDES}
-    semantics = weights.semantics.of_heads(kept)
-    return replace(weights, num_heads=len(kept), semantics=semantics, **chains)  # type: ignore[arg-type]
 
 
 def measure_pruning(weights: AttentionWeights) -> Move:

@@ -1,7 +1,7 @@
 """What a rewrite gives back, and how it refuses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -52,13 +52,6 @@ class Cut:
     lost: tuple[float, ...] = ()
 
     @classmethod
-    def of_groups(cls, cuts: Sequence["Cut"]) -> "Cut":
-        """Of groups of heads one after the other."""
-        ranks = tuple(rank for cut in cuts for rank in cut.ranks)
-        lost = tuple(share for cut in cuts for share in cut.lost)
-        return cls(cuts[0].words, ranks, max(cut.most for cut in cuts), max(cut.worst for cut in cuts), lost)
-
-    @classmethod
     def shares(cls, lost: Float[Tensor, "*heads"], whole: Float[Tensor, "*heads"]) -> tuple[float, ...]:
         """`lost / whole` of every head, 0 where there is nothing."""
         return tuple((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).flatten().tolist())
@@ -101,30 +94,11 @@ class RewriteRecord:
 
 
 class Rewritten(NamedTuple):
-    """New weights and the record."""
+    """New weights and the record; which heads are left, in order, if that may have changed."""
 
     weights: AttentionWeights
     record: RewriteRecord
-
-
-def of_groups(
-    records: Sequence[RewriteRecord], before: AttentionWeights, after: AttentionWeights
-) -> RewriteRecord:
-    """What a rewrite did to a layer, from what it did to its groups of heads one after the other."""
-    cuts = tuple(Cut.of_groups(cuts) for cuts in zip(*(record.cuts for record in records), strict=True))
-    choices = map(str, cuts) if cuts else dict.fromkeys(record.choice for record in records)
-    return replace(
-        records[0],
-        tier=max((record.tier for record in records), key=TIERS.index),
-        checked=tuple(dict.fromkeys(said for record in records for said in record.checked)),
-        before=writing_cost(before),
-        after=writing_cost(after),
-        choice="; ".join(choice for choice in choices if choice),
-        notes=tuple(dict.fromkeys(said for record in records for said in record.notes)),
-        bound=max(record.bound for record in records),
-        error=max((record.error for record in records if record.error is not None), default=None),
-        cuts=cuts,
-    )
+    kept: tuple[int, ...] | None = None
 
 
 def rewritten(

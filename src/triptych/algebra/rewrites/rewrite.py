@@ -3,10 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, final
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import newly_apart
@@ -31,7 +30,7 @@ class OtherReaders:
 @final
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer on its way through rewrites, or a few groups of its heads.
+    """A layer on its way through rewrites.
 
     Attributes:
         name: for messages.
@@ -39,7 +38,6 @@ class Layer:
         longest_text: positions that the model is made for.
         moments: of the layer as it is now over the calibration text; None without one.
         others: what else reads its norm; None if nothing does that is known.
-        first_head: number of the first head here, of the whole layer as it is now.
     """
 
     name: str
@@ -47,19 +45,6 @@ class Layer:
     longest_text: int = 2048
     moments: Moments | None = None
     others: OtherReaders | None = None
-    first_head: int = 0
-
-
-class Selected(NamedTuple):
-    """A layer with some of its heads, or with all of them in another order.
-
-    Attributes:
-        done: the result, and the record.
-        kept: which heads are left, in order.
-    """
-
-    done: Rewritten
-    kept: tuple[int, ...]
 
 
 class Rewrite(BaseModel, ABC):
@@ -114,30 +99,11 @@ class Rewrite(BaseModel, ABC):
 
 
 class LayerRewrite(Rewrite, ABC):
-    """A rewrite of attention layers.
-
-    Attributes:
-        by_groups: whether it treats each group of heads by itself, but for what `select` decides.
-        selects: whether it leaves heads out, or puts them in another order (`select`).
-        at_end: whether it only copies numbers, so that it can be applied to those that are stored, as long as
-            no other rewrite comes after it.
-    """
-
-    by_groups: ClassVar[bool] = False
-    selects: ClassVar[bool] = False
-    at_end: ClassVar[bool] = False
+    """A rewrite of attention layers."""
 
     @abstractmethod
     def apply(self, layer: Layer) -> Rewritten:
         """Rewrite one layer."""
-
-    def look(self, layer: Layer) -> tuple[Tensor, ...]:
-        """What `select` has to know of some heads, one number for each."""
-        return ()
-
-    def select(self, whole: AttentionWeights, seen: tuple[Tensor, ...]) -> Selected:
-        """Leave heads out or sort them, where `selects`."""
-        raise NotImplementedError(self.name)
 
 
 def still_tied(layer: Layer, done: Rewritten) -> Rewritten:

@@ -39,7 +39,6 @@ class Truncate(LayerRewrite):
     refused = "QK-norm: of W_QK; clipping: of both"
     place = 6
     why_here = "the basis and the order of heads depend on what is left"
-    by_groups = True
     resizes = True
 
     forms: tuple[Form, ...] = Field(("qk", "ov"), description="which of the two")
@@ -185,8 +184,7 @@ class Truncate(LayerRewrite):
         """One rank per group of heads: of rotary heads, a number of pairs."""
         copies = _groups(layer.weights, form)
         if self.rank is None:
-            first = layer.first_head * copies // layer.weights.num_heads
-            return list(self.ranks.get(layer.name, {}).get(form, ())[first : first + copies]) or [1] * copies
+            return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * copies
         rank = min(self.rank, _width(layer.weights, form))
         return [max(1, rank // self._step(layer, form))] * copies
 
