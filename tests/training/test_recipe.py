@@ -245,9 +245,9 @@ def test_a_recipe_is_found_by_its_name_too_and_a_file_of_that_name_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_recipe("demo").name == "demo"
+    assert read_recipe("demo").name == "triptych-demo"
     (tmp_path / "demo").mkdir()  # as a run that was made of it
-    assert read_recipe("demo").name == "demo"
+    assert read_recipe("demo").name == "triptych-demo"
     (tmp_path / "multi30k").write_text(
         'name = "mine"\n[data.train]\ngenerated = 5\n[data.valid]\ngenerated = 2\n'
     )
