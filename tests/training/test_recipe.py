@@ -248,7 +248,7 @@ def test_a_recipe_is_found_by_its_name_too_and_a_file_of_that_name_comes_first(
     assert read_recipe("demo").name == "triptych-demo"
     (tmp_path / "demo").mkdir()  # as a run that was made of it
     assert read_recipe("demo").name == "triptych-demo"
-    (tmp_path / "multi30k").write_text(
-        'name = "mine"\n[data.train]\ngenerated = 5\n[data.valid]\ngenerated = 2\n'
-    )
+    generated = 'generated = 5\ngenerated_part = "{0}"\n'
+    parts = "".join(f"[data.{part}]\n{generated.format(part)}" for part in ("train", "valid"))
+    (tmp_path / "multi30k").write_text(f'name = "mine"\n{parts}')
     assert read_recipe("multi30k").name == "mine"
