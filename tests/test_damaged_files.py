@@ -28,7 +28,6 @@ from mutations import (
     mutated_toml,
 )
 from small_checkpoints import gpt2, llama
-from triptych import runs
 from triptych.algebra.rewrites import EXACT
 from triptych.checkpoints import families
 from triptych.checkpoints.checkpoint import open_checkpoint
@@ -43,7 +42,7 @@ from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import load_tokenizer
-from triptych.training import TrainingConfig, read_recipe, resolve
+from triptych.training import TrainingConfig, read_recipe, resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.optimizers import Optimizer
 from triptych.training.progress import LineDisplay

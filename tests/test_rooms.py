@@ -37,15 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"storage"},
     "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
-    "training": {
-        "attention",
-        "models",
-        "recipes",
-        "storage",
-        "text",
-    },  # learned positions are tables
+    # attention: learned positions are tables; algebra: what a plan counts
+    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "recipes", "storage", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
-    "runs": {"checkpoints", "decoding", "models", "storage", "text", "training"},
     # what a source is, its model with tokenizers, and what reads texts with it
     "opening": {
         "algebra",
@@ -53,13 +47,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoints",
         "decoding",
         "models",
-        "runs",
         "storage",
         "text",
         "training",
     },
     # attending: which heads the loss misses least
-    "rewriting": {"algebra", "attending", "attention", "checkpoints", "models", "opening", "runs", "storage"},
+    "rewriting": {
+        "algebra",
+        "attending",
+        "attention",
+        "checkpoints",
+        "models",
+        "opening",
+        "storage",
+        "training",
+    },
     "converting": {
         *(
             "algebra",
@@ -69,9 +71,9 @@ MAY_IMPORT: dict[str, set[str]] = {
             "models",
             "opening",
             "rewriting",
-            "runs",
             "storage",  # a checkpoint to fill
             "text",
+            "training",
         ),
     },
     # a model by the library that is to run it
@@ -98,7 +100,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
-    "planning": {"algebra", "models", "reports", "text", "training"},  # a run on devices that are not here
     "recipes": set(),
     "studies": {
         *(
@@ -111,13 +112,12 @@ MAY_IMPORT: dict[str, set[str]] = {
             "recipes",
             "reports",
             "rewriting",
-            "runs",
         ),
         *("text", "training"),
     },
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
-        *("algebra", "attending", "decoding", "models", "opening", "recipes", "reports", "rewriting", "runs"),
+        *("algebra", "attending", "decoding", "models", "opening", "recipes", "reports", "rewriting"),
         *("text", "training"),
     },
 }
@@ -132,6 +132,7 @@ OPTIONAL = {
     "num2words",
     "onnx",
     "onnxruntime",
+    "pandas",
     "pyarrow",
     "scipy",
     "sentencepiece",

@@ -23,7 +23,7 @@ from triptych.models.storage import model_tensors
 from triptych.text import Batch
 from triptych.training import Trainer
 from triptych.training.objectives import Translation
-from triptych.training.parallel import Layout, Unmade, World, launched
+from triptych.training.parallel import Layout, LazyParameters, World, launched
 from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters, write_state
 
@@ -76,16 +76,16 @@ def measured(options: dict[str, Any], folder: Path, world: World) -> dict[str, A
 def make_trainer(options: dict[str, Any], folder: Path, world: World, text: Text) -> Trainer:
     kind = options["kind"]
     sharded = kind in ("fsdp", "hybrid")
-    unmade = None
+    parameters = None
     if sharded:
         with Later() as later:
             model = EncoderDecoder.of(CONFIG, text.vocab_size, text.vocab_size, text.pad_id)
-        unmade = Unmade(torch.device("cpu"), later.values(model))
+        parameters = LazyParameters(torch.device("cpu"), later.values(model))
     else:
         model = EncoderDecoder.of(CONFIG, text.vocab_size, text.vocab_size, text.pad_id)
     config = SCHEDULE.model_copy(update={"precision": options["precision"], "device": "cpu"})
     objective = Translation(model, no_text(text), no_text(text), config, ValidationConfig(), score=None)
-    return Trainer(config, 1000, objective, folder, Counters(), layout=Layout(world, kind, unmade))
+    return Trainer(config, 1000, objective, folder, Counters(), layout=Layout(world, kind, parameters))
 
 
 def part_of(batch: Batch, world: World, pad_id: int) -> Batch:

@@ -18,8 +18,8 @@ from triptych import thresholds
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.text import Batch
 from triptych.training import loop
-from triptych.training.compiling import compile_blocks
 from triptych.training.losses import Loss
+from triptych.training.machine import compile_blocks
 
 MEMORY = "freed memory kept"
 BUCKETS = "batches of like length"

@@ -14,7 +14,7 @@ from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.text.packing import LanguageBatch
 from triptych.training import Trainer
-from triptych.training.language import TokensOfText
+from triptych.training.objectives import TokensOfText
 from triptych.training.sections import LanguageTrainingConfig
 from triptych.training.state import Counters
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
 from triptych.attending import read_attention
-from triptych.attending.viewing import write_attention_page
 from triptych.opening import Reader, TextIds, open_model
 from triptych.text import load_tokenizer
 
@@ -39,7 +38,7 @@ def prepare(options: Options) -> Prepared:
 
 def _triptych(folder: Path, ids: list[int], page: Path) -> None:
     (found,) = read_attention(Reader(open_model(folder, "cpu")), [TextIds(tuple(ids))])
-    write_attention_page(found.page(), page)
+    found.page(page)
 
 
 def _weights(folder: Path, ids: list[int]) -> tuple[Tensor, ...]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from triptych import runs
 from triptych.algebra.rewrites import fold
 from triptych.attending import Attention, AttentionBatch, attend
-from triptych.attending.viewing import viewer_data
+from triptych.attending.page import viewer_data
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
 from triptych.extras import require_extra
@@ -30,7 +29,8 @@ from triptych.reports import (
 )
 from triptych.rewriting import rewrite
 from triptych.text.generated import example_pairs, generate_pairs
-from triptych.training import Recipe, read_recipe, require_translation
+from triptych.training import Recipe, read_recipe, require_translation, runs
+from triptych.training.folder import holds_run
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import own_files
@@ -187,7 +187,7 @@ def demo(
 
 
 def _train(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.Summary:
-    if runs.holds_run(place):
+    if holds_run(place):
         return runs.resume(place, (), display)
     return runs.train(recipe, place, display, force=force)
 
@@ -196,10 +196,10 @@ def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
     """Where the demo is made: its folder, or one within a finished demo that it is to replace."""
     beside = folder / _NEXT
     if (beside / _REPORT).exists():  # one that was killed while it took the old one's place
-        _require_demo(recipe, folder if runs.holds_run(folder) else beside)
+        _require_demo(recipe, folder if holds_run(folder) else beside)
         with hold_folder(beside, wait=False):
             move_files(beside, folder, last=_REPORT)
-    if not runs.holds_run(folder):
+    if not holds_run(folder):
         return folder
     _require_demo(recipe, folder)
     if not (folder / _REPORT).exists():
@@ -208,7 +208,7 @@ def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
         if force:
             return folder
         raise UsageError(f"{folder / _REPORT} is not a report of the demo: name another folder (--out)")
-    if runs.holds_run(beside):
+    if holds_run(beside):
         _require_demo(recipe, beside)
     return beside
 
@@ -342,7 +342,7 @@ def _report(
         ),
         metrics=tuple(metrics),
         samples=result.samples,
-        viewer=viewer_data(seen.page()),
+        viewer=viewer_data(seen.viewed()),
         tables=(_folding_table(result.folding), *((_table(mistakes),) if mistakes else ())),
         commands=(
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | triptych translate {folder}",

@@ -1,6 +1,8 @@
 """Text from files, folders and models, made safe to show."""
 
 import re
+from collections.abc import Sequence
+from html import escape
 
 # What a terminal obeys, what begins a new line or turns the direction of text round, and what UTF-8 or XML
 # cannot hold. All of it is below U+10000.
@@ -17,3 +19,9 @@ def printable(text: str, *, lines: bool = False) -> str:
     """
     kept = _BUT_LINES if lines else _ALL
     return kept.sub(lambda found: _SHORT.get(found[0], f"\\u{ord(found[0]):04x}"), text)
+
+
+def table_html(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """A small table with a heading, for a notebook."""
+    body = "".join(f"<tr><th scope='row'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
+    return f"<table><caption>{escape(title)}</caption>{body}</table>"

@@ -157,11 +157,11 @@ def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
     decoder: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = attend(decoder, TEXT, max_new_tokens=2)
-    (kind,) = found.page().texts[0].kinds
+    (kind,) = found.viewed().texts[0].kinds
     assert kind.first_generated_query == kind.first_generated_key == len(TEXT)
     np.testing.assert_allclose(kind.layers[1].heads[2].map.weights, found.weights[1][2], atol=1e-6)
     monkeypatch.setattr("triptych.attending.attention.MOST_WEIGHTS_OF_A_PAGE", 100)
-    (kind,) = found.page().texts[0].kinds
+    (kind,) = found.viewed().texts[0].kinds
     assert kind.layers[0].heads[0].map.keys.shape == (20, 16)
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(
 
 
 def saved(found: Attention, top: int | None = None) -> Saved:
-    return Saved(found, found.parts(layers=[1], heads=[3, 1]), top)
+    return found.saved(found.parts(layers=[1], heads=[3, 1]), top)
 
 
 def test_json_has_the_weights_to_seven_digits(decoder: Reader) -> None:
@@ -248,6 +248,38 @@ def test_csv_has_a_row_for_every_weight_above_zero(decoder: Reader, tmp_path: Pa
     assert is_attention_csv(tmp_path / "a.csv")
 
 
+def test_an_attention_is_shown_written_and_asked_for_its_strongest_looks(
+    decoder: Reader, pairs: Reader, tmp_path: Path
+) -> None:
+    found = attend(decoder, TEXT)
+    looks = found.top(2)
+    assert len(looks) == 2 * 8
+    weights = found["1.3"].clone()
+    weights[:, 0] = 0
+    weights.fill_diagonal_(0)
+    first = next(look for look in looks if look.head == "1.3")
+    assert first.weight == pytest.approx(float(weights.max()))
+    assert float(weights[first.query, first.key]) == first.weight
+    assert (first.query_token, first.key_token) == (found.tokens[first.query], found.tokens[first.key])
+    for name in ("a.json", "a.csv", "a.npz", "a.svg"):
+        found.save(tmp_path / name, layers=[1], heads=[3])
+    np.testing.assert_allclose(np.load(tmp_path / "a.npz")["decoder.1"][0], found["1.3"], atol=1e-6)
+    assert json.loads((tmp_path / "a.json").read_text())["heads"][0]["head"] == 3
+    over = found.over(["to be or not", "to be"])
+    assert over.num_units == 2
+    found.page(tmp_path / "page.html", over=over)
+    assert "measured over" in (tmp_path / "page.html").read_text()
+    over.page(tmp_path / "over.html")
+    for wrong in ("a.png", "b.svg"):
+        with pytest.raises(UsageError, match=r"no format of weights|a picture shows one head"):
+            found.save(tmp_path / wrong)
+    both = attend(pairs, "abcd", target="xy")
+    for shown in (found, attend(decoder, [TEXT, "that"]), both, over):
+        assert len(repr(shown).splitlines()) <= 8
+    assert 'attention["cross.3.2"]' in repr(both)
+    assert "<iframe" in found._repr_html_()
+
+
 def test_too_many_weights_for_a_file_are_refused_with_what_to_do(
     decoder: Reader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -259,4 +291,4 @@ def test_too_many_weights_for_a_file_are_refused_with_what_to_do(
         ):
             write([one], tmp_path / "file")
     assert not (tmp_path / "file").exists()
-    write_csv([saved(one.attention, 2)], tmp_path / "file")
+    write_csv([one._replace(top=2)], tmp_path / "file")

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from triptych.algebra.resampling import ratio_intervals
 from triptych.attending.behaviour import (
-    Behaviour,
     Kind,
-    LayerBehaviour,
+    LayerFigures,
     RowFigures,
-    Sums,
     figures_of,
     key_classes,
 )
+from triptych.attending.over import OverText
+from triptych.attending.windows import UnitSums
 
 #         a  b  c  a  b  d  c  a
 TOKENS = [5, 6, 7, 5, 6, 8, 7, 5]
@@ -28,14 +28,21 @@ def looking_at(keys: Sequence[int], num_keys: int = 8) -> Tensor:
     return torch.eye(num_keys, dtype=torch.float64)[torch.tensor(keys)]
 
 
-def summed(kind: Kind, heads: Sequence[Tensor], visible: Tensor) -> Sums:
-    queries, keys = (torch.tensor(TOKENS[:length]) for length in visible.shape)
-    return RowFigures(kind, visible, queries, keys).sums(torch.stack(list(heads)))
+def measured_over(kind: Kind, *units: tuple[Sequence[Tensor], Tensor]) -> LayerFigures:
+    stack = {"self": "encoder", "causal": "decoder", "cross": "cross"}[kind]
+    found, names = UnitSums(len(units)), tuple(figure.name for figure in figures_of(kind))
+    for unit, (heads, visible) in enumerate(units):
+        queries, keys = (torch.tensor(TOKENS[:length]) for length in visible.shape)
+        rows = RowFigures(kind, visible, queries, keys)
+        found.add(
+            unit, (stack, 0), names, rows.sums(torch.stack(list(heads))), rows.counts[:, None], rows.even
+        )
+    return LayerFigures(stack, 0, found.figures()[stack, 0])
 
 
-def measured(kind: Kind, heads: Sequence[Tensor], visible: Tensor) -> LayerBehaviour:
+def measured(kind: Kind, heads: Sequence[Tensor], visible: Tensor) -> LayerFigures:
     """Of a text that came twice."""
-    return LayerBehaviour.of_sums("decoder", 0, kind, [summed(kind, heads, visible)] * 2)
+    return measured_over(kind, (heads, visible), (heads, visible))
 
 
 PLANTED = {
@@ -117,9 +124,11 @@ def test_cross_attention_has_a_diagonal_of_texts_of_two_lengths() -> None:
 
 
 def test_the_interval_is_over_documents_that_are_drawn_whole() -> None:
-    one = summed("causal", [looking_at([0] * 8)], CAUSAL)
-    other = summed("causal", [looking_at([0, 1, 2], 3)], CAUSAL[:3, :3])
-    figure = LayerBehaviour.of_sums("decoder", 0, "causal", [one, other]).figures["first"]
+    one = [looking_at([0] * 8)], CAUSAL
+    other = [looking_at([0, 1, 2], 3)], CAUSAL[:3, :3]
+    figure = measured_over("causal", one, other).figures["first"]
+    assert figure.low is not None
+    assert figure.high is not None
     assert float(figure.value[0]) == pytest.approx(7 / 9)
     assert (float(figure.low[0]), float(figure.high[0])) == (0, 1)
 
@@ -134,6 +143,6 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
 
 def test_the_summary_says_where_no_head_does_a_thing() -> None:
     layer = measured("causal", [looking_at(PLANTED["previous"])], CAUSAL)
-    lines = Behaviour("tiny", (layer,), "documents", 2, 16, 8).summary()
+    lines = OverText("tiny", (layer,), "documents", 2, 16, 8).summary()
     assert lines[0] == "previous token: decoder 0 head 0, 1.00 (1.00 to 1.00; evenly 0.25)"
     assert next(line for line in lines if line.startswith("itself")).endswith("(no head is called by it)")

@@ -16,7 +16,7 @@ from triptych.attending.explaining import (
     of_rank,
     score_parts,
 )
-from triptych.attending.over_text import cut_windows
+from triptych.attending.windows import cut_windows
 from triptych.attending.writing import OutputTable, measure_copies, nearest_tokens
 
 PARTS = {
@@ -24,6 +24,10 @@ PARTS = {
     "rotary": {"content", "biases", "distance"},
     "alibi": {"content", "biases", "position_bias"},
 }
+
+
+def untold(done: int, total: int) -> None:
+    pass
 
 
 def a_call(scheme: Any) -> Any:
@@ -48,11 +52,12 @@ def test_shares_add_up_to_one_and_a_head_of_the_rank_is_explained_by_it(scheme: 
     weights, _, _ = in_float64(layer.call)
     visible = layer.queries_and_keys().visible()[0, 0]
     cut = {rank: of_rank(weights, rank, 32) for rank in (1, 4)}  # queries are 4 wide
-    found = explain_call(layer.call, visible, cut)
-    torch.testing.assert_close(sum(found.shares.values()) / found.energy, torch.ones(4).double())
-    assert float(found.nats["rank 4"].max()) < 1e-9
-    assert float(found.nats["rank 1"].min()) > 1e-4
-    assert found.hits["rank 4"].tolist() == [found.count] * 4
+    energy, count, found = explain_call(layer.call, visible, cut)
+    shares = sum(value for name, value in found.items() if name.endswith("_share"))
+    torch.testing.assert_close(shares / energy, torch.ones(4).double())
+    assert float(found["rank_4_nats"].max()) < 1e-9
+    assert float(found["rank_1_nats"].min()) > 1e-4
+    assert found["rank_4_hits"].tolist() == [count] * 4
 
 
 def test_a_head_of_rank_one_is_explained_by_one_direction() -> None:
@@ -62,11 +67,10 @@ def test_a_head_of_rank_one_is_explained_by_one_direction() -> None:
         maps = layer.projections
         maps.q_proj.weight[1:4] = 0  # one channel of head 0 is left
         maps.q_proj.bias.zero_()
-    windows = cut_windows(reader, TEXTS)
-    found = explain_text(reader, windows)[0].figures
-    assert float(found["rank_1_nats"][0][0]) == pytest.approx(0, abs=1e-9)
-    assert float(found["rank_1_nats"][0][1]) > 1e-4
-    assert bool((found["even_nats"][0] > 0).all())
+    found = explain_text(reader, cut_windows(reader, TEXTS), untold)["decoder", 0]
+    assert float(found["rank_1_nats"].value[0]) == pytest.approx(0, abs=1e-9)
+    assert float(found["rank_1_nats"].value[1]) > 1e-4
+    assert bool((found["even_nats"].value > 0).all())
 
 
 def test_content_alone_is_everything_without_biases_and_positions() -> None:
@@ -75,10 +79,11 @@ def test_content_alone_is_everything_without_biases_and_positions() -> None:
         with torch.no_grad():
             block.self_attention.projections.q_proj.bias.zero_()
             block.self_attention.projections.k_proj.bias.zero_()
-    found = explain_text(reader, cut_windows(reader, TEXTS))[1].figures
-    for end in found["content_share"]:
+    found = explain_text(reader, cut_windows(reader, TEXTS), untold)["decoder", 1]
+    share = found["content_share"]
+    for end in (share.value, share.low, share.high):
         torch.testing.assert_close(end, torch.ones(4).double())
-    assert float(found["content_nats"][0].max()) < 1e-9
+    assert float(found["content_nats"].value.max()) < 1e-9
 
 
 def test_a_divergence_is_zero_of_itself_and_infinite_of_what_misses_a_key() -> None:
@@ -96,9 +101,8 @@ def test_a_head_that_moves_what_it_reads_writes_the_tokens_that_it_looks_at() ->
         maps.v_proj.weight.copy_(torch.eye(64))
         maps.o_proj.weight.copy_(torch.eye(64))
         reader.model.embeddings.positions.weight.zero_()
-    (found,) = measure_copies(reader, cut_windows(reader, TEXTS))
-    assert found.copies.tolist() == [1]
-    assert found.chance < 0.02
+    windows = cut_windows(reader, TEXTS)
+    assert measure_copies(reader, windows, untold)["decoder", 0]["copies"].value.tolist() == [1]
     (attention,) = read_attention(reader, reader.encode([TEXTS[0]]))
     table = OutputTable.of(reader.model, "decoder")
     assert table is not None
@@ -106,4 +110,4 @@ def test_a_head_that_moves_what_it_reads_writes_the_tokens_that_it_looks_at() ->
     assert tuple(nearest.tolist()) == attention.ids
     with torch.no_grad():
         maps.o_proj.weight.neg_()
-    assert measure_copies(reader, cut_windows(reader, TEXTS))[0].copies.tolist() == [0]
+    assert measure_copies(reader, windows, untold)["decoder", 0]["copies"].value.tolist() == [0]

@@ -8,8 +8,7 @@ from attending.tiny_readers import TEXTS, language_reader, pair_reader
 from triptych.attending import attend
 from triptych.attending.behaviour import figures_of
 from triptych.attending.over import attend_over
-from triptych.attending.over_page import head_notes, over_report
-from triptych.attending.over_text import cut_windows
+from triptych.attending.windows import cut_windows
 from triptych.errors import UsageError
 
 
@@ -29,10 +28,10 @@ def test_a_record_has_every_figure_of_every_head_and_is_json() -> None:
 
 def test_a_page_of_tables_has_every_head_beside_looking_evenly() -> None:
     found = attend_over(language_reader(), TEXTS, context=16)
-    near, far = over_report(found).tables[-2:]
+    near, far = found.report().tables[-2:]
     heads = [f"{i}.{j}" for i in (0, 1) for j in range(4)]
     assert [row[0] for row in near.rows] == ["evenly", *heads]
-    figure, column = found.behaviour.layers[1].figures["previous"], near.columns.index("previous token")
+    figure, column = found.layers[1].figures["previous"], near.columns.index("previous token")
     said = f"{figure.value[2]:.2f} [{figure.low[2]:.2f},\u202f{figure.high[2]:.2f}]"
     assert (near.rows[7][column], near.rows[0][column]) == (said, f"{figure.even:.2f}")
     assert far.columns[2:4] == ("distance 1", "distance 2")
@@ -41,7 +40,7 @@ def test_a_page_of_tables_has_every_head_beside_looking_evenly() -> None:
 def test_notes_of_heads_carry_figures_with_intervals_and_labels_to_the_page_of_a_text() -> None:
     reader = language_reader()
     found = attend_over(reader, TEXTS, worth="zero", context=16)
-    notes = head_notes(found)
+    notes = found.notes()
     row = found.rows()[5]
     facts = dict(notes["decoder", 1, 1].facts)
     assert facts["itself"] == (
@@ -49,7 +48,7 @@ def test_notes_of_heads_carry_figures_with_intervals_and_labels_to_the_page_of_a
     )
     assert facts["loss without it"].startswith(f"{row['worth']:+.4f} [")
     named = {place: note._replace(label="a name") for place, note in notes.items()}
-    (kind,) = attend(reader, TEXTS[0]).page(notes=named).texts[0].kinds
+    (kind,) = attend(reader, TEXTS[0]).viewed(notes=named).texts[0].kinds
     assert [(head.label, head.facts) for head in kind.layers[1].heads] == [
         ("a name", notes["decoder", 1, head].facts) for head in range(4)
     ]

@@ -8,8 +8,7 @@ import pytest
 
 from attending.viewed import long_page, translation_page
 from browser import Page, found_browser, page_in
-from triptych.attending.page import AttentionPage
-from triptych.attending.viewing import PAGE_LIMIT_BYTES, write_attention_page
+from triptych.attending.page import PAGE_LIMIT_BYTES, AttentionPage, write_attention_page
 
 SHOWN = "document.querySelector('.attention').dataset.shown"
 HEADING = "document.querySelector('[data-part=name]').textContent"

@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attending.viewed import first, long_page, previous, translation_page
-from triptych.attending.maps import DenseMap
-from triptych.attending.page import AttentionPage, ViewedKind, ViewedText, layers_of
-from triptych.attending.viewing import attention_html, notebook_html, viewer_data, write_attention_page
+from attending.viewed import first, layers_of, long_page, previous, translation_page
+from triptych.attending.maps import HeadMap
+from triptych.attending.page import (
+    AttentionPage,
+    ViewedKind,
+    ViewedText,
+    attention_html,
+    notebook_html,
+    viewer_data,
+    write_attention_page,
+)
 
 ATTACK = "</script><script>alert(1)</script>"
 
@@ -27,7 +34,7 @@ def numbers(packed: str, start: int, count: int, num_bytes: int) -> np.ndarray[A
 
 def test_weights_on_a_page_are_off_by_less_than_a_quarter_of_a_thousandth() -> None:
     weights = np.random.default_rng(0).dirichlet(np.full(40, 0.1), 30).astype(np.float32)
-    kind = ViewedKind("cross", ("q",) * 30, ("k",) * 40, layers_of([[DenseMap(weights)]]))
+    kind = ViewedKind("cross", ("q",) * 30, ("k",) * 40, layers_of([[HeadMap.whole(weights)]]))
     (packed,) = viewer_data(AttentionPage("p", (ViewedText("t", (kind,)),)))["maps"]
     found = (numbers(packed["data"], 0, 1200, 2).reshape(30, 40) / 4095) ** 2
     assert packed["form"] == "dense"
@@ -52,7 +59,7 @@ def test_a_page_keeps_as_many_weights_of_a_row_as_fit(limit: int) -> None:
 
 @pytest.mark.parametrize("weights", [first(300, 300), previous(300, 300)])
 def test_keys_are_stored_as_places_or_distances_and_come_back(weights: Any) -> None:
-    top = DenseMap(weights).largest(2)
+    top = HeadMap.whole(weights).largest(2)
     kind = ViewedKind("encoder", ("q",) * 300, ("k",) * 300, layers_of([[top]]))
     (packed,) = viewer_data(AttentionPage("p", (ViewedText("t", (kind,)),)))["maps"]
     stored = numbers(packed["keys"], 0, 600, 4).reshape(2, 300)
@@ -63,7 +70,7 @@ def test_keys_are_stored_as_places_or_distances_and_come_back(weights: Any) -> N
 
 def test_maps_of_another_size_than_the_tokens_are_an_error() -> None:
     with pytest.raises(ValueError, match="cross, layer 0: a map of 2 × 3 for 3 query and 2 key tokens"):
-        ViewedKind("cross", ("a", "b", "c"), ("d", "e"), layers_of([[DenseMap(first(2, 3))]]))
+        ViewedKind("cross", ("a", "b", "c"), ("d", "e"), layers_of([[HeadMap.whole(first(2, 3))]]))
 
 
 class Scripts(HTMLParser):
@@ -77,7 +84,7 @@ class Scripts(HTMLParser):
 
 
 def test_the_page_loads_nothing_and_text_cannot_break_out_of_its_place() -> None:
-    kind = ViewedKind("encoder", (ATTACK,), ("<!--<script>",), layers_of([[DenseMap(first(1, 1))]]))
+    kind = ViewedKind("encoder", (ATTACK,), ("<!--<script>",), layers_of([[HeadMap.whole(first(1, 1))]]))
     page = AttentionPage(ATTACK, (ViewedText(ATTACK, (kind,), (ATTACK,)),), ((ATTACK, ATTACK),), (ATTACK,))
     text = attention_html(page)
     elements = Scripts(text).elements

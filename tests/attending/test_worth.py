@@ -1,6 +1,7 @@
 """The loss without a head, against a model whose weights were changed by hand."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,32 +10,35 @@ import torch
 from attending.tiny_readers import TEXTS, language_reader, pair_reader
 from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.rewrites.pruning import measure_importance
-from triptych.attending.leaving_out import batches_of, head_outputs, run_whole
-from triptych.attending.over_text import cut_windows
-from triptych.attending.worth import measure_worth
+from triptych.attending.windows import cut_windows
+from triptych.attending.worth import batches_of, head_outputs
+from triptych.attending.worth import measure_worth as measure
 from triptych.errors import UsageError
 from triptych.models.sites import attention_sites
-from triptych.opening import record_calls
+from triptych.opening import OpenedModel, Reader, record_calls
 
 
 def masked_reader() -> Any:
     """An encoder whose tokenizer has a mask."""
     reader = language_reader(kind="encoder")
-    reader.opened.tokenizer = copy.copy(reader.tokenizer)
-    reader.tokenizer.mask_id = 5
-    return reader
+    tokenizer = copy.copy(reader.tokenizer)
+    tokenizer.mask_id = 5
+    return Reader(OpenedModel("tiny", Path("tiny"), reader.model, tokenizer))
 
 
 def loss(reader: Any, windows: Any) -> float:
     (total, count) = (0.0, 0)
     with torch.no_grad():
         for batch in batches_of(reader, windows, 1):
-            hidden, _ = run_whole(reader.model, batch)
-            logits = reader.model.head(hidden) if batch.src is None else reader.model.logits(hidden)
+            logits = reader.logits(reader.run(batch.texts).hidden)
             log_probs = logits.log_softmax(dim=-1).gather(-1, batch.targets[..., None])[..., 0]
             total -= float(log_probs[batch.predicts].sum())
             count += int(batch.predicts.sum())
     return total / count
+
+
+def measure_worth(reader: Any, windows: Any, instead: Any = "mean") -> Any:
+    return measure(reader, windows, instead, lambda done, total: None)
 
 
 def windows_of(reader: Any) -> Any:
@@ -59,8 +63,8 @@ def changed(reader: Any, windows: Any, instead: str, name: str, head: int) -> fl
             rows = []
             for batch in batches_of(other, windows, 1):
                 with head_outputs([site]) as found:
-                    run_whole(other.model, batch)
-                rows.append(found[name][0][batch.tokens_of(site, other.model)])
+                    other.run(batch.texts)
+                rows.append(found[name][0][batch.tokens_of(site)])
             maps.o_proj.bias += maps.o_proj.weight[:, own] @ torch.cat(rows).mean(dim=0)[own]
         maps.o_proj.weight[:, own] = 0
     return loss(other, windows)
@@ -120,10 +124,12 @@ def test_an_encoder_predicts_tokens_that_are_hidden_the_same_ones_every_time() -
     windows = windows_of(reader)
     (batch,) = batches_of(reader, windows, 1)
     (again,) = batches_of(reader, windows, 1)
-    assert torch.equal(batch.read, again.read)
-    assert bool((batch.read[batch.predicts] == 5).all())
-    shown = batch.tokens & ~batch.predicts
-    assert torch.equal(batch.read[shown], batch.targets[shown])
+    assert batch.texts == again.texts
+    for text, targets, predicts in zip(batch.texts, batch.targets, batch.predicts, strict=True):
+        hidden = predicts[: len(text.ids)]
+        read, targets = torch.tensor(text.ids), targets[: len(text.ids)]
+        assert bool((read[hidden] == 5).all())
+        assert torch.equal(read[~hidden], targets[~hidden])
     lengths = [len(window.text.ids) for window in windows.windows]
     assert sorted(batch.predicts.sum(dim=1).tolist()) == sorted(max(1, round(0.15 * n)) for n in lengths)
 

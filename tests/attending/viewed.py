@@ -1,18 +1,18 @@
 """Pages of attention with heads whose behaviour is known."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.attending.maps import DenseMap, HeadMap, RowKeeper
-from triptych.attending.page import (
-    AttentionPage,
-    ViewedHead,
-    ViewedKind,
-    ViewedLayer,
-    ViewedText,
-    layers_of,
-)
+from triptych.attending.maps import HeadMap, RowKeeper
+from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText
+
+
+def layers_of(maps: Sequence[Sequence[HeadMap]]) -> tuple[ViewedLayer, ...]:
+    """Layers of unlabelled heads from the maps of every layer's heads."""
+    return tuple(ViewedLayer(tuple(map(ViewedHead, heads))) for heads in maps)
 
 
 def previous(num_queries: int, num_keys: int) -> NDArray[np.float32]:
@@ -39,11 +39,13 @@ def translation_page() -> AttentionPage:
         made = []
         for kind, queries, keys in kinds:
             shape = len(queries), len(keys)
-            plain = ViewedLayer((ViewedHead(DenseMap(first(*shape))), ViewedHead(DenseMap(first(*shape)))))
+            plain = ViewedLayer(
+                (ViewedHead(HeadMap.whole(first(*shape))), ViewedHead(HeadMap.whole(first(*shape))))
+            )
             last = ViewedLayer(
                 (
-                    ViewedHead(DenseMap(previous(*shape)), "previous token", (("previous", "0.75"),)),
-                    ViewedHead(DenseMap(first(*shape))),
+                    ViewedHead(HeadMap.whole(previous(*shape)), "previous token", (("previous", "0.75"),)),
+                    ViewedHead(HeadMap.whole(first(*shape))),
                 )
             )
             generated = None if kind == "encoder" else 0

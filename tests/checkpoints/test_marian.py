@@ -139,43 +139,6 @@ def test_nothing_is_cast(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_same(model.src_embedding.weight.detach(), tensors["model.shared.weight"], kind="exact")
 
 
-def test_a_pickle_is_read_as_weights_only(tmp_path: Path) -> None:
-    tensors = write_marian(tmp_path)
-    expected = read_translator(tmp_path).model
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    for name, parameter in read_translator(tmp_path).model.named_parameters():
-        assert_same(parameter, dict(expected.named_parameters())[name], kind="exact")
-
-
-class _Trap:
-    """A pickle that would do something."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (Path("touched"),)
-
-
-@pytest.mark.parametrize("content", [_Trap(), {"a": 1}, [torch.zeros(2)], None])
-def test_a_pickle_of_anything_else_is_refused_unrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: object
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_marian(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(content, tmp_path / "pytorch_model.bin")
-    assert str(tmp_path / "pytorch_model.bin") in refusal(tmp_path)
-    assert not (tmp_path / "touched").exists()
-
-
-def test_a_pickle_cut_off_is_refused_by_name(tmp_path: Path) -> None:
-    torch.save(write_marian(tmp_path), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    whole = (tmp_path / "pytorch_model.bin").read_bytes()
-    for size in (0, 100, len(whole) // 2):
-        (tmp_path / "pytorch_model.bin").write_bytes(whole[:size])
-        assert f"{tmp_path / 'pytorch_model.bin'} cannot be read as weights" in refusal(tmp_path)
-
-
 def test_the_fresh_weights_of_a_checkpoint_do_not_use_up_random_numbers(tmp_path: Path) -> None:
     write_marian(tmp_path)
     state = torch.get_rng_state()
@@ -298,31 +261,6 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     write_marian(tmp_path)
     (tmp_path / name).unlink()
     assert refusal(tmp_path).startswith(f"{tmp_path / name} is missing")
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    write_marian(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    assert refusal(tmp_path).startswith(
-        f"{tmp_path}: no model.safetensors, model.safetensors.index.json, pytorch_model.bin or "
-    )
-    (tmp_path / "model.safetensors").write_bytes(b"\x10" * 40)
-    assert f"{tmp_path / 'model.safetensors'}: its header should have" in refusal(tmp_path)
-
-
-def test_shards_are_read_as_one(tmp_path: Path) -> None:
-    tensors = write_marian(tmp_path)
-    whole = read_translator(tmp_path).model.state_dict()
-    (tmp_path / "model.safetensors").unlink()
-    names = sorted(tensors)
-    places = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
-    for shard in set(places.values()):
-        part = {name: tensors[name].contiguous() for name in names if places[name] == shard}
-        save_file(part, tmp_path / shard)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    found = read_translator(tmp_path).model.state_dict()
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import pytest
 
 from command import Answer, Command
 from studying import place, stand_in  # noqa: F401 - fixtures
-from triptych import runs
 from triptych.cli.main import run as run_command
-from triptych.training import resolve
+from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 
 

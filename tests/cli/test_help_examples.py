@@ -10,12 +10,11 @@ import triptych as package
 from command import Command
 from small_checkpoints import gpt2_that_runs, llama
 from studying import place, stand_in  # noqa: F401 - fixtures
-from triptych import runs
 from triptych.cli.main import COMMANDS
 from triptych.cli.verbs import read_verb
 from triptych.demonstration import Interrupted
 from triptych.text import generate_pairs
-from triptych.training import resolve
+from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 
 TINY = """

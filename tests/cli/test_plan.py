@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 from command import Command
+from triptych.cli.plan import read_quantity
+from triptych.errors import UsageError
 
 RECIPE = """
 task = "language-model"
 data.train.files = ["nowhere.txt"]
 tokenizer.vocab_size = 50
-model = {num_layers = 1, d_model = 16, num_heads = 2, context = 8}
+model = {num_layers = 4, d_model = 16, num_heads = 2, context = 8}
 training = {batch_size = 1, max_steps = 10}
 """
 
 
-@pytest.mark.slow
 def test_a_plan_says_what_copies_and_shards_hold_and_send(triptych: Command, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
@@ -50,3 +51,24 @@ def test_bad_input_is_one_line(triptych: Command, arguments: list[str], message:
     assert (answer.code, answer.out) == (2, "")
     assert message in answer.err
     assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GB", 80e9),
+        ("40GiB", 40 * 2**30),
+        ("3.35TB/s", 3.35e12),
+        ("400T", 4e14),
+        ("4e14", 4e14),
+        ("512", 512),
+    ],
+)
+def test_a_quantity_is_a_number_with_a_unit(text: str, size: float) -> None:
+    assert read_quantity(text, "--x") == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "80 apples", "-80GB", "80GBs", "eighty", "0", "3iB"])
+def test_what_is_no_quantity_is_refused_with_the_name_of_its_option(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--device-memory is "):
+        read_quantity(text, "--device-memory")

@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from checkpoints.tiny_marian import write_marian
 from command import Command
 from small_checkpoints import D, gpt2, gpt2_that_runs, llama
-from triptych import runs
 from triptych.algebra.rewrites.registry import REWRITES, option_names, signature, summary
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.rewriting import comparing
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.storage.copying import CERTIFICATE
-from triptych.training import resolve
+from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 8

@@ -8,8 +8,7 @@ import pytest
 
 from command import MISSING, Command
 from hub_server import served
-from triptych import runs
-from triptych.training import resolve
+from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 
 TRANSLATORS = ("translator", "converted", "marian")

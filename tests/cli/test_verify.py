@@ -22,7 +22,7 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.running import Compared
 from triptych.rewriting.running import compared as compare
-from triptych.rewriting.verification.models import models_again
+from triptych.rewriting.verification import models_again
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +278,7 @@ def test_an_original_that_cannot_be_loaded_is_said_not_to_be_tried(
     def refuse(path: Path) -> None:
         raise DataError("it cannot be loaded")
 
-    monkeypatch.setattr("triptych.rewriting.verification.models.open_text_model", refuse)
+    monkeypatch.setattr("triptych.rewriting.verification.open_text_model", refuse)
     found = whole_models(triptych, compared / "drawn")
     assert (found["held"], "it cannot be loaded" in found["found"]) == (None, True)
     answer = triptych("verify", compared / "out", "--text", compared / "text.txt")
@@ -317,7 +317,7 @@ def test_a_digit_of_what_was_measured_of_whole_models_is_noticed(
     assert value > 0
     told = certificate.model_copy(update={"end_to_end": certified.model_copy(update={name: changed})})
     # Both models ran once; what they gave is held against each certificate.
-    monkeypatch.setattr("triptych.rewriting.verification.models.compared", lambda *_: measured[kind])
+    monkeypatch.setattr("triptych.rewriting.verification.compared", lambda *_: measured[kind])
     source = open_checkpoint(compared / "source")
     (found,) = models_again(told, compared / "source", compared / kind, source, text_of(compared, kind))
     assert found.held is False

@@ -16,14 +16,14 @@ from triptych.attention import PARAMETERISATIONS
 from triptych.checkpoints.translators import read_translator
 from triptych.converting import hugging_face
 from triptych.converting.conversion import Conversion, TargetFormat, convert
-from triptych.converting.plain_heads import plain_model
+from triptych.converting.plain import plain_model
 from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.opening import OpenedModel, open_model, open_translator
-from triptych.runs import train
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
 from triptych.training import DecodingConfig, resolve
+from triptych.training.runs import train
 
 PARENT = Path(__file__).parents[3] / "shared"
 MARIAN, MULTI30K = PARENT / "checkpoints" / "marian-multi30k", PARENT / "data" / "multi30k"

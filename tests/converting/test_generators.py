@@ -12,8 +12,8 @@ from triptych.algebra.positions import GrowingBase
 from triptych.algebra.semantics import HeadGate, HeadNorm
 from triptych.attention import PARAMETERISATIONS, MultiHeadAttention
 from triptych.checkpoints.models import load_language_model
-from triptych.converting import generators
-from triptych.converting.generators import write_generator
+from triptych.converting import ctranslate2
+from triptych.converting.ctranslate2 import write_generator
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.architecture import ExpertsConfig, LanguageModelArchitecture
@@ -91,7 +91,7 @@ def test_a_model_in_another_dtype_is_compared_in_float32(tmp_path: Path) -> None
 
 
 def test_what_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generators, "_rotary", lambda *_: {"rotary_dim": 0, "rotary_interleave": True})
+    monkeypatch.setattr(ctranslate2, "_rotary", lambda *_: {"rotary_dim": 0, "rotary_interleave": True})
     with pytest.raises(DataError, match=r"logits by CTranslate2 .*: nothing is written"):
         write_generator(make(), tmp_path)
 

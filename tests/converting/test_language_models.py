@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from small_checkpoints import gpt2_that_runs
-from triptych import runs
 from triptych.checkpoints.models import load_language_model
 from triptych.converting.conversion import convert
 from triptych.errors import UsageError
@@ -16,7 +15,7 @@ from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.storage import write_model
 from triptych.opening import open_language_model, open_model
 from triptych.text import TokenizerSpec, train_tokenizer
-from triptych.training import resolve
+from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych import Model, UsageError, load
+from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import TextIds
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
@@ -200,6 +201,37 @@ def test_a_rewrite_is_a_model_with_a_certificate_that_is_saved_with_it(gpt2: Mod
 
 
 @torch.no_grad()
+def test_changed_models_and_modules_in_memory_are_rewritten_too(gpt2: Model, theirs: Any) -> None:
+    ablated = gpt2.ablate("3.2")
+    pruned = ablated.rewrite("fold_value_bias", "prune_heads", compare=False, skip_refused=True)
+    assert pruned.certificate is not None
+    assert pruned.certificate.source.endswith(", ablate(3.2)")
+    (_, dead) = pruned.certificate.layers[3].steps
+    assert "1 of 8 heads left out: 2" in dead.choice
+    close(pruned.run(TEXT).logits, ablated.run(TEXT).logits)
+    in_memory = load(theirs, tokenizer=CHECKPOINTS / "gpt2").rewrite("truncate(rank=6)", compare=False)
+    on_disk = gpt2.rewrite("truncate(rank=6)", compare=False)
+    assert torch.equal(in_memory[2, 1].W_Q, on_disk[2, 1].W_Q)
+    own = LanguageModel.of(LanguageModelConfig(num_layers=1, d_model=16, num_heads=2), "decoder", 13).eval()
+    smaller = load(own).rewrite("prune_heads(number=1)")
+    assert smaller.certificate is not None
+    assert smaller.certificate.end_to_end is not None
+    assert smaller.layers[0].num_heads == 1
+    assert load(own).plan("prune_heads(number=1)").before == smaller.certificate.before
+
+
+def test_plans_and_certificates_are_shown_in_a_few_lines(gpt2: Model) -> None:
+    plan = gpt2.plan("drop_key_bias", "truncate(rank=6)", "sort_heads")
+    certificate = gpt2.rewrite("drop_key_bias", "truncate(rank=6)", "sort_heads", compare=False).certificate
+    for shown in (plan, certificate):
+        lines = repr(shown).splitlines()
+        assert 3 <= len(lines) <= 8
+        assert max(map(len, lines)) <= 110
+        assert any("truncate" in line and "bounded" in line for line in lines)
+        assert "<table" in shown._repr_html_()  # type: ignore[union-attr]
+
+
+@torch.no_grad()
 def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(gpt2: Model) -> None:
     clean, corrupted = ["The cat sat", "A dog ran"], ["The dog sat", "A cat ran"]
     found = gpt2.sweep(clean, corrupted, lambda run: run.logits[-1, 5])
@@ -229,7 +261,7 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(gpt2: Model) 
         (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
         (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),
         (lambda model: model.run(TEXT).residual(9), "no residual 9"),
-        (lambda model: model.ablate("3.2").rewrite("expand"), "save it, and rewrite what was saved"),
+        (lambda model: model.edit("3.2", "z", torch.relu).rewrite("expand"), "cannot be saved"),
     ],
 )
 def test_what_is_not_there_is_one_line_that_says_what_is(gpt2: Model, change: Any, said: str) -> None:

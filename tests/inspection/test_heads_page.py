@@ -12,7 +12,7 @@ import torch
 
 from browser import Page, found_browser, page_in
 from triptych.inspection import MEASURES, InspectedLayer
-from triptych.inspection.heads_page import render_heads
+from triptych.inspection.record import render_heads
 
 LAYERS, HEADS, WIDTH = 25, 40, 128
 LARGEST = 5_000_000

@@ -1,5 +1,6 @@
 """Inspecting a checkpoint: what is read, what is left out, what is said."""
 
+import csv
 import json
 import math
 import re
@@ -20,9 +21,9 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect
-from triptych.inspection.heads_page import heads_page
-from triptych.inspection.pages import (
+from triptych.inspection.record import (
     average_lines,
+    heads_page,
     near_copies,
     outliers,
     shaded_map,
@@ -333,6 +334,35 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
     layer = data["models"][0]["layers"][0]
     assert max(layer["spectra"]["qk"][0]) == 1000
     assert len(layer["angles"]["qv"]) == HEADS
+
+
+def test_an_inspection_writes_its_page_its_rows_and_everything(tmp_path: Path) -> None:
+    found = inspected(gpt2(tmp_path / "model"))
+    found.page(tmp_path / "page.html")
+    found.to_csv(tmp_path / "heads.csv")
+    found.to_json(tmp_path / "all.json")
+    assert "Layer by head" in (tmp_path / "page.html").read_text()
+    with (tmp_path / "heads.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["qk_top"] for row in rows] == [str(row["qk_top"]) for row in found.rows()]
+    record = json.loads((tmp_path / "all.json").read_text())
+    assert record["layers"][0]["spectra"]["qk"] == found.layers[0].spectra["qk"]
+    assert len(repr(found).splitlines()) <= 8
+    assert "<table>" in found._repr_html_()
+
+
+def test_a_table_of_pandas_has_a_row_per_head_and_its_absence_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = inspected(gpt2(tmp_path))
+    with monkeypatch.context() as without:
+        without.setattr("triptych.inspection.record.is_installed", lambda name: False)
+        with pytest.raises(UsageError, match="needs pandas: pip install pandas"):
+            found.to_pandas()
+    pytest.importorskip("pandas")
+    frame = found.to_pandas()
+    assert len(frame) == LAYERS * HEADS
+    assert frame["qk_top"].tolist() == [row["qk_top"] for row in found.rows()]
 
 
 def test_the_terminal_has_a_map_and_outliers(tmp_path: Path) -> None:

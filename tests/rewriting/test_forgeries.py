@@ -28,11 +28,11 @@ from triptych.rewriting.certificate import (
     card,
     read_certificate,
 )
+from triptych.rewriting.checking import same_words
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.measuring import measure_change
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import Claim, verify
-from triptych.rewriting.verification.check import same_words
 from triptych.storage.shards import tensor_hash
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")

@@ -11,9 +11,9 @@ import pytest
 
 from studying import BASE
 from triptych.errors import DataError, UsageError
-from triptych.runs import validate
 from triptych.studies.job import Job, Result, TrainedRun, read_result, work
 from triptych.training.metrics import read_metrics
+from triptych.training.runs import validate
 
 
 def test_a_job_trains_measures_and_writes_its_result(place: Path) -> None:

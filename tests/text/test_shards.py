@@ -33,7 +33,7 @@ from triptych.text import (
     train_tokenizers,
     write_shards,
 )
-from triptych.text.byte_level import EOS_ID
+from triptych.text.sentence_tokenizers import EOS_ID
 
 BYTES: Tokenizer = train_tokenizers(TokenizerSpec(vocab_size=300), ["the cat and the dog"] * 3, []).source
 TEXT = "One line.\nAnother line.\n\n  \nA new paragraph, äöü.\nIts end.\n"

@@ -18,7 +18,7 @@ from triptych.text import (
     read_sentence_tokenizer,
     train_tokenizers,
 )
-from triptych.text.byte_level import BYTE_ALPHABET, BYTE_OF
+from triptych.text.sentence_tokenizers import BYTE_ALPHABET, BYTE_OF
 
 PAIRS = generate_pairs(300, "train", 0)
 SOURCE = [source for source, _ in PAIRS]

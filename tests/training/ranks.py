@@ -27,15 +27,14 @@ from triptych.models.storage import model_tensors
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.text.packing import NOT_COUNTED
 from triptych.training import TrainingConfig, ValidationConfig
-from triptych.training.language import TokensOfText
-from triptych.training.objectives import Objective, Translation
+from triptych.training.objectives import Objective, TokensOfText, Translation
 from triptych.training.optimizers import Optimizer
 from triptych.training.parallel import (
-    Alone,
     Computing,
+    LazyParameters,
     NotCounted,
     OneProcess,
-    Unmade,
+    SingleProcess,
     World,
     launched,
     rows_of_rank,
@@ -301,7 +300,7 @@ def states_in_shards(world: World, arguments: Sequence[str]) -> None:
         if kind == "ddp":
             computing = spread(objective, "ddp", "fp32", world)
         resumed = new_optimizer(objective)
-        read_shards(path, objective.model, resumed, Alone() if kind == "alone" else world)
+        read_shards(path, objective.model, resumed, SingleProcess() if kind == "alone" else world)
         learn(computing, objective, None if kind == "alone" else world, 1, resumed)
         weights = dict(objective.model.named_parameters())
         for name, weight in alone.model.named_parameters():
@@ -318,8 +317,8 @@ def made_in_shards(world: World, arguments: Sequence[str]) -> None:
                 torch.manual_seed(3)
                 with Later() as later:
                     objective = make()
-                unmade = Unmade(torch.device("cpu"), later.values(objective.model))
-                computing = spread(objective, kind, precision, world, unmade=unmade)  # type: ignore[arg-type]
+                parameters = LazyParameters(torch.device("cpu"), later.values(objective.model))
+                computing = spread(objective, kind, precision, world, parameters=parameters)  # type: ignore[arg-type]
                 found = {name: whole(weight) for name, weight in objective.model.named_parameters()}
                 assert found.keys() == expected.keys()
                 assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -332,18 +331,18 @@ def memory_of_shards(world: World, arguments: Sequence[str]) -> None:
     sizes = {"num_layers": 24, "d_model": 256, "d_ff": 1024, "num_heads": 2, "context": CONTEXT}
     with Later() as later:
         small = language()
-    unmade = Unmade(torch.device("cpu"), later.values(small.model))
-    spread(small, "fsdp", "fp32", world, unmade=unmade)  # torch imports what it needs
+    parameters = LazyParameters(torch.device("cpu"), later.values(small.model))
+    spread(small, "fsdp", "fp32", world, parameters=parameters)  # torch imports what it needs
     with Later() as later:
         model = LanguageModel.of(LanguageModelConfig.model_validate(sizes), "decoder", VOCAB)
     rows = Rows(masked=False)
     objective = TokensOfText(model, rows, rows, 1.0)  # type: ignore[arg-type]
     num_bytes = sum(4 * weight.numel() for weight in model.parameters())
     assert num_bytes > 70e6
-    unmade = Unmade(torch.device("cpu"), later.values(model))
+    parameters = LazyParameters(torch.device("cpu"), later.values(model))
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = resident_bytes("VmRSS")
-    spread(objective, "fsdp", "fp32", world, unmade=unmade)
+    spread(objective, "fsdp", "fp32", world, parameters=parameters)
     taken = resident_bytes("VmHWM") - before
     assert taken < 0.75 * num_bytes, (taken, num_bytes)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from triptych.training.ahead import ahead
+from triptych.training.machine import ahead
 
 
 def threads() -> list[threading.Thread]:

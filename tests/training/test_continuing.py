@@ -16,12 +16,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from checkpoints.tiny_models import TINY
 from interrupting import SignalAt, assert_same_run
 from small_checkpoints import gpt2_that_runs
-from triptych import runs
 from triptych.checkpoints.models import load_language_model
 from triptych.engines import evaluate_text
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.opening import open_language_model
-from triptych.training import ContinuedRecipe, read_recipe, resolve
+from triptych.training import ContinuedRecipe, read_recipe, resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
 from triptych.training.recipe import with_values

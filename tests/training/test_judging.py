@@ -1,6 +1,6 @@
 """Which validation is the best."""
 
-from triptych.training.judging import LEAST_BLEU, Score, judge
+from triptych.training.objectives import LEAST_BLEU, Score, judge
 
 
 def figures(loss: float, bleu: float, low: float) -> dict[str, float]:

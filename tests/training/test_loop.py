@@ -12,7 +12,6 @@ from triptych.models import PRESETS, EncoderDecoder
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer, TrainingConfig, ValidationConfig
 from triptych.training.objectives import Translation
-from triptych.training.plan import describe_plan
 from triptych.training.progress import LineDisplay
 from triptych.training.state import Counters
 
@@ -142,7 +141,7 @@ def test_a_plan_longer_than_a_day_says_so_and_what_would_shorten_it(
 ) -> None:
     trainer = make_trainer(tmp_path, max_steps=50)
     monkeypatch.setattr(trainer, "measure_seconds", lambda batch: seconds_a_batch)
-    plan = describe_plan(trainer)
+    plan = trainer.describe_plan()
     assert plan.startswith("plan: 50 steps, ")
     assert "\n" not in plan
     assert ("longer than a day" in plan) == ("training.max_steps" in plan) == said
@@ -152,7 +151,7 @@ def test_a_plan_longer_than_a_day_says_so_and_what_would_shorten_it(
 def test_the_plan_of_a_finished_run_is_empty(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=50)
     trainer.counters.step = 50
-    assert describe_plan(trainer) == ""
+    assert trainer.describe_plan() == ""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

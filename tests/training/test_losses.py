@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tolerances import assert_same
+from training.formulas import reference_loss
 from triptych.thresholds import MAX_CHUNK_TOKENS
-from triptych.training import Loss, output_loss, reference_loss
+from triptych.training import Loss, output_loss
 
 D_MODEL, VOCAB = 8, 37
 NUM_TOKENS = (1, MAX_CHUNK_TOKENS - 1, MAX_CHUNK_TOKENS, MAX_CHUNK_TOKENS + 1, 4500)

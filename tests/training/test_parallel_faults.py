@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from triptych.runs import resume
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
+from triptych.training.runs import resume
 from triptych.training.state import find_state, read_counters
 
 STEPS = 24

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 from small_checkpoints import gpt2_that_runs
 from training.launching import start
-from triptych import runs
 from triptych.checkpoints.models import load_language_model
-from triptych.training import resolve
+from triptych.training import resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from triptych.training.losses import output_loss
-from triptych.training.peak import count_operations, measure_peak
+from triptych.training.machine import count_operations, measure_peak
 
 
 def test_products_in_place_and_in_chunks_are_counted_like_those_of_the_formula(

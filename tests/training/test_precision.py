@@ -113,7 +113,7 @@ COMPILED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 from test_precision import loss_of, make_model
-from triptych.training.compiling import compile_blocks
+from triptych.training.machine import compile_blocks
 from triptych.training.precision import NarrowTwin
 models = [make_model(num_layers=1), make_model(num_layers=1)]
 if {narrow}:

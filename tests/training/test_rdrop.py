@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tolerances import assert_same
-from triptych import runs
+from training.formulas import reference_rdrop_loss
 from triptych.errors import UsageError
 from triptych.thresholds import MAX_CHUNK_TOKENS
-from triptych.training import Loss, Recipe, output_loss, rdrop_loss, reference_rdrop_loss, resolve
+from triptych.training import Loss, Recipe, output_loss, rdrop_loss, resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
 

@@ -174,27 +174,26 @@ def test_what_a_refusal_advises_is_accepted(overrides: list[str]) -> None:
     assert isinstance(make(*overrides), Recipe)
 
 
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no recipe .*nowhere\.toml"):
-        read_recipe(tmp_path / "nowhere.toml")
-
-
-def test_a_folder_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"there is no recipe .*bad\.toml"),
+        (b"\xff\xfe\x00", r"recipe .*bad\.toml cannot be read"),
+        *(
+            (content, r"recipe .*bad\.toml is not valid TOML: .+\(at ")
+            for content in (b"[data", b"a = ", b"x = 1\nx = 2\n")
+        ),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_by_name(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "bad.toml").write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_recipe(tmp_path / "bad.toml")
     with pytest.raises(UsageError, match=f"recipe {tmp_path} cannot be read"):
         read_recipe(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"[data", b"a = ", b"x = 1\nx = 2\n"])
-def test_what_is_not_toml_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "bad.toml").write_bytes(content)
-    with pytest.raises(UsageError, match=r"recipe .*bad\.toml is not valid TOML: .+\(at "):
-        read_recipe(tmp_path / "bad.toml")
-
-
-def test_what_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match=r"recipe .*bad\.toml cannot be read"):
-        read_recipe(tmp_path / "bad.toml")
 
 
 def test_a_bad_value_in_a_file_is_refused_with_the_files_name(tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run
-from triptych import runs
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.runs.training import prepare
 from triptych.text import TokenizerPair, generate_pairs
-from triptych.training import Recipe, read_recipe, resolve
+from triptych.training import Recipe, read_recipe, resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
+from triptych.training.runs import prepare
 from triptych.training.state import read_counters
 
 _STEPS = 24
@@ -296,7 +295,7 @@ def test_of_two_that_train_into_one_folder_the_slower_harms_nothing(
         return prepare(*given)
 
     done = list[Future[Any]]()
-    monkeypatch.setattr("triptych.runs.training.prepare", slowly)
+    monkeypatch.setattr("triptych.training.runs.prepare", slowly)
     with pool:
         try:
             said = "already has a run" if finished else "another process is at work in this folder"

@@ -1,37 +1,35 @@
 """Pieces of work that processes take. Processes that were launched: `cli/test_several_processes.py`."""
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import final
+from typing import Any, final
 
 import pytest
 import torch
 
 from triptych.errors import ElsewhereError, UsageError
 from triptych.launch import environment_alone, num_launched
-from triptych.training.parallel import Alone, do_each, launched
-from triptych.training.parallel.pieces import rebuilt
-from triptych.training.parallel.turns import Turns, counts_of_one_process
-from triptych.training.parallel.world import AskingNone
+from triptych.training.parallel import SingleProcess, Turns, do_each, launched
+
+
+def both(count: int) -> tuple[Turns, Turns]:
+    """The turns of two processes."""
+    one = SingleProcess().turns(count)
+    return one, Turns(one._add, count)
 
 
 def test_each_number_is_taken_once_by_whoever_asks() -> None:
-    counts = counts_of_one_process()
-    one, other = Turns(counts, 5), Turns(counts, 5)
+    one, other = both(5)
     took = [one.take(), other.take(), other.take(), one.take(), other.take()]
     assert took == [0, 1, 2, 3, 4]
     assert one.take() is other.take() is None
 
 
 def test_turns_of_another_work_begin_anew() -> None:
-    world = Alone()
+    world = SingleProcess()
     assert list(world.turns(2).taken()) == list(world.turns(2).taken()) == [0, 1]
 
 
 def test_turns_are_over_when_the_work_of_every_number_has_ended() -> None:
-    counts = counts_of_one_process()
-    one, other = Turns(counts, 2), Turns(counts, 2)
+    one, other = both(2)
     assert one.take() == 0
     assert other.take() == 1
     one.end_one()
@@ -42,8 +40,7 @@ def test_turns_are_over_when_the_work_of_every_number_has_ended() -> None:
 
 
 def test_after_an_error_in_one_process_no_other_takes_a_number() -> None:
-    counts = counts_of_one_process()
-    one, other = Turns(counts, 9), Turns(counts, 9)
+    one, other = both(9)
     assert one.take() == 0
     with pytest.raises(ElsewhereError), one.given_up_on_error():
         raise ElsewhereError("no", 3)
@@ -51,66 +48,39 @@ def test_after_an_error_in_one_process_no_other_takes_a_number() -> None:
     assert other.are_over
 
 
-@dataclass(frozen=True)
-class Inner:
-    pair: tuple[int, str]
-
-
-@dataclass(frozen=True)
-class Found:
-    numbers: dict[str, list[float | None]]
-    inner: tuple[Inner, ...]
-    perhaps: Inner | None
-    either: int | str
-
-
-@pytest.mark.parametrize("perhaps", [None, Inner((3, "c"))])
-def test_what_another_process_found_is_what_it_was(perhaps: Inner | None) -> None:
-    numbers: dict[str, list[float | None]] = {"ranks": [3, 0.1, None, float("inf")]}
-    found = Found(numbers, (Inner((1, "a")), Inner((2, "b"))), perhaps, "as it is")
-    again = rebuilt(Found, json.loads(json.dumps(asdict(found))))
-    assert again == found
-    assert [type(number) for number in again.numbers["ranks"]] == [int, float, type(None), float]
-
-
 @final
-class Fellow(AskingNone):
+class Fellow(SingleProcess):
     """The first of two processes; the other has taken all numbers that are odd."""
 
-    size, num_nodes = 2, 1
+    size = 2
 
-    def __init__(self, work: Callable[[str], Inner], items: Sequence[str]) -> None:
-        self._theirs = {number: asdict(work(items[number])) for number in range(1, len(items), 2)}
+    def __init__(self, theirs: dict[int, Any]) -> None:
+        self._theirs = theirs
 
     def turns(self, count: int) -> Turns:
         turns = super().turns(count)
         turns.taken = lambda: iter(range(0, count, 2))  # type: ignore[method-assign]
         return turns
 
-    def gathered_texts(self, text: str) -> list[str]:
-        return [text, json.dumps(self._theirs)]
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, self._theirs]
 
 
 def test_results_of_all_processes_are_in_the_order_of_the_items() -> None:
     items = ["a", "bb", "ccc", "dddd", "eeeee"]
-
-    def measure(item: str) -> Inner:
-        return Inner((len(item), item))
-
-    assert do_each(items, measure, Fellow(measure, items), Inner) == [*map(measure, items)]
+    assert do_each(items, len, Fellow({1: 2, 3: 4})) == [1, 2, 3, 4, 5]
 
 
 def test_a_process_alone_does_each_in_order_and_stops_at_the_first_error() -> None:
     done = list[str]()
 
-    def work(item: str) -> Inner:
+    def work(item: str) -> None:
         done.append(item)
         if item == "b":
             raise ElsewhereError("no", 3)
-        return Inner((0, item))
 
     with pytest.raises(ElsewhereError):
-        do_each(["a", "b", "c"], work, Alone(), Inner)
+        do_each(["a", "b", "c"], work, SingleProcess())
     assert done == ["a", "b"]
 
 

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites.channels import why_channels_stay
-from triptych.algebra.rewrites.legality import why_key_bias_counts
-from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.rewrites.legality import CHANNELS_FREE, KEY_BIAS_BLIND
 from triptych.algebra.rewrites.rotary_pairs import rotary_pair_forms
 from triptych.algebra.weights import AttentionWeights, Side
 
@@ -32,12 +30,11 @@ def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
     semantics = before.semantics
     if semantics.rotary is not None and semantics.clip is None and not semantics.qk_norm:
         return _rotary_score_bound(before, after, semantics.rotary)
-    if reason := why_channels_stay(semantics, "qk"):
-        raise RewriteRefusedError("score_bound", f"no bound of the scores is known: {reason}")
+    CHANNELS_FREE["qk"].require("score_bound", before, about="no bound of the scores is known: ")
     q = _extended(before, after, "q")
-    k = _extended(before, after, "k", biased=bool(why_key_bias_counts(before.semantics)))
+    k = _extended(before, after, "k", biased=bool(KEY_BIAS_BLIND.why_not(before)))
     one, other = (BilinearForm(*maps) for maps in zip(q.maps, k.maps, strict=True))
-    return q.reach * k.reach * one.minus(other).spectral_norm()
+    return q.reach * k.reach * (one - other).spectral_norm()
 
 
 def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tensor, " num_heads"]:
@@ -46,14 +43,13 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
     A value bias counts as one more row of the form, `b_V / √d` for inputs of length √(2d). The bias of the
     output belongs to no head and is passed over: a value bias that went into it counts as moved.
     """
-    if reason := why_channels_stay(before.semantics, "ov"):
-        raise RewriteRefusedError("output_bound", f"no bound of the outputs is known: {reason}")
+    CHANNELS_FREE["ov"].require("output_bound", before, about="no bound of the outputs is known: ")
     v = _extended(before, after, "v")
     one, other = (
         BilinearForm(maps, weights.W_O.mT.double())
         for maps, weights in zip(v.maps, (before, after), strict=True)
     )
-    return v.reach * one.minus(other).spectral_norm()
+    return v.reach * (one - other).spectral_norm()
 
 
 def _rotary_score_bound(
@@ -61,9 +57,9 @@ def _rotary_score_bound(
 ) -> Float[Tensor, " num_heads"]:
     q, k = _extended(before, after, "q"), _extended(before, after, "k")
     one, other = (rotary_pair_forms(*maps, rotation) for maps in zip(q.maps, k.maps, strict=True))
-    moved = one.pairs.minus(other.pairs).spectral_norm().sum(dim=-1)
+    moved = (one.pairs - other.pairs).spectral_norm().sum(dim=-1)
     if one.fixed is not None and other.fixed is not None:
-        moved = moved + one.fixed.minus(other.fixed).spectral_norm()
+        moved = moved + (one.fixed - other.fixed).spectral_norm()
     return q.reach * k.reach * moved
 
 

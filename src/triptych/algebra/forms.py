@@ -17,6 +17,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from triptych.algebra.spectrum import Spectrum, or_one
+from triptych.printable import table_html
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -52,7 +53,7 @@ class BilinearForm:
     or more. Every method works on the whole batch in one call. What it returns depends on A only, not
     on the writing, but for the factors and widths themselves and, by r, how many singular values are listed.
 
-    Products (`dense`, `apply`, `scores`, `compose`) keep the factors' dtype. Measures and decompositions
+    Products (`dense`, `apply`, `scores`, `@`) keep the factors' dtype. Measures and decompositions
     of float16 and bfloat16 factors are computed, and returned, in float32; rounding back is for the
     caller, with `to`. They refuse factors that are not finite. Gradients flow through all of them but
     need factors of full column rank, and distinct singular values where singular vectors are returned.
@@ -89,6 +90,11 @@ class BilinearForm:
     def __repr__(self) -> str:
         shape = _times((*self.batch, self.d_left, self.d_right))
         return f"BilinearForm({shape}, width {self.width}, {self.left.dtype}, {self.left.device})"
+
+    def _repr_html_(self) -> str:
+        shape = _times((*self.batch, self.d_left, self.d_right))
+        rows = {"form": shape, "width": self.width, "dtype": self.left.dtype, "device": self.left.device}
+        return table_html("BilinearForm", [(name, str(value)) for name, value in rows.items()])
 
     @property
     def batch(self) -> torch.Size:
@@ -163,7 +169,7 @@ class BilinearForm:
         """Aᵀ: the factors change places."""
         return BilinearForm(self.right, self.left)
 
-    def compose(self, other: "BilinearForm") -> "BilinearForm":
+    def __matmul__(self, other: "BilinearForm") -> "BilinearForm":
         """A B, written with the smaller of the two widths.
 
         Args:
@@ -186,7 +192,7 @@ class BilinearForm:
             return BilinearForm(self.left, other.right @ middle.mT)
         return BilinearForm(self.left @ middle, other.right)
 
-    def minus(self, other: "BilinearForm") -> "BilinearForm":
+    def __sub__(self, other: "BilinearForm") -> "BilinearForm":
         """A − B: the factors side by side, so the widths add up.
 
         Args:
@@ -216,7 +222,7 @@ class BilinearForm:
         Raises:
             ValueError: the forms do not fit, or have entries that are not finite.
         """
-        return self.minus(other).frobenius_norm()
+        return (self - other).norm()
 
     # Spectrum.
 
@@ -257,8 +263,8 @@ class BilinearForm:
             raise ValueError(f"tolerance is {tolerance}: it must be at least 0")
         return self._above(self.singular_values(), tolerance).sum(dim=-1)
 
-    def frobenius_norm(self) -> Float[Tensor, "*batch"]:
-        """√Σ σ_i²."""
+    def norm(self) -> Float[Tensor, "*batch"]:
+        """The Frobenius norm, √Σ σ_i²."""
         core = self._core()
         largest = core.abs().amax(dim=(-2, -1))
         # The squares of very small entries would vanish, those of very large ones overflow.
@@ -316,7 +322,7 @@ class BilinearForm:
         """
         M = self._squeeze("symmetry score")
         # M has the trace of A² but, the frames being two, not the norm of A.
-        norm = or_one(self.frobenius_norm())[..., None, None]
+        norm = or_one(self.norm())[..., None, None]
         M = M / norm
         return (M * M.mT).sum(dim=(-2, -1)).clamp(-1.0, 1.0)
 

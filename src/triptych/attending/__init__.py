@@ -1,25 +1,17 @@
 """Where the heads of a model look on a text, and what they do there.
 
-`attend` gives the attention weights of one text or several (`Attention`), from what a `Reader` recorded.
-`attend_over` measures what heads do over a whole text (`OverText`). Start with `attention.py`.
+`attend` gives the attention weights of one text or several (`Attention`), from what a `Reader` recorded; one
+row of them step by step is a `HeadSteps`. `attend_over` measures what heads do over a text (`OverText`).
+Start with `attention.py`. A text's layers are in `layers.py`, its page is in `page.py`.
 """
 
-from triptych.attending.attention import (
-    Attention,
-    AttentionBatch,
-    HeadNote,
-    LayerAttention,
-    Part,
-    Stack,
-    attend,
-    read_attention,
-)
+from triptych.attending.attention import Attention, AttentionBatch, attend, read_attention
+from triptych.attending.layers import LayerAttention, Part, Stack
 from triptych.attending.over import attend_over
 
 __all__ = [
     "Attention",
     "AttentionBatch",
-    "HeadNote",
     "LayerAttention",
     "Part",
     "Stack",

@@ -1,22 +1,36 @@
-"""Attention weights of a text: by kind, layer, head and token."""
+"""`Attention`: where every head of a model looks on a text."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, final, overload
+from typing import Any, final, overload
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from triptych.attending.alignment import align_words, words_of
-from triptych.attending.maps import DenseMap, HeadMap, RowKeeper
-from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText, join_pages
+from triptych.attending.layers import LayerAttention, Part, Stack, read_stacks
+from triptych.attending.looks import Look, strongest_looks
+from triptych.attending.over import OverText, attend_over
+from triptych.attending.page import (
+    AttentionPage,
+    HeadNote,
+    ViewedHead,
+    ViewedKind,
+    ViewedLayer,
+    ViewedText,
+    join_pages,
+    notebook_html,
+    write_attention_page,
+)
+from triptych.attending.picture import head_svg
+from triptych.attending.saving import Saved, json_pieces, write_csv, write_npz
 from triptych.attending.steps import HeadSteps
-from triptych.attending.viewing import notebook_html
-from triptych.attention import QueriesAndKeys, WeightBlock
 from triptych.errors import UsageError
-from triptych.opening import AttentionKind, LayerCall, Reader, TextIds
+from triptych.files import write_text
+from triptych.opening import AttentionKind, Reader, TextIds
+from triptych.progress import Progress, untold
 
 # Of more weights a page has the largest of every query only.
 MOST_WEIGHTS_OF_A_PAGE, _KEPT = 4_500_000, 16
@@ -24,133 +38,8 @@ _TITLE = 80
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class LayerAttention:
-    """The attention of one layer on one text. Weights are computed when they are asked for.
-
-    Attributes:
-        number: of the layer in its stack; a layer that runs several times has a number for each.
-        call: the layer and its inputs, batch size 1.
-    """
-
-    number: int
-    call: LayerCall
-
-    @property
-    def num_heads(self) -> int:
-        """Number of query heads."""
-        return self.call.layer.num_heads
-
-    @torch.no_grad()
-    def queries_and_keys(self) -> QueriesAndKeys:
-        """Queries and keys as the layer compares them, batch size 1."""
-        return self.call.queries_and_keys()
-
-    @torch.no_grad()
-    def weights(
-        self, rows: slice = slice(None), heads: Sequence[int] | None = None
-    ) -> Float[Tensor, "heads rows keys"]:
-        """Attention weights."""
-        self.require_heads(heads)
-        return self.queries_and_keys().weights(rows, heads)[0]
-
-    @torch.no_grad()
-    def blocks(self, heads: Sequence[int] | None = None) -> Iterator[WeightBlock]:
-        """All weights, some queries at a time, `[heads, rows, keys]`; see `QueriesAndKeys.blocks`."""
-        self.require_heads(heads)
-        for block in self.queries_and_keys().blocks(heads):
-            yield WeightBlock(block.rows, block.weights[0])
-
-    def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadMap, ...]:
-        """The weights of every head as a page or a file shows them."""
-        if k is None:
-            return tuple(DenseMap(weights.float().cpu().numpy()) for weights in self.weights(heads=heads))
-        compared = self.queries_and_keys()
-        num_heads = self.num_heads if heads is None else len(heads)
-        keeper = RowKeeper(num_heads, compared.query_len, compared.key_len, k)
-        for block in self.blocks(heads):
-            keeper.add(block.weights)
-        return keeper.maps()
-
-    def require_heads(self, heads: Sequence[int] | None) -> None:
-        """The layer has these heads."""
-        for head in heads or ():
-            if not 0 <= head < self.num_heads:
-                raise UsageError(
-                    f"there is no head {head} in layer {self.number}: its heads are 0 to {self.num_heads - 1}"
-                )
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Stack:
-    """The layers of one kind of attention, on one text: `stack[3]` is `[heads, queries, keys]` of layer 3.
-
-    Attributes:
-        kind: "encoder", "decoder" (self-attention) or "cross" (of target tokens to source tokens).
-        queries: the tokens that look, readable.
-        keys: the tokens looked at.
-        layers: in the order in which they run.
-    """
-
-    kind: AttentionKind
-    queries: tuple[str, ...]
-    keys: tuple[str, ...]
-    layers: tuple[LayerAttention, ...]
-
-    def __len__(self) -> int:
-        """Number of layers."""
-        return len(self.layers)
-
-    def __iter__(self) -> Iterator[Float[Tensor, "heads queries keys"]]:
-        return (layer.weights() for layer in self.layers)
-
-    def __getitem__(self, number: int) -> Float[Tensor, "heads queries keys"]:
-        """The weights of a layer."""
-        return self.layer(number).weights()
-
-    def layer(self, number: int) -> LayerAttention:
-        """A layer, whose weights can be asked for in parts."""
-        if not -len(self.layers) <= number < len(self.layers):
-            raise UsageError(f"there is no {self.kind} layer {number}: they are 0 to {len(self.layers) - 1}")
-        return self.layers[number]
-
-
-class Part(NamedTuple):
-    """Some heads of a layer.
-
-    Attributes:
-        stack: that the layer is of.
-        layer: the layer.
-        heads: their numbers, at least one.
-    """
-
-    stack: Stack
-    layer: LayerAttention
-    heads: tuple[int, ...]
-
-    @property
-    def num_weights(self) -> int:
-        """How many weights these heads have."""
-        return len(self.heads) * len(self.stack.queries) * len(self.stack.keys)
-
-
-class HeadNote(NamedTuple):
-    """What a page says of a head.
-
-    Attributes:
-        label: a few words beside its number, such as "previous token".
-        facts: name and value of what is known of it.
-    """
-
-    label: str = ""
-    facts: tuple[tuple[str, str], ...] = ()
-
-
-@final
-@dataclass(frozen=True, eq=False)
 class Attention:
-    """Attention of a model on one text.
+    """Attention of a model on one text: `attention[3, 2]` is `[queries, keys]` of head 2 of layer 3.
 
     Attributes:
         model: its name: the path, or the id on the Hub.
@@ -161,17 +50,16 @@ class Attention:
         stacks: of an encoder-decoder "encoder", "decoder" and "cross".
         source_ids: the tokens that the encoder of an encoder-decoder read; None for other models.
         source_tokens: the same, readable.
-        reader: what ran the model.
     """
 
-    model: str
-    ids: tuple[int, ...]
-    tokens: tuple[str, ...]
-    num_generated: int
-    stacks: tuple[Stack, ...]
-    source_ids: tuple[int, ...] | None
-    source_tokens: tuple[str, ...] | None
-    reader: Reader
+    def __init__(self, reader: Reader, text: TextIds, stacks: tuple[Stack, ...]) -> None:
+        """Use `attend`."""
+        self.model, self.stacks, self._reader, self._text = reader.name, stacks, reader, text
+        self.ids, self.source_ids, self.num_generated = text.ids, text.source, text.num_generated
+        self.tokens = tuple(reader.tokenizer.pieces(text.ids))
+        self.source_tokens = (
+            None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
+        )
 
     def __getitem__(self, place: int | str | tuple[int | str, int]) -> Tensor:
         """The weights of a layer, `[heads, queries, keys]`, or of a head, `[queries, keys]`.
@@ -194,10 +82,26 @@ class Attention:
             UsageError: no such layer, head or token.
         """
         stack, found, _ = self._place((layer, head))
-        text = TextIds(self.ids, self.source_ids, self.num_generated)
-        name = str(found.number) if len(self.stacks) == 1 else f"{stack.kind}.{found.number}"
-        tokens = stack.queries, stack.keys
-        return HeadSteps(self.reader, text, found.call, found.number, head, query, tokens, name)
+        name, tokens = self._name(stack, found), (stack.queries, stack.keys)
+        return HeadSteps(self._reader, self._text, found.call, found.number, head, query, tokens, name)
+
+    def top(self, k: int = 3) -> list[Look]:
+        """The k strongest looks of every head, the strongest first.
+
+        Looks at the own token and at the first token are left out where others are there.
+        """
+        return [
+            look
+            for part in self.parts()
+            for head in strongest_looks(part, k, self._name(part.stack, part.layer))
+            for look in head.looks
+        ]
+
+    def over(
+        self, text: str | Path | Sequence[str], targets: Sequence[str] | Path | None = None, **options: Any
+    ) -> OverText:
+        """What every head of this model does over a whole text; see `Model.attend_over`."""
+        return attend_over(self._reader, text, targets, **options)
 
     def align(self, layer: int | str, head: int) -> list[tuple[str, str]]:
         """Each word of the translation with the source word that a head of cross-attention looks at most.
@@ -215,12 +119,16 @@ class Attention:
         source, target = (
             words_of(pieces, [token in tokenizer.special_ids for token in ids])
             for pieces, ids, tokenizer in (
-                (stack.keys, self.source_ids, self.reader.source_tokenizer),
-                (stack.queries, self.ids, self.reader.tokenizer),
+                (stack.keys, self.source_ids, self._reader.source_tokenizer),
+                (stack.queries, self.ids, self._reader.tokenizer),
             )
         )
         links = align_words(found.weights(heads=[head])[0], source, target) if source else []
         return [(word.text, source[i].text) for word, i in zip(target, links, strict=False)]
+
+    def _name(self, stack: Stack, layer: LayerAttention) -> str:
+        """A layer as it is spelled: `3`, or of an encoder-decoder `cross.3`."""
+        return str(layer.number) if len(self.stacks) == 1 else f"{stack.kind}.{layer.number}"
 
     def _place(self, place: int | str | tuple[int | str, int]) -> tuple[Stack, LayerAttention, int | None]:
         """A layer with its stack, and a head of it; None for all."""
@@ -296,24 +204,92 @@ class Attention:
                     found.append(Part(stack, layer, tuple(own)))
         return found
 
-    def page(
+    def page(self, path: str | Path, title: str | None = None, *, over: OverText | None = None) -> None:
+        """Write a page with every head, which works offline, as `triptych attend --html` does.
+
+        Args:
+            path: the file.
+            title: the heading; the model's name if None.
+            over: what the heads do over a text, which the page says of each.
+        """
+        if over is None:
+            write_attention_page(self.viewed(title), Path(path))
+            return
+        page = self.viewed(title, notes=over.notes())
+        write_attention_page(replace(page, notes=(over.notes_origin(),)), Path(path))
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        kinds: Sequence[str] | None = None,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        top: int | None = None,
+    ) -> None:
+        """Write weights: `.json`, `.csv`, `.npz`, or as a picture of one head `.svg`.
+
+        Args:
+            path: the file, whose ending says the format.
+            kinds: of attention; all if None.
+            layers: numbers of layers; all if None.
+            heads: numbers of heads, the same of every layer; all if None.
+            top: the weights of each query that are written, the largest; all if None.
+
+        Raises:
+            UsageError: another ending, heads that are not there, more weights than a file may have, or a
+                picture of more than one head.
+        """
+        path, saved = Path(path), self.saved(self.parts(kinds, layers, heads), top)
+        match path.suffix:
+            case ".json":
+                write_text(path, "".join(json_pieces(saved)))
+            case ".csv":
+                write_csv([saved], path)
+            case ".npz":
+                write_npz([saved], path)
+            case ".svg":
+                write_text(path, self.picture(saved.parts))
+            case other:
+                raise UsageError(f'{path}: "{other}" is no format of weights: .json, .csv, .npz or .svg')
+
+    def saved(self, parts: Sequence[Part], top: int | None = None) -> Saved:
+        """What a file has of the text."""
+        record: dict[str, Any] = {
+            "model": self.model,
+            "tokens": self.tokens,
+            "ids": self.ids,
+            "num_generated": self.num_generated,
+        }
+        if self.source_ids is not None:
+            record |= {"source_tokens": self.source_tokens, "source_ids": self.source_ids}
+        return Saved(record, parts, top)
+
+    def picture(self, parts: Sequence[Part]) -> str:
+        """One head as SVG."""
+        if len(parts) != 1 or len(parts[0].heads) != 1:
+            number = sum(len(part.heads) for part in parts)
+            raise UsageError(
+                f"a picture shows one head, and {number} are chosen: give one of each with --kind, --layers "
+                "and --heads, and one text"
+            )
+        ((stack, layer, (head,)),) = parts
+        (kind,) = self.viewed(parts=parts).texts[0].kinds
+        return head_svg(kind, 0, 0, f"{self.model}, {stack.kind} layer {layer.number}, head {head}")
+
+    def viewed(
         self,
         title: str | None = None,
         *,
         parts: Sequence[Part] | None = None,
         keep: int | None = None,
         notes: Mapping[tuple[str, int, int], HeadNote] = MappingProxyType({}),
-        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+        progress: Progress = untold,
     ) -> AttentionPage:
-        """What `triptych attend --html` shows of this text.
+        """What the page shows of this text.
 
-        Args:
-            title: the heading; the model's name if None.
-            parts: the heads; all if None.
-            keep: weights of every query that the page has, the largest ones, and the sum of the others.
-                If None all, or the 16 largest where all are too many for a page.
-            notes: what is said of a head, by kind, layer and head.
-            progress: told what is done, how many layers, and of how many.
+        Of every query it has the `keep` largest weights and the sum of the others. If that is None, it has
+        all, or the 16 largest where all are too many for a page.
         """
         chosen = self.parts() if parts is None else parts
         if keep is None and sum(part.num_weights for part in chosen) > MOST_WEIGHTS_OF_A_PAGE:
@@ -331,10 +307,6 @@ class Attention:
         facts = () if title is None else (("model", self.model),)
         return AttentionPage(title or self.model, (text,), facts)
 
-    def _repr_html_(self) -> str:
-        """The page, for a notebook."""
-        return notebook_html(self.page())
-
     def _viewed(self, stack: Stack, layers: Sequence[ViewedLayer]) -> ViewedKind:
         produced = self.source_ids is not None and stack.kind != "encoder"
         given = len(self.tokens) - self.num_generated
@@ -349,6 +321,28 @@ class Attention:
             given if marked else None,
             first_key if marked and stack.kind != "cross" and first_key < len(stack.keys) else None,
         )
+
+    def __repr__(self) -> str:
+        said = "" if self.source_tokens is None else f"{len(self.source_tokens)} source tokens, "
+        made = f", {self.num_generated} of them generated" if self.num_generated else ""
+        lines = [f"Attention of {self.model}: {said}{len(self.tokens)} tokens{made}"]
+        for stack in self.stacks:
+            heads = sorted({layer.num_heads for layer in stack.layers})
+            lines.append(
+                f"  {stack.kind}: {len(stack)} layers × {' or '.join(map(str, heads))} heads, weights "
+                f"[{len(stack.queries)}, {len(stack.keys)}]"
+            )
+        place = "3" if len(self.stacks) == 1 else "cross.3"
+        return "\n".join(
+            (
+                *lines,
+                f'  attention["{place}.2"], steps({place!r}, 2, query=5), top(k), page(path), save(path)',
+            )
+        )
+
+    def _repr_html_(self) -> str:
+        """The page, for a notebook."""
+        return notebook_html(self.viewed())
 
 
 def _readable(token: str) -> str:
@@ -370,14 +364,12 @@ class BatchWeights:
         self._stacks = tuple(stacks)
 
     def __len__(self) -> int:
-        """Number of layers."""
         return len(self._stacks[0])
 
     def __iter__(self) -> Iterator[Float[Tensor, "batch heads queries keys"]]:
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: int) -> Float[Tensor, "batch heads queries keys"]:
-        """The weights of a layer."""
         found = [stack[number] for stack in self._stacks]
         rows, columns = (max(weights.shape[side] for weights in found) for side in (1, 2))
         whole = found[0].new_zeros(len(found), found[0].shape[0], rows, columns)
@@ -395,23 +387,32 @@ class AttentionBatch:
         self.texts = tuple(texts)
 
     def __len__(self) -> int:
-        """Number of texts."""
         return len(self.texts)
 
     def __iter__(self) -> Iterator[Attention]:
         return iter(self.texts)
 
     def __getitem__(self, number: int) -> Attention:
-        """The attention of one text."""
         return self.texts[number]
 
-    def page(self, title: str | None = None) -> AttentionPage:
-        """What `triptych attend --html` shows of these texts, with this heading."""
-        return join_pages([text.page(title) for text in self.texts])
+    def page(self, path: str | Path, title: str | None = None) -> None:
+        """Write a page with every text; see `Attention.page`."""
+        write_attention_page(self.viewed(title), Path(path))
+
+    def viewed(self, title: str | None = None) -> AttentionPage:
+        """What the page shows of these texts."""
+        return join_pages([text.viewed(title) for text in self.texts])
+
+    def __repr__(self) -> str:
+        lengths = [len(text.tokens) for text in self.texts]
+        return (
+            f"Attention of {self.texts[0].model} on {len(self)} texts of {min(lengths)} to {max(lengths)} "
+            "tokens; batch[0], page(path)"
+        )
 
     def _repr_html_(self) -> str:
         """The page, for a notebook."""
-        return notebook_html(self.page())
+        return notebook_html(self.viewed())
 
     @property
     def tokens(self) -> tuple[tuple[str, ...], ...]:
@@ -464,45 +465,18 @@ def attend(
     Row i of a language model is what token i looked at when it was read. Row i of an encoder-decoder's
     decoder is what was looked at to produce target token i.
     """
-    if isinstance(text, str):
-        if target is not None and not isinstance(target, str):
-            raise TypeError("the target of one text is one text")
-        targets = None if target is None else [target]
-        (found,) = read_attention(
-            reader, reader.encode([text], targets, max_new_tokens, max_tokens), max_tokens
-        )
-        return found
-    if isinstance(target, str):
-        raise TypeError("the targets of several texts are a sequence")
-    return AttentionBatch(
-        read_attention(reader, reader.encode(text, target, max_new_tokens, max_tokens), max_tokens)
-    )
+    one = isinstance(text, str)
+    if target is not None and isinstance(target, str) is not one:
+        raise TypeError("the target of one text is one text, those of several a sequence")
+    texts = [text] if isinstance(text, str) else text
+    targets = [target] if isinstance(target, str) else target
+    found = read_attention(reader, reader.encode(texts, targets, max_new_tokens, max_tokens), max_tokens)
+    return found[0] if one else AttentionBatch(found)
 
 
 def read_attention(
     reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
 ) -> list[Attention]:
     """The attention on texts that are token ids already, those of like length in one batch."""
-    found: dict[int, Attention] = {}
-    for places, recording in reader.record(texts, max_tokens):
-        for row, place in enumerate(places):
-            found[place] = _of_row(reader, texts[place], recording.calls, row)
-    return [found[place] for place in range(len(texts))]
-
-
-def _of_row(reader: Reader, text: TextIds, calls: Sequence[LayerCall], row: int) -> Attention:
-    stacks = []
-    for kind, (queries, keys) in reader.tokens(text).items():
-        own = [call.of_row(row, len(queries), len(keys)) for call in calls if call.kind == kind]
-        layers = tuple(LayerAttention(number, call) for number, call in enumerate(own))
-        stacks.append(Stack(kind, queries, keys, layers))
-    return Attention(
-        reader.name,
-        text.ids,
-        tuple(reader.tokenizer.pieces(text.ids)),
-        text.num_generated,
-        tuple(stacks),
-        text.source,
-        None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source)),
-        reader,
-    )
+    stacks = read_stacks(reader, texts, max_tokens)
+    return [Attention(reader, text, own) for text, own in zip(texts, stacks, strict=True)]

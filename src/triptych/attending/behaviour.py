@@ -5,7 +5,6 @@ that looks at all visible keys evenly would give.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -13,7 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from triptych.algebra.resampling import ratio_intervals
+from triptych.attending.layers import ids_of
+from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.opening import Reader
 
 Kind = Literal["self", "causal", "cross"]
 
@@ -120,27 +121,13 @@ def key_classes(
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """Sums over the queries of a piece of text.
+class RowFigures:
+    """The figures of the queries of one sequence, for the weights of any layer.
 
     Attributes:
-        heads: `[figures, heads]`.
-        even: `[figures]`, the same sums of a head that looks evenly at all keys that a query sees.
+        even: `[figures]`, sums over the queries for a head that looks evenly at all keys that a query sees.
         counts: `[figures]`, the queries that a figure is of.
     """
-
-    heads: Float[Tensor, "figures heads"]
-    even: Float[Tensor, " figures"]
-    counts: Float[Tensor, " figures"]
-
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(self.heads + other.heads, self.even + other.even, self.counts + other.counts)
-
-
-@final
-class RowFigures:
-    """The figures of the queries of one sequence, for the weights of any layer."""
 
     def __init__(
         self,
@@ -170,73 +157,37 @@ class RowFigures:
         self._counted = torch.stack([*counted, rows])  # [figures, query_len]
         of_even = torch.einsum("qk,qkf->fq", even, self._factors.double())
         of_even = torch.cat([of_even, seen.clamp(min=1).double().log()[None]])
-        self._even = (of_even * self._counted).sum(dim=-1)
+        self.even: Tensor = (of_even * self._counted).sum(dim=-1)
+        self.counts: Tensor = self._counted.sum(dim=-1).double()
 
-    def sums(self, weights: Float[Tensor, "heads query_len key_len"]) -> Sums:
+    def sums(self, weights: Float[Tensor, "heads query_len key_len"]) -> Float[Tensor, "figures heads"]:
         """Add the figures up over the queries; the weights are those after the softmax."""
         by_query = weights.transpose(0, 1) @ self._factors.to(weights.dtype)
         entropy = -torch.special.xlogy(weights, weights).sum(dim=-1)
         whole = torch.cat([by_query.permute(2, 1, 0), entropy[None]]).double()
-        heads = (whole * self._counted[:, None]).sum(dim=-1)
-        return Sums(heads, self._even, self._counted.sum(dim=-1).double())
+        return (whole * self._counted[:, None]).sum(dim=-1)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class HeadFigures:
-    """A figure of every head of a layer.
-
-    Attributes:
-        value: the mean over the text; NaN if no query of the text has it.
-        low: lower end of the 95 % interval; likewise `high`.
-        even: what a head that looks evenly would give.
-        count: queries that it is a mean of.
-    """
-
-    value: Float[Tensor, " heads"]
-    low: Float[Tensor, " heads"]
-    high: Float[Tensor, " heads"]
-    even: float
-    count: int
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class LayerBehaviour:
+class LayerFigures:
     """What the heads of a layer do over a text.
 
     Attributes:
         stack: "encoder", "decoder" or "cross".
         layer: its number in the stack.
-        kind: of attention.
-        figures: by name, those of `figures_of(kind)`.
+        figures: by name: those of `figures_of(kind)`, and what else was measured.
     """
 
     stack: str
     layer: int
-    kind: Kind
     figures: dict[str, HeadFigures]
 
-    @classmethod
-    def of_sums(cls, stack: str, layer: int, kind: Kind, units: Sequence[Sums]) -> "LayerBehaviour":
-        """From the sums of every document (or window), which intervals are drawn over."""
-        sums = torch.stack([unit.heads for unit in units])
-        counts = torch.stack([unit.counts for unit in units])
-        even = torch.stack([unit.even for unit in units]).sum(dim=0)
-        total = counts.sum(dim=0)
-        low, high = ratio_intervals(sums, counts[..., None])
-        found = {}
-        for place, figure in enumerate(figures_of(kind)):
-            count = float(total[place])
-            divisor = count if count else math.nan
-            found[figure.name] = HeadFigures(
-                sums[:, place].sum(dim=0) / divisor,
-                low[place],
-                high[place],
-                float(even[place]) / divisor,
-                int(count),
-            )
-        return cls(stack, layer, kind, found)
+    @property
+    def kind(self) -> Kind:
+        """Which tokens the queries may look at."""
+        kinds: dict[str, Kind] = {"encoder": "self", "decoder": "causal", "cross": "cross"}
+        return kinds[self.stack]
 
     @property
     def name(self) -> str:
@@ -255,9 +206,10 @@ class LayerBehaviour:
         best, title = NAMED_FROM, ""
         for figure in figures_of(self.kind):
             found = self.figures[figure.name]
-            value = float(found.value[head])
-            if figure.names_head and value >= best and float(found.low[head]) > found.even:
-                best, title = value, figure.title
+            if not figure.names_head or found.low is None or found.even is None:
+                continue
+            if float(found.value[head]) >= best and float(found.low[head]) > found.even:
+                best, title = float(found.value[head]), figure.title
         return title
 
     def rows(self) -> list[dict[str, Any]]:
@@ -271,60 +223,36 @@ class LayerBehaviour:
                 "called": self.called(head),
             }
             for name, figure in self.figures.items():
-                ends = [float(end[head]) for end in (figure.value, figure.low, figure.high)]
-                for end, number in zip(("", "_low", "_high", "_even"), (*ends, figure.even), strict=True):
-                    row[name + end] = None if math.isnan(number) else number
-            found.append(row)
+                ends = {"": figure.value, "_low": figure.low, "_high": figure.high}
+                row |= {name + end: float(of[head]) for end, of in ends.items() if of is not None}
+                if figure.even is not None:
+                    row[f"{name}_even"] = figure.even
+            found.append({name: None if _is_missing(value) else value for name, value in row.items()})
         return found
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Behaviour:
-    """What all heads of a model do over a text.
+def _is_missing(value: object) -> bool:
+    """Whether JSON has no number for it."""
+    return isinstance(value, float) and not math.isfinite(value)
 
-    Attributes:
-        model: its name.
-        layers: in the order of the model.
-        units: what intervals are drawn over: "documents", or of a single document its "windows".
-        num_units: how many there are.
-        tokens: of the text, both sides of a translator.
-        context: tokens of a window at most.
-    """
 
-    model: str
-    layers: tuple[LayerBehaviour, ...]
-    units: str
-    num_units: int
-    tokens: int
-    context: int
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat record per head: its place, what it is called, and every figure with its interval."""
-        return [row for layer in self.layers for row in layer.rows()]
-
-    def most(self, figure: str, count: int = 3) -> list[tuple[LayerBehaviour, int]]:
-        """The heads with the largest values of a figure, largest first."""
-        found = [
-            (layer, head)
-            for layer in self.layers
-            if figure in layer.figures and layer.figures[figure].count
-            for head in range(layer.num_heads)
-        ]
-        return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
-
-    def summary(self) -> tuple[str, ...]:
-        """For every figure that a head can be called by: the head that does it most, or that none does."""
-        lines = []
-        for figure in FIGURES:
-            if not figure.names_head:
-                continue
-            for layer, head in self.most(figure.name, 1):
-                found = layer.figures[figure.name]
-                value, low, high = (float(t[head]) for t in (found.value, found.low, found.high))
-                said = "" if layer.called(head) == figure.title else " (no head is called by it)"
-                lines.append(
-                    f"{figure.title}: {layer.name} head {head}, {value:.2f} ({low:.2f} to {high:.2f}; "
-                    f"evenly {found.even:.2f}){said}"
-                )
-        return tuple(lines)
+@torch.no_grad()
+def measure_behaviour(
+    reader: Reader, windows: Windows, progress: Told
+) -> dict[Place, dict[str, HeadFigures]]:
+    """Where every head of a model looks over a text."""
+    found = UnitSums(windows.num_units)
+    for unit, text, stacks in read_windows(reader, windows, progress):
+        for stack in stacks:
+            figures: RowFigures | None = None
+            kind = LayerFigures(stack.kind, 0, {}).kind
+            names = tuple(figure.name for figure in figures_of(kind))
+            for layer in stack.layers:
+                compared = layer.queries_and_keys()
+                visible = compared.visible()[0, 0].cpu()
+                if figures is None or not torch.equal(figures.visible, visible):
+                    figures = RowFigures(kind, visible, *ids_of(text, stack.kind))
+                sums = figures.sums(compared.weights()[0].cpu())
+                counts = figures.counts[:, None]
+                found.add(unit, (stack.kind, layer.number), names, sums, counts, figures.even)
+    return found.figures()

@@ -7,21 +7,19 @@ keys that a query sees is taken off each row.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from triptych.algebra.function import channels, of_heads, probabilities
-from triptych.algebra.resampling import ratio_intervals
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.rewrites.rotary_maps import truncate_rotary_maps
 from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attending.over_text import Told, Windows, layers_of, read_windows
+from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.opening import LayerCall, Reader
 
 PARTS = {
@@ -148,43 +146,19 @@ def pattern_of(weights: AttentionWeights, call: LayerCall) -> Float[Tensor, "hea
     return probabilities(weights, q, k, call.mask)[0]
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Explained:
-    """How well parts of a layer's scores explain its attention, as sums over the queries of one sequence.
-
-    Attributes:
-        energy: `[heads]`, the sum of squares of the centred scores.
-        shares: by part, `[heads]`: the inner product of the centred part with the centred scores. Divided by
-            the energy they add up to 1.
-        nats: by what stands for the scores, `[heads]`: the sum over queries of the divergence of the real
-            weights from it: "even" for all keys alike, "content" for W_QK alone, "rank 4" for W_QK cut to
-            rank 4 with all else as it is.
-        hits: by the same names, queries whose most attended key is the right one.
-        count: queries that see two keys at least.
-    """
-
-    energy: Float[Tensor, " heads"]
-    shares: dict[str, Float[Tensor, " heads"]]
-    nats: dict[str, Float[Tensor, " heads"]]
-    hits: dict[str, Float[Tensor, " heads"]]
-    count: int
-
-    def __add__(self, other: "Explained") -> "Explained":
-        return Explained(
-            self.energy + other.energy,
-            {name: own + other.shares[name] for name, own in self.shares.items()},
-            {name: own + other.nats[name] for name, own in self.nats.items()},
-            {name: own + other.hits[name] for name, own in self.hits.items()},
-            self.count + other.count,
-        )
-
-
 @torch.no_grad()
 def explain_call(
     call: LayerCall, visible: Bool[Tensor, "queries keys"], cut: dict[int, AttentionWeights]
-) -> Explained:
-    """Compare a layer's attention on one sequence with what parts of its scores would give."""
+) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Compare a layer's attention on one sequence with what parts of its scores would give.
+
+    Returns the sum of squares of the centred scores `[heads]`, the number of queries that see two keys at
+    least, and sums over these by name, `[heads]` each: `content_share` and its like, the inner product of the
+    centred part with the centred scores, which add up to their squares; `even_nats`, `content_nats` and
+    `rank_4_nats`, the divergence of the real weights from looking evenly, from W_QK alone, and from W_QK cut
+    to rank 4 with all else as it is; `content_hits` and `rank_4_hits`, queries whose most attended key is the
+    right one.
+    """
     rows = visible.sum(dim=-1) > 1
     taken = score_parts(call)
     whole = centred_rows(taken.total, visible)[:, rows]
@@ -193,92 +167,33 @@ def explain_call(
     tried = {
         "even": looks_by(torch.zeros_like(taken.total), visible),
         "content": looks_by(taken.parts["content"], visible),
-        **{f"rank {rank}": pattern_of(weights, call) for rank, weights in cut.items()},
+        **{f"rank_{rank}": pattern_of(weights, call) for rank, weights in cut.items()},
     }
     tried = {name: pattern[:, rows] for name, pattern in tried.items()}
+    found = {
+        f"{name}_share": (centred_rows(part, visible)[:, rows] * whole).sum(dim=(1, 2))
+        for name, part in taken.parts.items()
+    }
+    found |= {f"{name}_nats": divergence(real, pattern).sum(dim=-1) for name, pattern in tried.items()}
+    del tried["even"]  # which has no largest weight
     best = real.argmax(dim=-1)
-    return Explained(
-        energy=whole.square().sum(dim=(1, 2)),
-        shares={
-            name: (centred_rows(part, visible)[:, rows] * whole).sum(dim=(1, 2))
-            for name, part in taken.parts.items()
-        },
-        nats={name: divergence(real, pattern).sum(dim=-1) for name, pattern in tried.items()},
-        hits={
-            name: (pattern.argmax(dim=-1) == best).double().sum(dim=-1)
-            for name, pattern in tried.items()
-            if name != "even"  # which has no largest weight
-        },
-        count=int(rows.sum()),
-    )
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class LayerExplained:
-    """How well parts of a layer's scores explain its attention on a text, with 95 % intervals.
-
-    Attributes:
-        stack: "encoder", "decoder" or "cross".
-        layer: its number in the stack.
-        figures: by name, `[heads]` each: value, lower and upper end. "content_share" and its like are shares
-            of the variance of the scores along a row, which add up to 1; "even_nats", "content_nats" and
-            "rank_4_nats" divergences of the real weights per query; "content_hits" and "rank_4_hits" shares
-            of queries whose most attended key is the right one.
-    """
-
-    stack: str
-    layer: int
-    figures: dict[str, tuple[Tensor, Tensor, Tensor]]
-
-    @classmethod
-    def of_sums(cls, stack: str, layer: int, units: Sequence[Explained]) -> "LayerExplained":
-        """From the sums of every document (or window), which intervals are drawn over."""
-        energy = torch.stack([unit.energy for unit in units])
-        counts = torch.tensor([float(unit.count) for unit in units], dtype=torch.float64)[:, None]
-        found = {}
-        for name in units[0].shares:
-            shares = torch.stack([unit.shares[name] for unit in units])
-            found[f"{name}_share"] = _mean_with_interval(shares, energy)
-        for what in ("nats", "hits"):
-            for name in getattr(units[0], what):
-                sums = torch.stack([getattr(unit, what)[name] for unit in units])
-                found[f"{name.replace(' ', '_')}_{what}"] = _mean_with_interval(sums, counts)
-        return cls(stack, layer, found)
-
-    @property
-    def num_heads(self) -> int:
-        return len(self.figures["even_nats"][0])
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat record per head."""
-        return [
-            {"stack": self.stack, "layer": self.layer, "head": head}
-            | {
-                name + end: float(number[head])
-                for name, numbers in self.figures.items()
-                for end, number in zip(("", "_low", "_high"), numbers, strict=True)
-            }
-            for head in range(self.num_heads)
-        ]
-
-
-def _mean_with_interval(
-    sums: Float[Tensor, "units heads"], counts: Float[Tensor, "units *heads"]
-) -> tuple[Tensor, Tensor, Tensor]:
-    return sums.sum(dim=0) / counts.sum(dim=0), *ratio_intervals(sums, counts)
+    found |= {
+        f"{name}_hits": (pattern.argmax(dim=-1) == best).double().sum(dim=-1)
+        for name, pattern in tried.items()
+    }
+    return whole.square().sum(dim=(1, 2)), int(rows.sum()), found
 
 
 @torch.no_grad()
-def explain_text(
-    reader: Reader, windows: Windows, progress: Told = lambda done, total: None
-) -> tuple[LayerExplained, ...]:
-    """How well W_QK, cut to several ranks, and the other parts of the scores explain where heads look."""
-    units = windows.num_units
+def explain_text(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
+    """How well W_QK, cut to several ranks, and the other parts of the scores explain where heads look.
+
+    Shares are of the variance of the scores along a row; divergences and hits are by query.
+    """
     cuts: dict[int, dict[int, AttentionWeights]] = {}
-    found: dict[tuple[str, int], list[Explained | None]] = {}
-    for unit, attention in read_windows(reader, windows, progress):
-        for stack, layer in layers_of(attention):
+    found = UnitSums(windows.num_units)
+    for unit, _, stacks in read_windows(reader, windows, progress):
+        for kind, layer in ((stack.kind, layer) for stack in stacks for layer in stack.layers):
             call = layer.call
             cut = cuts.get(id(call.layer))
             if cut is None:
@@ -286,11 +201,8 @@ def explain_text(
                 cut = {rank: of_rank(weights, rank, windows.context) for rank in ranks_of(weights)}
                 cuts[id(call.layer)] = cut
             visible = layer.queries_and_keys().visible()[0, 0]
-            explained = explain_call(call, visible, cut)
-            own = found.setdefault((stack.kind, layer.number), [None] * units)
-            before = own[unit]
-            own[unit] = explained if before is None else before + explained
-    return tuple(
-        LayerExplained.of_sums(*place, [one for one in own if one is not None and one.count])
-        for place, own in found.items()
-    )
+            energy, count, sums = explain_call(call, visible, cut)
+            counts = [energy if name.endswith("_share") else energy.new_full((), count) for name in sums]
+            counted = torch.stack([one.expand_as(energy) for one in counts])
+            found.add(unit, (kind, layer.number), tuple(sums), torch.stack([*sums.values()]), counted)
+    return found.figures()

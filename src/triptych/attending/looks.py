@@ -1,8 +1,9 @@
-"""The strongest looks of every head, and what it writes, as tables."""
+"""The strongest looks of every head, and what it writes, as records and tables."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from triptych.attending.attention import Part
+from triptych.attending.layers import Part
 from triptych.attending.writing import TokenWriter
 from triptych.printable import printable
 from triptych.reports import Table
@@ -11,21 +12,67 @@ _EACH = 3
 _MOST_CHARACTERS = 14
 
 
-def strongest_looks(parts: Sequence[Part]) -> Table:
-    """A row for every head: its three largest weights, and between which tokens.
+class Look(NamedTuple):
+    """A large weight of a head: which token looks at which."""
+
+    head: str
+    query: int
+    query_token: str
+    key: int
+    key_token: str
+    weight: float
+
+
+class HeadLooks(NamedTuple):
+    """The mean weight that a head gives to the first token, and its strongest looks."""
+
+    first: float
+    looks: list[Look]
+
+
+def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
+    """Of every head its largest weights, the largest first; `layer` is the layer's name.
 
     Looks at the own token and at the first token are left out where others are there: most heads have them.
     """
-    rows = [
-        (part.stack.kind, str(part.layer.number), str(head), *looks)
-        for part in parts
-        for head, looks in zip(part.heads, _strongest(part), strict=True)
-    ]
+    found, stack = [], part.stack
+    for head in part.heads:
+        total, best = 0.0, list[tuple[float, int, int]]()
+        for block in part.layer.blocks([head]):
+            weights = block.weights[0]
+            total += float(weights[:, 0].sum())
+            others = weights.clone()
+            others[:, 0] = 0
+            if stack.kind != "cross":
+                others.diagonal(block.rows.start).zero_()
+            values, places = others.flatten().topk(min(count, others.numel()))
+            best += [
+                (value, block.rows.start + place // others.shape[1], place % others.shape[1])
+                for value, place in zip(values.tolist(), places.tolist(), strict=True)
+            ]
+        best = sorted(best, key=lambda look: (-look[0], look[1:]))[:count]
+        looks = [
+            Look(f"{layer}.{head}", query, stack.queries[query], key, stack.keys[key], weight)
+            for weight, query, key in best
+            if weight > 0
+        ]
+        found.append(HeadLooks(total / len(stack.queries), looks))
+    return found
+
+
+def looks_table(parts: Sequence[Part]) -> Table:
+    """A row for every head: its three strongest looks."""
+    rows = []
+    for part in parts:
+        for head, (first, looks) in zip(part.heads, strongest_looks(part, _EACH), strict=True):
+            cells = [f"{_shown(one.query_token)} → {_shown(one.key_token)} {one.weight:.2f}" for one in looks]
+            cells += [""] * (_EACH - len(cells))
+            rows.append((part.stack.kind, str(part.layer.number), str(head), f"{first:.2f}", *cells))
     columns = ("kind", "layer", "head", "first token", *(f"look {n + 1}" for n in range(_EACH)))
     return Table("strongest looks: token that looks → token looked at", columns, tuple(rows))
 
 
-def written_tokens(parts: Sequence[Part], writer: TokenWriter) -> Table:
+def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:
     """For every head and token that it may attend to, the tokens nearest to what it writes."""
     rows = [
         (part.stack.kind, str(part.layer.number), str(head), _shown(key), "  ".join(map(_shown, nearest)))
@@ -35,39 +82,6 @@ def written_tokens(parts: Sequence[Part], writer: TokenWriter) -> Table:
     ]
     title = "what heads write for each token: nearest tokens through the output table"
     return Table(title, ("kind", "layer", "head", "token", "writes"), tuple(rows))
-
-
-def _strongest(part: Part) -> list[tuple[str, ...]]:
-    """Of every head, the mean weight of the first token, and the looks."""
-    found = []
-    is_self = part.stack.kind != "cross"
-    for head in part.heads:
-        total, best = 0.0, list[tuple[float, int, int]]()
-        for block in part.layer.blocks([head]):
-            weights = block.weights[0]
-            total += float(weights[:, 0].sum())
-            others = weights.clone()
-            others[:, 0] = 0
-            if is_self:
-                others.diagonal(block.rows.start).zero_()
-            values, places = others.flatten().topk(min(_EACH, others.numel()))
-            best += [
-                (value, block.rows.start + place // others.shape[1], place % others.shape[1])
-                for value, place in zip(values.tolist(), places.tolist(), strict=True)
-            ]
-        best = sorted(best, key=lambda look: (-look[0], look[1:]))[:_EACH]
-        mean = total / len(part.stack.queries)
-        found.append((f"{mean:.2f}", *_written(part, best)))
-    return found
-
-
-def _written(part: Part, best: Sequence[tuple[float, int, int]]) -> list[str]:
-    looks = [
-        f"{_shown(part.stack.queries[query])} → {_shown(part.stack.keys[key])} {weight:.2f}"
-        for weight, query, key in best
-        if weight > 0
-    ]
-    return [*looks, *[""] * (_EACH - len(looks))]
 
 
 def _shown(token: str) -> str:

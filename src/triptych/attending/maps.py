@@ -1,6 +1,5 @@
 """The attention weights of one head, as a page shows them: all of them, or the largest of each row."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -19,108 +18,65 @@ OVERVIEW_SIZE = 96
 _SLACK = 1e-2
 
 
-class HeadMap(ABC):
-    """The attention weights of one head over one text.
+@final
+@dataclass(frozen=True, eq=False)
+class HeadMap:
+    """The attention weights of one head over one text: all of them, or the largest of every row.
 
     Attributes:
-        num_queries: rows.
         num_keys: columns.
+        weights: `[queries, keys]`, each in 0–1, or the k largest of each row, the largest first. Rows may sum
+            to less than 1 (attention sinks).
+        keys: `[queries, k]`, the columns of the weights; None for all, in order.
+        left_out: `[queries]`, the sum of the other weights of the row.
+        small: the overview; None to be computed of all weights.
     """
 
-    num_queries: int
     num_keys: int
+    weights: NDArray[np.float32]
+    keys: NDArray[np.integer] | None = None
+    left_out: NDArray[np.float32] | None = None
+    small: NDArray[np.float32] | None = None
+
+    @classmethod
+    def whole(cls, weights: NDArray[np.float32]) -> "HeadMap":
+        """Of every weight, `[queries, keys]`."""
+        if weights.ndim != 2:
+            raise ValueError(f"weights have shape {list(weights.shape)}: give [queries, keys]")
+        return cls(int(weights.shape[1]), weights)
+
+    def __post_init__(self) -> None:
+        # NaN fails the comparison too.
+        if not np.all((self.weights >= 0) & (self.weights <= 1 + _SLACK)):
+            raise ValueError("attention weights must be finite and in 0–1")
 
     @property
-    @abstractmethod
+    def num_queries(self) -> int:
+        return int(self.weights.shape[0])
+
+    @cached_property
     def overview(self) -> NDArray[np.float32]:
         """The map made small, `[rows, columns]`, both at most `OVERVIEW_SIZE`.
 
         A cell is the weight that its queries give to its keys: a sum over the keys, a mean over the queries.
         """
+        return self._kept(1).overview if self.small is None else self.small
 
-    @abstractmethod
-    def largest(self, k: int) -> "TopMap":
+    def largest(self, k: int) -> "HeadMap":
         """The k largest weights of every row."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class DenseMap(HeadMap):
-    """Every weight.
-
-    Attributes:
-        weights: `[queries, keys]`, each in 0–1. Rows may sum to less than 1 (attention sinks).
-    """
-
-    weights: NDArray[np.float32]
-
-    def __post_init__(self) -> None:
-        if self.weights.ndim != 2:
-            raise ValueError(f"weights have shape {list(self.weights.shape)}: give [queries, keys]")
-        _check(self.weights)
-
-    @property
-    def num_queries(self) -> int:  # type: ignore[override]
-        return int(self.weights.shape[0])
-
-    @property
-    def num_keys(self) -> int:  # type: ignore[override]
-        return int(self.weights.shape[1])
-
-    @cached_property
-    def overview(self) -> NDArray[np.float32]:
-        keeper = RowKeeper(1, self.num_queries, self.num_keys, 1)
-        keeper.add(torch.from_numpy(np.ascontiguousarray(self.weights))[None])
-        return keeper.maps()[0].overview
-
-    def largest(self, k: int) -> "TopMap":
-        keeper = RowKeeper(1, self.num_queries, self.num_keys, k)
-        keeper.add(torch.from_numpy(np.ascontiguousarray(self.weights))[None])
-        return keeper.maps()[0]
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class TopMap(HeadMap):
-    """The largest weights of every row, and how much is left out.
-
-    Attributes:
-        num_keys: columns.
-        keys: `[queries, k]`, the columns of the k largest weights, the largest first.
-        weights: `[queries, k]`, their weights.
-        left_out: `[queries]`, the sum of the other weights of the row.
-        small: the overview, of all weights.
-    """
-
-    num_keys: int
-    keys: NDArray[np.integer]
-    weights: NDArray[np.float32]
-    left_out: NDArray[np.float32]
-    small: NDArray[np.float32]
-
-    def __post_init__(self) -> None:
-        if self.keys.shape != self.weights.shape or self.left_out.shape != self.keys.shape[:1]:
-            shapes = [list(of.shape) for of in (self.keys, self.weights, self.left_out)]
-            raise ValueError(
-                f"keys, weights, left_out: shapes {shapes}, not [queries, k], the same, [queries]"
-            )
-        _check(self.weights)
-
-    @property
-    def num_queries(self) -> int:  # type: ignore[override]
-        return int(self.keys.shape[0])
-
-    @property
-    def overview(self) -> NDArray[np.float32]:
-        return self.small
-
-    def largest(self, k: int) -> "TopMap":
+        if self.keys is None or self.left_out is None:
+            return self._kept(k)
         if k >= self.keys.shape[1]:
             return self
         dropped = self.weights[:, k:].sum(axis=1, dtype=np.float32)
-        return TopMap(
-            self.num_keys, self.keys[:, :k], self.weights[:, :k], self.left_out + dropped, self.small
+        return HeadMap(
+            self.num_keys, self.weights[:, :k], self.keys[:, :k], self.left_out + dropped, self.small
         )
+
+    def _kept(self, k: int) -> "HeadMap":
+        keeper = RowKeeper(1, self.num_queries, self.num_keys, k)
+        keeper.add(torch.from_numpy(np.ascontiguousarray(self.weights))[None])
+        return keeper.maps()[0]
 
 
 @final
@@ -155,21 +111,15 @@ class RowKeeper:
         self._counts.index_add_(0, bins, torch.ones(len(bins)))
         self._at = rows.stop
 
-    def maps(self) -> tuple[TopMap, ...]:
+    def maps(self) -> tuple[HeadMap, ...]:
         """The map of every head."""
         if self._at != self._keys.shape[1]:
             raise ValueError(f"{self._at} of {self._keys.shape[1]} rows were added")
         small = (self._small / self._counts[:, None].clamp(min=1)).numpy()
-        parts = zip(self._keys, self._weights, self._left_out, small, strict=True)
-        return tuple(TopMap(self._num_keys, *part) for part in parts)
+        parts = zip(self._weights, self._keys, self._left_out, small, strict=True)
+        return tuple(HeadMap(self._num_keys, *part) for part in parts)
 
 
 def bin_width(length: int) -> int:
     """How many tokens a row or column of an overview stands for."""
     return max(1, -(-length // OVERVIEW_SIZE))
-
-
-def _check(weights: NDArray[np.float32]) -> None:
-    # NaN fails the comparison too.
-    if not np.all((weights >= 0) & (weights <= 1 + _SLACK)):
-        raise ValueError("attention weights must be finite and in 0–1")

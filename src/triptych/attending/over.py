@@ -1,25 +1,33 @@
-"""All that is measured of the heads of a model over a text: `attend_over(model, documents)`."""
+"""What the heads of a model do over a text: `attend_over(reader, documents)`, as rows, tables and a page."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
-from triptych.attending.behaviour import Behaviour, figures_of
-from triptych.attending.explaining import LayerExplained, explain_text
-from triptych.attending.leaving_out import Instead
-from triptych.attending.over_text import MOST_TOKENS, cut_windows, measure_behaviour
+from triptych.attending.behaviour import FIGURES, Figure, LayerFigures, figures_of, measure_behaviour
+from triptych.attending.explaining import explain_text
+from triptych.attending.page import HeadNote
+from triptych.attending.windows import MOST_TOKENS, HeadFigures, cut_windows
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_WORTH
-from triptych.attending.worth import HeadWorth, Worth, measure_worth, require_loss
-from triptych.attending.writing import LayerWriting, measure_copies
+from triptych.attending.worth import Instead, Worth, measure_worth, require_loss
+from triptych.attending.writing import measure_copies
 from triptych.opening import Reader
-from triptych.reports import Table
+from triptych.progress import Progress, untold
+from triptych.reports import Report, Table, write_report
 from triptych.text import read_lines
 from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
 
 _MOST_SHOWN = 12
+# What else the page of a text says of a head, by column of `OverText.rows`.
+_OTHER_FACTS = {
+    "worth": "loss without it",
+    "content_share": "explained by W_QK alone",
+    "copies": "writes what it looks at",
+}
+# Does not break a line.
+_NARROW = "\u202f"
 
 
 @final
@@ -28,48 +36,33 @@ class OverText:
     """What the heads of a model do over a text.
 
     Attributes:
-        behaviour: where they look.
-        worth: what each is worth; None if it was not asked for.
-        explained: how well the parts of their scores explain where they look; empty if not asked for.
-        copies: how much they write the tokens that they look at; likewise.
+        model: its name.
+        layers: in the order of the model, with every figure of every head.
+        units: what intervals are drawn over: "documents", or of a single document its "windows".
+        num_units: how many there are.
+        tokens: of the text, both sides of a translator.
+        context: tokens of a window at most.
+        worth: what each head is worth; None if it was not asked for.
     """
 
-    behaviour: Behaviour
+    model: str
+    layers: tuple[LayerFigures, ...]
+    units: str
+    num_units: int
+    tokens: int
+    context: int
     worth: Worth | None = None
-    explained: tuple[LayerExplained, ...] = ()
-    copies: tuple[LayerWriting, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat record per head: its place, then every figure with its interval."""
-        found = {(row["stack"], row["layer"], row["head"]): row for row in self.behaviour.rows()}
-        for worth in self.worth.heads if self.worth is not None else ():
-            found[worth.stack, worth.layer, worth.head] |= {
-                "worth": worth.change,
-                "worth_low": worth.low,
-                "worth_high": worth.high,
-                "added": worth.added,
-            }
-        for explained in self.explained:
-            for row in explained.rows():
-                found[row["stack"], row["layer"], row["head"]] |= row
-        for copies in self.copies:
-            for head, numbers in enumerate(zip(copies.copies, copies.low, copies.high, strict=True)):
-                names = ("copies", "copies_low", "copies_high")
-                found[copies.stack, copies.layer, head] |= dict(zip(names, map(float, numbers), strict=True))
-        columns = dict.fromkeys(name for row in found.values() for name in row)
-        return [{name: _finite(row.get(name)) for name in columns} for row in found.values()]
+        """One flat record per head: its place, what it is called, then every figure with its interval."""
+        rows = [row for layer in self.layers for row in layer.rows()]
+        columns = dict.fromkeys(name for row in rows for name in row)
+        return [{name: row.get(name) for name in columns} for row in rows]
 
     def record(self) -> dict[str, Any]:
         """All of it as JSON has it."""
-        about = self.behaviour
-        found: dict[str, Any] = {
-            "model": about.model,
-            "tokens": about.tokens,
-            "context": about.context,
-            "units": about.units,
-            "num_units": about.num_units,
-            "heads": self.rows(),
-        }
+        names = ("model", "tokens", "context", "units", "num_units")
+        found: dict[str, Any] = {name: getattr(self, name) for name in names} | {"heads": self.rows()}
         if self.worth is not None:
             order = [[head.stack, head.layer, head.head] for head in self.worth.heads]
             found["worth"] = {
@@ -80,42 +73,155 @@ class OverText:
             }
         return found
 
+    def most(self, figure: str, count: int = 3) -> list[tuple[LayerFigures, int]]:
+        """The heads with the largest values of a figure, largest first."""
+        found = [
+            (layer, head)
+            for layer in self.layers
+            if figure in layer.figures and layer.figures[figure].count
+            for head in range(layer.num_heads)
+        ]
+        return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
+
+    def summary(self) -> tuple[str, ...]:
+        """For every figure that a head can be called by: the head that does it most, or that none does."""
+        return tuple(
+            f"{title}: {head}, {value} ({interval}; evenly {evenly})"
+            + ("" if called else " (no head is called by it)")
+            for title, head, value, interval, evenly, called in self._strongest(1)
+        )
+
     def tables(self) -> list[Table]:
-        """What to print."""
-        found = [strongest_table(self.behaviour)]
+        """What to print: the heads that do each thing most, what heads are worth, what explains them."""
+        found = [self._strongest_table()]
         if self.worth is not None:
-            found.append(worth_table(self.worth))
-        if self.explained:
-            found.append(explained_table(self.explained, self.copies))
+            found.append(_worth_table(self.worth))
+        if "even_nats" in self.layers[0].figures:
+            found.append(_explained_table(self.layers))
         return found
+
+    def page(self, path: str | Path) -> None:
+        """Write a page of tables: those of `tables`, then every head with every figure."""
+        write_report(self.report(), Path(path))
+
+    def report(self) -> Report:
+        """What the page shows."""
+        facts = (
+            ("tokens", f"{self.tokens:,}"),
+            (self.units, f"{self.num_units:,}"),
+            ("longest window, tokens", f"{self.context:,}"),
+        )
+        tables = (*self.tables(), *self._head_tables())
+        return Report(title=f"What the heads of {self.model} do", facts=facts, tables=tables)
+
+    def notes(self) -> dict[tuple[str, int, int], HeadNote]:
+        """What the page of a text says of its heads, by kind, layer and head."""
+        titles = {figure.name: figure.title for figure in FIGURES if _is_told(figure)} | _OTHER_FACTS
+        return {
+            (row["stack"], row["layer"], row["head"]): HeadNote(
+                row["called"],
+                tuple(
+                    (title, _fact(row, name)) for name, title in titles.items() if row.get(name) is not None
+                ),
+            )
+            for row in self.rows()
+        }
+
+    def notes_origin(self) -> str:
+        """A sentence on where the notes of heads come from."""
+        return (
+            f"What is said of heads was measured over {self.tokens:,} tokens of another text "
+            f"({self.num_units:,} {self.units}, windows of {self.context:,}): means with 95 % "
+            f"intervals over {self.units}, and what looking evenly would give."
+        )
+
+    def __repr__(self) -> str:
+        lines = [
+            f"What the heads of {self.model} do over {self.tokens:,} tokens, {self.num_units} {self.units}"
+        ]
+        return "\n".join(
+            (*lines, *(f"  {line}" for line in self.summary()[:5]), "  rows(), tables(), page(path)")
+        )
+
+    def _strongest(self, count: int) -> Iterator[tuple[str, str, str, str, str, bool]]:
+        """For each thing that heads can be called by, the heads that do it most."""
+        figures = {f.name: f for layer in self.layers for f in figures_of(layer.kind) if f.names_head}
+        for figure in figures.values():
+            for layer, head in self.most(figure.name, count):
+                found = layer.figures[figure.name]
+                yield (
+                    figure.title,
+                    f"{layer.name} head {head}",
+                    f"{float(found.value[head]):.2f}",
+                    _interval(found, head, ".2f"),
+                    f"{found.even:.2f}",
+                    layer.called(head) == figure.title,
+                )
+
+    def _strongest_table(self) -> Table:
+        rows = tuple((*cells, "yes" if called else "") for *cells, called in self._strongest(2))
+        caption = (
+            f"{self.tokens:,} tokens, {self.num_units:,} {self.units}, windows of {self.context:,}. "
+            f"The share of a head's weight that does it, its 95 % interval over {self.units}, and what "
+            "a head that looks evenly gives. A head is called by what takes a third of its weight or more."
+        )
+        columns = ("what", "head", "share", "interval", "evenly", "called so")
+        return Table("What heads do", columns, rows, caption, (2, 4))
+
+    def _head_tables(self) -> Iterator[Table]:
+        """For every kind of attention what its heads look at, and how far away it is."""
+        for stack in dict.fromkeys(layer.stack for layer in self.layers):
+            own = [layer for layer in self.layers if layer.stack == stack]
+            told = [figure for figure in figures_of(own[0].kind) if _is_told(figure)]
+            yield _table(f"Heads of {stack} attention: where they look", own, told)
+            if bands := [figure for figure in figures_of(own[0].kind) if not _is_told(figure)]:
+                yield _table(f"Heads of {stack} attention: how far away they look", own, bands)
 
 
 def attend_over(
     reader: Reader,
-    documents: Sequence[str],
-    targets: Sequence[str] | None = None,
+    text: str | Path | Sequence[str],
+    targets: Path | Sequence[str] | None = None,
     *,
     worth: Instead | None = None,
     explain: bool = False,
     context: int | None = None,
     most_tokens: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = untold,
 ) -> OverText:
-    """Measure what every head of a model does over a text.
+    """Measure what every head of a model does over a text, the file of one, or several documents.
 
-    `attend_over(reader, documents).behaviour.summary()` names the heads that look at the previous token, at
-    what followed the same token, and so on.
+    `attend_over(reader, documents).summary()` names the heads that look at the previous token, at what
+    followed the same token, and so on.
     """
+    documents = (
+        read_texts(reader, text) if isinstance(text, Path) else [text] if isinstance(text, str) else text
+    )
+    targets = read_lines(targets) if isinstance(targets, Path) else targets
     if worth is not None:
         require_loss(reader)
     windows = cut_windows(reader, documents, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
-    behaviour = measure_behaviour(reader, windows, partial(progress, "where heads look"))
+    measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
+    found = None
+    if worth is not None:
+        found = measure_worth(reader, fewer, worth, partial(progress, "leaving heads out"))
+        measured.append(found.figures())
+    if explain:
+        measured.append(explain_text(reader, fewer, partial(progress, "explaining scores")))
+        measured.append(measure_copies(reader, fewer, partial(progress, "reading what heads write")))
+    layers = []
+    for place in measured[0]:
+        figures = {name: figure for one in measured for name, figure in one.get(place, {}).items()}
+        layers.append(LayerFigures(*place, figures))
     return OverText(
-        behaviour,
-        measure_worth(reader, fewer, worth, partial(progress, "leaving heads out")) if worth else None,
-        explain_text(reader, fewer, partial(progress, "explaining scores")) if explain else (),
-        measure_copies(reader, fewer, partial(progress, "reading what heads write")) if explain else (),
+        reader.name,
+        tuple(layers),
+        windows.units,
+        windows.num_units,
+        windows.num_tokens,
+        windows.context,
+        found,
     )
 
 
@@ -129,33 +235,17 @@ def read_texts(
     return [*whole_documents(read_documents(spec))]
 
 
-def strongest_table(behaviour: Behaviour) -> Table:
-    """For each thing that heads can be called by, the heads that do it most."""
-    rows = []
-    figures = {f.name: f for layer in behaviour.layers for f in figures_of(layer.kind) if f.names_head}
-    for figure in figures.values():
-        for layer, head in behaviour.most(figure.name, 2):
-            found = layer.figures[figure.name]
-            interval = f"{float(found.low[head]):.2f} to {float(found.high[head]):.2f}"
-            called = "yes" if layer.called(head) == figure.title else ""
-            value = f"{float(found.value[head]):.2f}"
-            rows.append(
-                (figure.title, f"{layer.name} head {head}", value, interval, f"{found.even:.2f}", called)
-            )
-    caption = (
-        f"{behaviour.tokens:,} tokens, {behaviour.num_units:,} {behaviour.units}, windows of "
-        f"{behaviour.context:,}. The share of a head's weight that does it, its 95 % interval over "
-        f"{behaviour.units}, and what a head that looks evenly gives. A head is called by what takes a third "
-        "of its weight or more."
-    )
-    columns = ("what", "head", "share", "interval", "evenly", "called so")
-    return Table(title="What heads do", columns=columns, rows=tuple(rows), numeric=(2, 4), caption=caption)
-
-
-def worth_table(worth: Worth) -> Table:
+def _worth_table(worth: Worth) -> Table:
     """The heads that the loss misses most."""
-    shown = worth.heads[:_MOST_SHOWN]
-    rows = [(_place(head), f"{head.change:+.4f}", _interval(head), f"{head.added:.3g}") for head in shown]
+    rows = tuple(
+        (
+            f"{head.stack} {head.layer} head {head.head}",
+            f"{head.change:+.4f}",
+            f"{head.low:+.4f} to {head.high:+.4f}",
+            f"{head.added:.3g}",
+        )
+        for head in worth.heads[:_MOST_SHOWN]
+    )
     none = sum(head.low <= 0 <= head.high for head in worth.heads)
     better = sum(head.high < 0 for head in worth.heads)
     caption = (
@@ -163,55 +253,67 @@ def worth_table(worth: Worth) -> Table:
         f"{worth.instead}) it rises by so much. Of {len(worth.heads)} heads {none} are not told from 0, and "
         f"without {better} the loss is lower."
     )
-    return Table(
-        title="What heads are worth",
-        columns=("head", "nats per token", "interval", "adds"),
-        rows=tuple(rows),
-        numeric=(1, 3),
-        caption=caption,
-    )
+    columns = ("head", "nats per token", "interval", "adds")
+    return Table("What heads are worth", columns, rows, caption, (1, 3))
 
 
-def explained_table(explained: Sequence[LayerExplained], copies: Sequence[LayerWriting]) -> Table:
+def _explained_table(layers: Sequence[LayerFigures]) -> Table:
     """Means over the heads of every layer."""
-    by_place = {(layer.stack, layer.layer): layer for layer in copies}
-    names = list(dict.fromkeys(name for layer in explained for name in layer.figures))
-    shares = [name for name in names if name.endswith("_share")]
-    nats = [name for name in names if name.endswith("_nats")]
-    titles = [name.rpartition("_")[0].replace("_", " ") for name in (*shares, *nats)]
+    names = list(dict.fromkeys(name for layer in layers for name in layer.figures))
+    shown = [name for end in ("_share", "_nats") for name in names if name.endswith(end)]
+    shown += ["copies"] if "copies" in names else []
     rows = []
-    for layer in explained:
-        cells = [f"{layer.stack} {layer.layer}"]
-        for name in (*shares, *nats):
-            numbers = layer.figures.get(name)
-            cells.append("" if numbers is None else f"{float(numbers[0].mean()):.2f}")
-        writing = by_place.get((layer.stack, layer.layer))
-        cells.append("" if writing is None else f"{float(writing.copies.mean()):.2f}")
-        rows.append(tuple(cells))
+    for layer in layers:
+        found = (layer.figures.get(name) for name in shown)
+        rows.append((layer.name, *("" if one is None else f"{float(one.value.mean()):.2f}" for one in found)))
     caption = (
         "Means over heads. Shares of the variance of the scores along a row; then what is lost, in nats per "
         "query, by looking evenly, by W_QK alone, and with W_QK cut to a rank; last, how much of the weight "
         "is on tokens that the head writes."
     )
-    columns = ("layer", *titles, "copies")
+    titles = (name.removesuffix("_share").removesuffix("_nats").replace("_", " ") for name in shown)
+    columns = ("layer", *titles)
     numeric = tuple(range(1, len(columns)))
+    return Table("What explains where heads look", columns, tuple(rows), caption, numeric)
+
+
+def _is_told(figure: Figure) -> bool:
+    """Whether a figure is no band of distances, which are many."""
+    return not figure.name.startswith("distance_")
+
+
+def _fact(row: dict[str, Any], name: str) -> str:
+    sign, digits = ("+", 4) if name == "worth" else ("", 2)
+    value, low, high = (f"{row[name + end]:{sign}.{digits}f}" for end in ("", "_low", "_high"))
+    even = row.get(f"{name}_even")
+    return f"{value} [{low}, {high}]" + ("" if even is None else f", evenly {even:.2f}")
+
+
+def _table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    evenly: list[str] = []
+    for layer in layers:
+        found = [layer.figures[figure.name] for figure in figures]
+        # Layers that see the same keys have the same line.
+        if (even := [f"{one.even:.2f}" if one.count else "" for one in found]) != evenly:
+            rows.append((f"evenly, from {layer.layer}.0" if evenly else "evenly", "", *even))
+            evenly = even
+        for head in range(layer.num_heads):
+            cells = (
+                f"{one.value[head]:.2f} [{_interval(one, head, '.2f', f',{_NARROW}')}]" if one.count else ""
+                for one in found
+            )
+            rows.append((f"{layer.layer}.{head}", layer.called(head), *cells))
     return Table(
-        title="What explains where heads look",
-        columns=columns,
+        title=title,
+        columns=("head", "called", *(figure.title for figure in figures)),
         rows=tuple(rows),
-        numeric=numeric,
-        caption=caption,
+        caption="LAYER.HEAD. Means over the queries that can show it, with 95 % intervals; evenly: what a "
+        "head that looks at all visible keys alike gives.",
     )
 
 
-def _finite(value: Any) -> Any:
-    """None for numbers that JSON has not."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _place(head: HeadWorth) -> str:
-    return f"{head.stack} {head.layer} head {head.head}"
-
-
-def _interval(head: HeadWorth) -> str:
-    return f"{head.low:+.4f} to {head.high:+.4f}"
+def _interval(figure: HeadFigures, head: int, form: str, between: str = " to ") -> str:
+    assert figure.low is not None
+    assert figure.high is not None
+    return f"{float(figure.low[head]):{form}}{between}{float(figure.high[head]):{form}}"

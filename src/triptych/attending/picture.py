@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.attending.maps import DenseMap, HeadMap, TopMap, bin_width
+from triptych.attending.maps import HeadMap, bin_width
 from triptych.attending.page import ViewedKind
 from triptych.printable import printable
 
@@ -88,9 +88,8 @@ def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int
 
 
 def _all_weights(of: HeadMap) -> NDArray[np.float32]:
-    if isinstance(of, DenseMap):
+    if of.keys is None:
         return of.weights
-    assert isinstance(of, TopMap)
     weights = np.zeros((of.num_queries, of.num_keys), np.float32)
     np.put_along_axis(weights, of.keys.astype(np.int64), of.weights, 1)
     return weights

@@ -3,17 +3,14 @@
 import csv
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.attending.attention import Attention, HeadNote, Part
-from triptych.attending.maps import TopMap
-from triptych.attending.page import AttentionPage
+from triptych.attending.layers import Part
 from triptych.attending.writing import TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_atomically
@@ -29,24 +26,16 @@ class Saved(NamedTuple):
     """What is written of a text.
 
     Attributes:
-        attention: of the text.
+        record: the model and the tokens of the text, as JSON has them.
         parts: the heads.
         top: weights of every query, the largest ones; all if None.
         writer: in JSON, also what heads write for each token; not if None.
     """
 
-    attention: Attention
+    record: dict[str, Any]
     parts: Sequence[Part]
     top: int | None = None
     writer: TokenWriter | None = None
-
-    def page(
-        self,
-        notes: Mapping[tuple[str, int, int], HeadNote] = MappingProxyType({}),
-        progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-    ) -> AttentionPage:
-        """What a page shows of it; arguments as those of `Attention.page`."""
-        return self.attention.page(parts=self.parts, keep=self.top, notes=notes, progress=progress)
 
     def require_moderate(self) -> None:
         """The weights are not too many for a file."""
@@ -63,17 +52,9 @@ def json_pieces(saved: Saved) -> Iterator[str]:
     With a writer, `writes` of a head has the nearest tokens to what it writes for each key, or is null.
     """
     saved.require_moderate()
-    attention = saved.attention
-    record: dict[str, Any] = {
-        "model": attention.model,
-        "tokens": attention.tokens,
-        "ids": attention.ids,
-        "num_generated": attention.num_generated,
-    }
-    if attention.source_ids is not None:
-        record |= {"source_tokens": attention.source_tokens, "source_ids": attention.source_ids}
     stacks = dict.fromkeys(part.stack for part in saved.parts)
-    record["sides"] = {stack.kind: {"rows": stack.queries, "columns": stack.keys} for stack in stacks}
+    sides = {stack.kind: {"rows": stack.queries, "columns": stack.keys} for stack in stacks}
+    record = {**saved.record, "sides": sides}
     yield _dumped(record)[:-1] + ', "heads": ['
     first = True
     for part in saved.parts:
@@ -111,12 +92,12 @@ def _head_record(part: Part, head: int, top: int | None) -> dict[str, Any]:
     if top is None:
         rows = [row for block in part.layer.blocks([head]) for row in block.weights[0].tolist()]
         return {**record, "weights": [_rounded(row) for row in rows]}
-    kept = _kept(part, head, top)
+    keys, weights, left_out = _kept(part, head, top)
     return {
         **record,
-        "keys": kept.keys.tolist(),
-        "weights": [_rounded(row) for row in kept.weights.tolist()],
-        "left_out": _rounded(kept.left_out.tolist()),
+        "keys": keys.tolist(),
+        "weights": [_rounded(row) for row in weights.tolist()],
+        "left_out": _rounded(left_out.tolist()),
     }
 
 
@@ -142,8 +123,8 @@ def _looks(part: Part, head: int, top: int | None) -> Iterator[tuple[int, str, i
     """Query, its token, key, its token and weight, of weights above 0."""
     queries, keys = part.stack.queries, part.stack.keys
     if top is not None:
-        kept = _kept(part, head, top)
-        for query, (own, weights) in enumerate(zip(kept.keys.tolist(), kept.weights.tolist(), strict=True)):
+        places, kept, _ = _kept(part, head, top)
+        for query, (own, weights) in enumerate(zip(places.tolist(), kept.tolist(), strict=True)):
             for key, weight in zip(own, weights, strict=True):
                 if weight > 0:
                     yield query, queries[query], key, keys[key], round(weight, DIGITS)
@@ -176,14 +157,7 @@ def write_npz(texts: Sequence[Saved], path: Path) -> None:
 
 
 def _write_text(archive: zipfile.ZipFile, prefix: str, saved: Saved) -> None:
-    attention = saved.attention
-    arrays: dict[str, Any] = {
-        "tokens": attention.tokens,
-        "ids": attention.ids,
-        "num_generated": attention.num_generated,
-    }
-    if attention.source_ids is not None:
-        arrays |= {"source_tokens": attention.source_tokens, "source_ids": attention.source_ids}
+    arrays = {name: value for name, value in saved.record.items() if name != "model"}
     for stack in dict.fromkeys(part.stack for part in saved.parts):
         arrays |= {f"{stack.kind}.rows": stack.queries, f"{stack.kind}.columns": stack.keys}
     for name, values in arrays.items():
@@ -194,10 +168,9 @@ def _write_text(archive: zipfile.ZipFile, prefix: str, saved: Saved) -> None:
         if saved.top is None:
             _write_weights(archive, name, part)
             continue
-        kept = [_kept(part, head, saved.top) for head in part.heads]
-        _write_array(archive, f"{name}.keys", np.stack([one.keys for one in kept]))
-        _write_array(archive, f"{name}.weights", np.stack([one.weights for one in kept]))
-        _write_array(archive, f"{name}.left_out", np.stack([one.left_out for one in kept]))
+        kept = zip(*(_kept(part, head, saved.top) for head in part.heads), strict=True)
+        for what, arrays_of_heads in zip(("keys", "weights", "left_out"), kept, strict=True):
+            _write_array(archive, f"{name}.{what}", np.stack(arrays_of_heads))
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> None:
@@ -240,10 +213,12 @@ def is_attention_csv(path: Path) -> bool:
         return file.readline(1000) == f"{','.join(CSV_COLUMNS)}\n".encode()
 
 
-def _kept(part: Part, head: int, top: int) -> TopMap:
+def _kept(part: Part, head: int, top: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The keys with the largest weights of every query, these weights, and the sum of the others."""
     (kept,) = part.layer.maps(top, [head])
-    assert isinstance(kept, TopMap), "so many of every query were asked for"
-    return kept
+    assert kept.keys is not None
+    assert kept.left_out is not None
+    return kept.keys, kept.weights, kept.left_out
 
 
 def _rounded(row: Sequence[float]) -> list[float]:

@@ -1,35 +1,36 @@
 """What a head is worth: the loss of a model on a text when a single head is left out.
 
-All heads of a layer are left out at once, each in rows of its own; see `leaving_out`.
+All heads of a layer are left out at once, each in rows of its own. A head is left out where its output would
+meet W_O: its slice of the heads side by side is replaced. The blocks before the layer are not run again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import Literal, NamedTuple, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
+from triptych.algebra.function import channels, gated, of_heads
 from triptych.algebra.resampling import ratio_intervals
-from triptych.attending.leaving_out import (
-    Batch,
-    Instead,
-    WholeRun,
-    batches_of,
-    head_outputs,
-    heads_left_out,
-    run_whole,
-)
-from triptych.attending.over_text import Told, Windows
-from triptych.decoding.batches import EvaluationMode
+from triptych.attending.windows import HeadFigures, Place, Told, Window, Windows
+from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder
+from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AttentionSite, attention_sites
-from triptych.opening import Reader
+from triptych.opening import LayerCall, Reader, Recording, TextIds
+from triptych.text import Tokenizer
+from triptych.text.masking import MaskingSpec
 
+Instead = Literal["zero", "mean", "even"]
 # Every one is read as often as the model has heads.
 MOST_TOKENS = 1 << 13
+# Of all rows that run together, each with another head left out.
+_TOKENS_AT_A_TIME = 1 << 13
+_LOGITS_AT_A_TIME = 1 << 25
 
 
 @final
@@ -62,60 +63,110 @@ class Worth:
     """What all heads of a model are worth on a text.
 
     Attributes:
-        model: its name.
         instead: what takes the place of a head's output: "zero", its "mean" over the text, or what it
             would be if the head looked at all visible keys "even"ly.
         heads: the most important one first.
         loss: of the whole model, in nats per token.
         tokens: that are predicted.
-        units: what intervals are drawn over, "documents" or "windows".
-        num_units: how many there are.
     """
 
-    model: str
     instead: Instead
     heads: tuple[HeadWorth, ...]
     loss: float
     tokens: int
-    units: str
-    num_units: int
 
     def of(self, stack: str, layer: int) -> tuple[float, ...]:
         """By which the loss rises without each head of a layer, by number: an order for `prune_heads`."""
-        own = [head for head in self.heads if (head.stack, head.layer) == (stack, layer)]
-        return tuple(head.change for head in sorted(own, key=lambda head: head.head))
+        return tuple(self.figures()[stack, layer]["worth"].value.tolist())
+
+    def figures(self) -> dict[Place, dict[str, HeadFigures]]:
+        """By place and name, as other figures of heads."""
+        own: dict[Place, list[HeadWorth]] = {}
+        for one in sorted(self.heads, key=lambda one: one.head):
+            own.setdefault((one.stack, one.layer), []).append(one)
+        found = {}
+        for place, heads in own.items():
+            numbers = torch.tensor(
+                [[one.change, one.low, one.high, one.added] for one in heads], dtype=torch.float64
+            )
+            change, low, high, added = numbers.mT
+            found[place] = {"worth": HeadFigures(change, low, high), "added": HeadFigures(added)}
+        return found
+
+
+class Batch(NamedTuple):
+    """Windows that run together.
+
+    Attributes:
+        units: of each window.
+        texts: what the model reads: of an encoder alone, with masks in the place of some tokens.
+        targets: what it predicts at each place.
+        predicts: where it predicts a token that counts.
+        src_tokens: where the encoder of an encoder-decoder reads tokens, not padding; None without one.
+        tokens: the same of what is read besides.
+    """
+
+    units: Int[Tensor, " rows"]
+    texts: list[TextIds]
+    targets: Int[Tensor, "rows length"]
+    predicts: Bool[Tensor, "rows length"]
+    src_tokens: Bool[Tensor, "rows src_len"] | None
+    tokens: Bool[Tensor, "rows length"]
+
+    def tokens_of(self, site: AttentionSite) -> Bool[Tensor, "rows length"]:
+        """Where a layer's queries are tokens, not padding."""
+        return self.src_tokens if site.stack == "encoder" and self.src_tokens is not None else self.tokens
 
 
 def measure_worth(
-    reader: Reader,
-    windows: Windows,
-    instead: Instead = "mean",
-    progress: Told = lambda done, total: None,
+    reader: Reader, windows: Windows, instead: Instead, progress: Told = lambda done, total: None
 ) -> Worth:
     """Leave every head of a model out in turn, and measure the loss on a text."""
     require_loss(reader)
     model = reader.model
     sites = attention_sites(model)
     batches = [*batches_of(reader, windows, max(site.layer.num_heads for site in sites))]
-    measured = _Measured(sites, windows.num_units)
+    losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)
+    changes = {
+        site.name: torch.zeros(windows.num_units, site.layer.num_heads, dtype=torch.float64) for site in sites
+    }
+    squares = {site.name: torch.zeros(site.layer.num_heads, dtype=torch.float64) for site in sites}
+    counts = dict.fromkeys(squares, 0)
     done, total = 0, len(batches) * len(sites)
     with torch.no_grad(), EvaluationMode(model):
         means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}
         for batch in batches:
-            whole = WholeRun.of(model, sites, batch)
-            measured.add_whole(batch, whole)
+            with head_outputs(sites) as outputs:
+                run = reader.run(batch.texts, residuals=True)
+            whole = _losses(model, batch, run.hidden)[0].cpu()
+            losses.index_add_(0, batch.units, whole)
+            tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
             for site in sites:
-                calls = whole.outputs[site.name]
-                others = [torch.zeros_like(calls[0][:1]) for _ in calls]
+                others = [torch.zeros_like(z[:1]) for z in outputs[site.name]]
                 if instead == "mean":
-                    others = [means[site.name] for _ in calls]
+                    others = [means[site.name] for _ in others]
                 elif instead == "even":
-                    others = whole.even_outputs(site)
-                with heads_left_out(site, others):
-                    measured.add_without(site, batch, whole.losses_from(site))
+                    others = [even_output(call) for call in run.calls if call.site.name == site.name]
+                with _heads_left_out(site, others):
+                    without = _losses_from(model, batch, run, site)
+                changes[site.name].index_add_(0, batch.units, (without.cpu() - whole).mT)
+                W_O = site.layer.weights().o[-1].weight.permute(2, 0, 1)  # [d_model, heads, d_v]
+                for joined in outputs[site.name]:
+                    z = joined[batch.tokens_of(site)].view(-1, *W_O.shape[1:])
+                    added = torch.einsum("thv,dhv->thd", z, W_O).double().square().sum(dim=(0, 2))
+                    squares[site.name] += added.cpu()
+                    counts[site.name] += len(z)
                 done += 1
                 progress(done, total)
-    return measured.result(reader.name, instead, windows)
+    found = []
+    for site in sites:
+        low, high = ratio_intervals(changes[site.name], tokens[:, None])
+        change = changes[site.name].sum(dim=0) / tokens.sum()
+        added = (squares[site.name] / max(1, counts[site.name])).sqrt()
+        for head, numbers in enumerate(torch.stack([change, low, high, added], dim=1).tolist()):
+            found.append(HeadWorth(site.stack, site.block, head, *numbers))
+    ordered = tuple(sorted(found, key=lambda one: -one.change))
+    return Worth(instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum()))
 
 
 def require_loss(reader: Reader) -> None:
@@ -134,6 +185,52 @@ def require_loss(reader: Reader) -> None:
         )
 
 
+def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[Batch]:
+    """Windows of like lengths together, within a number of tokens times the heads of a layer."""
+    units, whole = torch.tensor(windows.unit_of), windows.windows
+    lengths = [[0] * window.num_tokens for window in whole]
+    limit = reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
+    for like in batches_of_like_length(lengths, max(1, _TOKENS_AT_A_TIME // num_heads)):
+        for part in padded_alike(like, [len(own) for own in lengths], limit):
+            yield _batch(reader, [(i, whole[i]) for i in part], units[part])
+
+
+def _batch(reader: Reader, windows: Sequence[tuple[int, Window]], units: Tensor) -> Batch:
+    model = reader.model
+    device = next(model.parameters()).device
+    texts = [window.text for _, window in windows]
+    targets, src, predicts = [list(text.ids) for text in texts], None, None
+    if isinstance(model, EncoderDecoder):
+        src = _padded([[1] * len(text.source or ()) for text in texts], device).bool()
+    elif model.causal:
+        texts, targets = [TextIds(text.ids[:-1]) for text in texts], [own[1:] for own in targets]
+    else:
+        hidden = [_hidden(reader.tokenizer, window.text.ids, number) for number, window in windows]
+        texts = [TextIds(tuple(ids)) for ids, _ in hidden]
+        predicts = _padded([places for _, places in hidden], device).bool()
+    tokens = _padded([[1] * len(text.ids) for text in texts], device).bool()
+    return Batch(
+        units, texts, _padded(targets, device), tokens if predicts is None else predicts, src, tokens
+    )
+
+
+def _hidden(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> tuple[list[int], list[int]]:
+    """A window of an encoder with some tokens hidden, and 1 where; the same for the same number.
+
+    So many are hidden as in training, each by the mask token.
+    """
+    ordinary = [place for place, token in enumerate(ids) if token not in tokenizer.special_ids]
+    order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(number)).tolist()
+    chosen = {ordinary[i] for i in order[: max(1, round(MaskingSpec().share * len(ordinary)))]}
+    assert tokenizer.mask_id is not None, "`require_loss` asks for it"
+    read = [tokenizer.mask_id if place in chosen else token for place, token in enumerate(ids)]
+    return read, [int(place in chosen) for place in range(len(ids))]
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    return nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True).to(device)
+
+
 def _mean_outputs(
     reader: Reader, sites: Sequence[AttentionSite], batches: Sequence[Batch]
 ) -> dict[str, Float[Tensor, " joined"]]:
@@ -142,9 +239,9 @@ def _mean_outputs(
     counts: dict[str, int] = {}
     for batch in batches:
         with head_outputs(sites) as found:
-            run_whole(reader.model, batch)
+            reader.run(batch.texts)
         for site in sites:
-            rows = batch.tokens_of(site, reader.model)
+            rows = batch.tokens_of(site)
             for joined in found[site.name]:
                 sums[site.name] = sums.get(site.name, 0.0) + joined[rows].sum(dim=0, dtype=torch.float64)
                 counts[site.name] = counts.get(site.name, 0) + int(rows.sum())
@@ -154,58 +251,97 @@ def _mean_outputs(
     }
 
 
-@final
-class _Measured:
-    """Sums by unit, of the whole model and without every head."""
+def _losses_from(
+    model: LanguageModel | EncoderDecoder, batch: Batch, run: Recording, site: AttentionSite
+) -> Float[Tensor, "heads rows"]:
+    """The losses of rows that run from a layer's block on, once for every head of the layer."""
 
-    def __init__(self, sites: Sequence[AttentionSite], units: int) -> None:
-        self._sites, self._units = sites, units
-        self._tokens = torch.zeros(units, dtype=torch.float64)
-        self._whole = torch.zeros(units, dtype=torch.float64)
-        self._changes = {
-            site.name: torch.zeros(units, site.layer.num_heads, dtype=torch.float64) for site in sites
-        }
-        self._squares = {site.name: torch.zeros(site.layer.num_heads, dtype=torch.float64) for site in sites}
-        self._counts = dict.fromkeys(self._squares, 0)
+    def repeated(x: Tensor) -> Tensor:
+        return x.repeat(site.layer.num_heads, *[1] * (x.ndim - 1))
 
-    def add_whole(self, batch: Batch, whole: WholeRun) -> None:
-        """Take in the losses of the whole model, and the sizes of what heads add."""
-        self._last = whole.losses.cpu()
-        rows = torch.tensor(batch.rows)
-        self._whole.index_add_(0, rows, self._last)
-        self._tokens.index_add_(0, rows, batch.predicts.sum(dim=1).double().cpu())
-        for site in self._sites:
-            W_O = site.layer.weights().o[-1].weight.permute(2, 0, 1)  # [d_model, heads, d_v]
-            kept = batch.tokens_of(site, whole.model)
-            for joined in whole.outputs[site.name]:
-                z = joined[kept].view(-1, *W_O.shape[1:])
-                squares = torch.einsum("thv,dhv->thd", z, W_O).double().square().sum(dim=(0, 2))
-                self._squares[site.name] += squares.cpu()
-                self._counts[site.name] += len(z)
+    if isinstance(model, LanguageModel):
+        order = model.architecture.order or tuple(range(len(model.blocks)))
+        first = order.index(site.block)
+        x = repeated(run.residuals[model.architecture.kind][first])
+        mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
+        for number in order[first:]:
+            x = model.blocks[number](x, mask, causal=model.causal).x
+        return _losses(model, batch, model.final_norm(x))
+    assert batch.src_tokens is not None
+    mask = repeated(batch.src_tokens[:, None, None, :])
+    memory, first = repeated(model.encoder_norm(run.residuals["encoder"][-1])), site.block
+    x = repeated(run.residuals["decoder"][first])
+    if site.stack == "encoder":
+        memory = repeated(run.residuals["encoder"][first])
+        for block in model.encoder[first:]:
+            memory = block(memory, mask).x
+        memory, first = model.encoder_norm(memory), 0
+        x = repeated(run.residuals["decoder"][0])
+    for block in model.decoder[first:]:
+        x = block(x, causal=True, memory=memory, memory_mask=mask).x
+    return _losses(model, batch, model.decoder_norm(x))
 
-    def add_without(self, site: AttentionSite, batch: Batch, losses: Float[Tensor, "heads rows"]) -> None:
-        """Take in the losses without each head of a layer."""
-        self._changes[site.name].index_add_(0, torch.tensor(batch.rows), (losses.cpu() - self._last).mT)
 
-    def result(self, model: str, instead: Instead, windows: Windows) -> Worth:
-        tokens = float(self._tokens.sum())
-        found = []
-        for site in self._sites:
-            changes = self._changes[site.name]
-            low, high = ratio_intervals(changes, self._tokens[:, None])
-            added = (self._squares[site.name] / max(1, self._counts[site.name])).sqrt()
-            for head in range(site.layer.num_heads):
-                found.append(
-                    HeadWorth(
-                        site.stack,
-                        site.block,
-                        head,
-                        float(changes[:, head].sum()) / tokens,
-                        float(low[head]),
-                        float(high[head]),
-                        float(added[head]),
-                    )
-                )
-        loss = float(self._whole.sum()) / tokens
-        ordered = tuple(sorted(found, key=lambda one: -one.change))
-        return Worth(model, instead, ordered, loss, int(tokens), windows.units, self._units)
+def _losses(
+    model: LanguageModel | EncoderDecoder, batch: Batch, hidden: Float[Tensor, "all length d_model"]
+) -> Float[Tensor, "times rows"]:
+    """Sums over the tokens of each row in nats; the rows may come several times."""
+    logits_of = model.logits if isinstance(model, EncoderDecoder) else model.head
+    assert logits_of is not None
+    times = hidden.shape[0] // batch.predicts.shape[0]
+    counted = batch.predicts.repeat(times, 1)
+    wanted, rows = batch.targets.repeat(times, 1)[counted], counted.nonzero()[:, 0]
+    vocab = model.tgt_vocab_size if isinstance(model, EncoderDecoder) else model.vocab_size
+    step, parts = max(1, _LOGITS_AT_A_TIME // vocab), []
+    for read, ids in zip(torch.split(hidden[counted], step), torch.split(wanted, step), strict=True):
+        logits = logits_of(read)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        parts.append(logits.logsumexp(dim=-1) - logits.gather(1, ids[:, None])[:, 0])
+    sums = torch.zeros(counted.shape[0], dtype=torch.float64, device=hidden.device)
+    return sums.index_add_(0, rows, torch.cat(parts).double()).view(times, -1)
+
+
+@contextmanager
+def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, list[Tensor]]]:
+    """Record what meets W_O in layers, by site, one for each call: `[rows, length, heads · d_v]`."""
+    found: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...], *, name: str) -> None:
+        found[name].append(given[0].detach())
+
+    with ExitStack() as stack:
+        for site in sites:
+            hook = partial(keep, name=site.name)
+            stack.callback(site.layer.projections.o_proj.register_forward_pre_hook(hook).remove)
+        yield found
+
+
+@contextmanager
+def _heads_left_out(site: AttentionSite, instead: Sequence[Tensor]) -> Iterator[None]:
+    """Replace the output of head i in the i-th of as many equal parts of the rows as the layer has heads."""
+    num_heads, calls = site.layer.num_heads, iter(instead)
+
+    def replace(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (joined,) = given
+        parts = joined.clone().view(num_heads, -1, joined.shape[1], num_heads, joined.shape[2] // num_heads)
+        other = next(calls).expand(parts.shape[1], joined.shape[1], -1).reshape(parts.shape[1:])
+        for head in range(num_heads):
+            parts[head, :, :, head] = other[:, :, head]
+        return (parts.view(joined.shape),)
+
+    hook = site.layer.projections.o_proj.register_forward_pre_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def even_output(call: LayerCall) -> Float[Tensor, "rows length joined"]:
+    """What would meet W_O if every head looked evenly at the keys that its queries see."""
+    weights = call.layer.weights()
+    v = of_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
+    even = call.queries_and_keys().visible().to(v.dtype)
+    mixed = gated(weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v)
+    for link in weights.o[:-1]:
+        mixed = link.of_heads(weights.num_heads)(mixed)
+    return mixed.transpose(1, 2).flatten(2)

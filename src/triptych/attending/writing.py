@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from triptych.algebra.resampling import ratio_intervals
-from triptych.attending.attention import LayerAttention, Part
-from triptych.attending.over_text import Told, Windows, ids_of, layers_of, read_windows
+from triptych.attending.layers import LayerAttention, Part, ids_of
+from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.opening import LayerCall, Reader
 
@@ -96,58 +95,29 @@ def _written(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys
     return call.layer.weights().ov.apply(y)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class LayerWriting:
-    """How much heads write the very tokens that they look at, with 95 % intervals.
-
-    Attributes:
-        stack: "encoder" or "decoder".
-        layer: its number in the stack.
-        copies: `[heads]`, the share of a head's weight on tokens that are among the 5 nearest to what it
-            writes for them.
-        low: lower end; likewise `high`.
-        chance: of 5 tokens drawn from the vocabulary.
-    """
-
-    stack: str
-    layer: int
-    copies: Float[Tensor, " heads"]
-    low: Float[Tensor, " heads"]
-    high: Float[Tensor, " heads"]
-    chance: float
-
-
 @torch.no_grad()
-def measure_copies(
-    reader: Reader, windows: Windows, progress: Told = lambda done, total: None
-) -> tuple[LayerWriting, ...]:
-    """How much of a head's weight is on tokens that it writes, over a text; none for cross-attention."""
-    units = windows.num_units
-    found: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-    size = 1
-    for unit, attention in read_windows(reader, windows, progress):
-        for stack, layer in layers_of(attention):
+def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
+    """How much of a head's weight is on tokens that it writes, over a text; none for cross-attention.
+
+    `copies` is the share of a head's weight on tokens that are among the 5 nearest to what it writes for
+    them.
+    """
+    found = UnitSums(windows.num_units)
+    for unit, text, stacks in read_windows(reader, windows, progress):
+        for stack in stacks:
             table = OutputTable.of(reader.model, stack.kind)
             if table is None or stack.kind == "cross":
                 continue
-            size = len(table.table)
-            ids = ids_of(attention, stack)[1].to(table.table.device)
-            keys = _spread(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
-            looked = layer.weights().sum(dim=1)[:, keys].double().cpu()
-            logits = table.logits(_written(layer.call, keys))
-            own = logits.gather(-1, ids[keys].expand(len(logits), -1)[..., None])
-            hits = ((logits > own).sum(dim=-1) < NEAREST).double().cpu()
-            empty = torch.zeros(units, layer.num_heads, dtype=torch.float64)
-            sums, counts = found.setdefault((stack.kind, layer.number), (empty, empty.clone()))
-            sums[unit] += (looked * hits).sum(dim=1)
-            counts[unit] += looked.sum(dim=1)
-    return tuple(
-        LayerWriting(
-            *place, sums.sum(dim=0) / counts.sum(dim=0), *ratio_intervals(sums, counts), NEAREST / size
-        )
-        for place, (sums, counts) in found.items()
-    )
+            ids = ids_of(text, stack.kind)[1].to(table.table.device)
+            for layer in stack.layers:
+                keys = _spread(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
+                looked = layer.weights().sum(dim=1)[:, keys].double()
+                logits = table.logits(_written(layer.call, keys))
+                own = logits.gather(-1, ids[keys].expand(len(logits), -1)[..., None])
+                hits = ((logits > own).sum(dim=-1) < NEAREST).double()
+                sums, counts = (looked * hits).sum(dim=1)[None], looked.sum(dim=1)[None]
+                found.add(unit, (stack.kind, layer.number), ("copies",), sums, counts)
+    return found.figures()
 
 
 def _spread(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:

@@ -222,7 +222,8 @@ class AttentionSpec(Spec):
         layers: how many there are; `inner` how many there are within each, one after the other.
         more_layers: how many more there may be after them, where the file has them.
         borrowing: how many of them, the last ones, have no keys and values of their own, but those of an
-            earlier layer, made of what that one reads. They are reported, and not read.
+            earlier layer, made of what that one reads.
+        lender: what such a layer and the earlier one, the last of its kind, have in common.
         uses: how often the model applies each of them, one time after the other.
         at: the module of a layer's attention.
         outside: words that are not in what stands before `at`: other stacks have the same names.
@@ -273,6 +274,7 @@ class AttentionSpec(Spec):
     inner: Expression = "1"
     more_layers: Expression = ""
     borrowing: Expression = ""
+    lender: Expression = ""
     uses: Expression = "1"
     at: str
     outside: tuple[str, ...] = ()

@@ -9,8 +9,9 @@ import fnmatch
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from triptych.storage.settings import Settings
 from triptych.storage.tensors import SAFETENSORS, Tensors
 from triptych.storage.untrusted import shown
 
-_BORROWS = "a layer whose keys and values are those of an earlier one, made of what that one reads"
+_BORROWS = "maps of a layer that uses keys and values of an earlier one"
 _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
 _HALVES = ("encoder", "decoder")
@@ -54,7 +55,6 @@ class Checkpoint(AttentionSource):
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
         self.written_as, self.known_by = family.name, known_by
         self.absent = ()
-        self._borrowing: list[str] = []
         self._places = {place.site: place for place in self._find()}
         self.warnings = self._not_followed()
         self.sites = tuple(self._places)
@@ -70,6 +70,10 @@ class Checkpoint(AttentionSource):
 
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
         return LayerReader(self._places[site], self.tensors).read_map(side, head)
+
+    def lender(self, site: Site) -> Site | None:
+        lender = self._places[site].lender
+        return None if lender is None else lender.site
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
         """The same checkpoint with some of its tensors in memory, or others in their place."""
@@ -133,9 +137,7 @@ class Checkpoint(AttentionSource):
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
             require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
-            borrowing = self._borrowing_of(spec, settings, prefix, layers)
-            self._borrowing += borrowing
-            layers -= len(borrowing)
+            borrowing, lenders = self._num_borrowing(spec, settings, layers), dict[Any, Place]()
             for layer in range(layers + self._more_layers(spec, settings)):
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
                     break  # those after the last need not be there
@@ -147,7 +149,15 @@ class Checkpoint(AttentionSource):
                         )
                     kind = "self" if sees_both_ways(spec, settings, layer) else spec.kind
                     site = Site(spec.stack, layer * inner + within, kind, module)
-                    yield Place(site, spec, settings, prefix, layer, within)
+                    place = Place(site, spec, settings, prefix, layer, within)
+                    alike = place.value(spec.lender) if spec.lender else None
+                    if layer < layers - borrowing:
+                        lenders[alike] = place
+                    elif borrowing and layer < layers:
+                        if alike not in lenders:
+                            raise DataError(f"{settings.where}: no earlier layer has keys of layer {layer}")
+                        place = replace(place, lender=lenders[alike])
+                    yield place
                     found_any = True
         self.absent = tuple(stack for stack in wanted if stack not in present)
         if not found_any:
@@ -173,16 +183,16 @@ class Checkpoint(AttentionSource):
             return 0
         return settings.count(spec.more_layers)
 
-    def _borrowing_of(self, spec: AttentionSpec, settings: Settings, prefix: str, layers: int) -> list[str]:
-        """The modules of the layers that have no keys and values of their own, the last ones."""
+    def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
+        """How many layers, the last ones, have no keys and values of their own."""
         if not spec.borrowing or settings.value(spec.borrowing) in (None, 0):
-            return []
+            return 0
         count = settings.count(spec.borrowing)
         if count >= layers:
             raise DataError(
                 f"{settings.where}: {spec.borrowing} is {count:,}, and {layers:,} layers are too few for that"
             )
-        return [prefix + spec.at.format(layer=layer, inner=0) for layer in range(layers - count, layers)]
+        return count
 
     def _settings_of(self, spec: AttentionSpec) -> Settings | None:
         for path in spec.settings.split("|"):
@@ -229,10 +239,11 @@ class Checkpoint(AttentionSource):
         modules = {site.module + "." for site in self.sites}
         beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
         known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
+        unused = {name for reader in readers for name in reader.unused()}
         others, strange = [], []
         for name in self.tensors.infos:
             why = next((u.why for u in self.family.unread if fnmatch.fnmatchcase(name, u.names)), None)
-            if any(name.startswith(f"{module}.") for module in self._borrowing):
+            if name in unused:
                 why = _BORROWS
             if why is not None:
                 self.unread[name] = why

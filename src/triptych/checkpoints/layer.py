@@ -60,6 +60,8 @@ class AttentionLayer:
             sandwich) and `weights` therefore does not have.
         embedded_positions: how the embeddings, before all layers, tell positions apart.
         fixed: why it cannot be rewritten; it can if empty.
+        borrows: the earlier layer whose keys and values it uses, made of what that one reads; None if it has
+            its own.
     """
 
     site: Site
@@ -69,11 +71,12 @@ class AttentionLayer:
     inputs: InputNorms = InputNorms()
     embedded_positions: Literal["none", "sinusoidal", "learned"] = "none"
     fixed: str = ""
+    borrows: Site | None = None
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of a number that is kept of a token while decoding; 0 outside decoders, which keep none."""
-        cached = self.site.stack == "decoder" and self.site.kind != "self"
+        cached = self.site.stack == "decoder" and self.site.kind != "self" and self.borrows is None
         return self.weights.dtype.itemsize if cached else 0
 
 
@@ -109,6 +112,10 @@ class AttentionSource(ABC):
     def outline(self, site: Site) -> AttentionLayer:
         """What `read` gives, with weights without numbers where these would have to be fetched."""
         return self.read(site)
+
+    def lender(self, site: Site) -> Site | None:
+        """The layer whose keys and values a layer uses, where these are not its own."""
+        return None
 
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
         """The map of one head; None where all of the layer has to be read for it."""

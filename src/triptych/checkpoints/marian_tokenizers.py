@@ -23,7 +23,7 @@ from triptych.text import (
     TokenizerPair,
     read_sentence_tokenizer,
 )
-from triptych.text.byte_level import SPECIAL_TOKENS, ByteLevelTokenizer
+from triptych.text.sentence_tokenizers import SPECIAL_TOKENS, ByteLevelTokenizer
 from triptych.text.sentencepiece import load_sentencepiece
 
 TARGET_FOLDER = "target_tokenizer"

@@ -8,15 +8,13 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Never, final
+from typing import Generic, Never, TypeVar, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.entries import Entries, above
-from triptych.checkpoints.feed_forward_map import FeedForwardMap
 from triptych.checkpoints.fields import listed, not_understood_of_model
-from triptych.checkpoints.head_map import HeadMap
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.layer_map import LayerMap
+from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above
 from triptych.checkpoints.model_spec import EmbeddedPositionsSpec, ModelSpec
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
@@ -35,26 +33,30 @@ from triptych.models.architecture import (
     SublayerConfig,
 )
 
+_Architecture = TypeVar("_Architecture", LanguageModelArchitecture, EncoderDecoderArchitecture)
+
 
 @final
 @dataclass(frozen=True)
-class ModelMap:
+class ModelMap(Generic[_Architecture]):
     """A model as it lies in a checkpoint.
 
     Attributes:
         architecture: what it is made of.
-        sites: the attention layer of every block.
-        tensors: from the stored tensors to the others of `LanguageModel`, by their names there.
+        sites: the attention layer of every block: of an encoder, of a decoder, then cross-attention.
+        tensors: from the stored tensors to our others, by their names in the model.
         copies: stored tensors that hold the numbers of another one, and that one.
+        pad_id: the token that attention must not see.
     """
 
-    architecture: LanguageModelArchitecture
+    architecture: _Architecture
     sites: tuple[Site, ...]
     tensors: LayerMap
     copies: Mapping[str, str]
+    pad_id: int = 0
 
 
-def model_map(checkpoint: Checkpoint) -> ModelMap:
+def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
     """What a checkpoint's model is made of."""
     spec = checkpoint.family.model
     if spec is None:
@@ -74,31 +76,7 @@ def model_map(checkpoint: Checkpoint) -> ModelMap:
     return found
 
 
-@final
-@dataclass(frozen=True)
-class EncoderDecoderMap:
-    """An encoder and a decoder as they lie in a checkpoint.
-
-    Attributes:
-        architecture: what they are made of.
-        encoder: the attention layers of the encoder's blocks.
-        decoder: the self-attention of the decoder's blocks.
-        cross: their cross-attention.
-        pad_id: the token that attention must not see.
-        tensors: from the stored tensors to the others of `EncoderDecoder`, by their names there.
-        copies: stored tensors that hold the numbers of another one, and that one.
-    """
-
-    architecture: EncoderDecoderArchitecture
-    encoder: tuple[Site, ...]
-    decoder: tuple[Site, ...]
-    cross: tuple[Site, ...]
-    pad_id: int
-    tensors: LayerMap
-    copies: Mapping[str, str]
-
-
-def encoder_decoder_map(checkpoint: Checkpoint) -> EncoderDecoderMap:
+def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchitecture]:
     """What a checkpoint's encoder and decoder are made of."""
     spec = checkpoint.family.model
     if spec is None or spec.encoder is None:
@@ -142,7 +120,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> EncoderDecoderMap:
     _account(checkpoint, tensors, (read, write))
     pad_id = write.settings.whole("pad_token_id | 0")
     copies = {**read.entries.copies, **write.entries.copies}
-    return EncoderDecoderMap(architecture, encoder, decoder, cross, pad_id, tensors, copies)
+    return ModelMap(architecture, (*encoder, *decoder, *cross), tensors, copies, pad_id)
 
 
 _SOURCE = {
@@ -225,7 +203,7 @@ class _Mapping:
     def _embeddings(self) -> EmbeddingsConfig:
         spec, place = self.spec, self.first
         table = self.table
-        said = place.value(place.chosen(spec.num_tokens))
+        said = place.value(place.chosen(spec.num_tokens) or "vocab_size")
         rows = said if isinstance(said, int) else None
         self.entries.enter("embeddings.table.weight", table, (rows, self._width))
         for copy in () if self._is_untied else spec.copies:

@@ -173,7 +173,7 @@ class ModelSpec(Spec):
             does not hold.
         copies: modules that hold the table once more, if the file has them; one of them is enough.
         apart: on what condition the stacks have tables of their own though `head.tied` holds.
-        num_tokens: rows of the table; not looked at where no choice holds, or it gives nothing.
+        num_tokens: rows of the table, if they are not `vocab_size`.
         embedding_scale: what its rows are multiplied by; `root_scale`: by the root of the first of
             these whose condition holds.
         embedding_width: of the table, where a map leads from it to the width of the model;
@@ -212,7 +212,7 @@ class ModelSpec(Spec):
     untied_embedding: str = ""
     copies: tuple[str, ...] = ()
     apart: Expression = "false"
-    num_tokens: tuple[Choice, ...] = (Choice(value="vocab_size"),)
+    num_tokens: tuple[Choice, ...] = ()
     embedding_width: Expression = ""
     embedding_map: str = ""
     map_first: bool = False

@@ -8,7 +8,7 @@ did not change stay as they are stored, to the bit.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from triptych.algebra.forms import are_finite
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.family import family_of
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.layer_map import LayerMap, layer_map
-from triptych.checkpoints.model_map import encoder_decoder_map, model_map
+from triptych.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
 from triptych.checkpoints.models import read_attention
 from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import table_names
@@ -29,6 +30,8 @@ from triptych.models.blocks import Block
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
 from triptych.storage.copying import CopiedCheckpoint, FolderCopy
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import InMemory, of_one
 
 ReadModel = LanguageModel | EncoderDecoder
 _Stored = Iterator[tuple[str, Tensor]]
@@ -67,6 +70,36 @@ def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:
             raise DataError(
                 f"{checkpoint.name}: layers share {name}, and its numbers differ between them now"
             )
+
+
+def new_tensors(
+    model: ReadModel,
+    layers: Sequence[AttentionWeights],
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The tensors of a model in a new file of a family, which has tensors of these shapes.
+
+    The layers have one map a side; those of an encoder come first, and cross-attention last. What is not a
+    parameter of the model is `given`; biases that the model does not have are zeros.
+    """
+    name, family = "the new checkpoint", family_of(settings["model_type"])
+    assert family is not None, "it is one of ours"
+    zero = torch.zeros((), dtype=next(model.parameters()).dtype)
+    empty = of_one(InMemory(name, {stored: zero.expand(shape) for stored, shape in shapes.items()}))
+    checkpoint = Checkpoint(name, family, Settings(settings, "config.json"), empty)
+    parts, found = _Parts.of(model, checkpoint), dict[str, Tensor]()
+    now = {**dict(model.named_parameters(remove_duplicate=False)), **given}
+    for ours, stored in parts.beside.entries.items():
+        if now.keys() >= {*ours}:
+            found |= stored.write([now[part].detach().cpu() for part in ours])
+    for (site, _), weights in zip(parts.layers, layers, strict=True):
+        place = checkpoint.place(site)
+        found |= layer_map(place, empty).write(_numbers(place, weights))
+    missing = [stored for stored in shapes if stored not in found]
+    assert all(stored.endswith("bias") for stored in missing), missing
+    return found | {stored: empty.read(stored).clone() for stored in missing}
 
 
 def why_not_written(checkpoint: Checkpoint) -> str:
@@ -110,17 +143,13 @@ class _Parts:
     @classmethod
     def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_Parts":
         if isinstance(model, LanguageModel):
-            single = model_map(checkpoint)
-            own = [block.self_attention for block in _blocks(model.blocks)]
-            return cls(model, single.tensors, single.copies, [*zip(single.sites, own, strict=True)])
-        both = encoder_decoder_map(checkpoint)
-        encoder, decoder = _blocks(model.encoder), _blocks(model.decoder)
-        layers = [
-            *zip(both.encoder, (block.self_attention for block in encoder), strict=True),
-            *zip(both.decoder, (block.self_attention for block in decoder), strict=True),
-            *zip(both.cross, (block.cross_attention for block in decoder), strict=True),
-        ]
-        return cls(model, both.tensors, both.copies, layers)
+            found: ModelMap[Any] = model_map(checkpoint)
+            layers = [block.self_attention for block in _blocks(model.blocks)]
+        else:
+            found, decoder = encoder_decoder_map(checkpoint), _blocks(model.decoder)
+            layers = [block.self_attention for block in (*_blocks(model.encoder), *decoder)]
+            layers += [block.cross_attention for block in decoder]
+        return cls(model, found.tensors, found.copies, [*zip(found.sites, layers, strict=True)])
 
     def changed(self, checkpoint: Checkpoint) -> _Stored:
         """The stored tensors whose numbers are others now; one that layers share may come several times."""

@@ -1,7 +1,7 @@
 """Load checkpoints of other libraries as models."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.layer import Site
-from triptych.checkpoints.model_map import encoder_decoder_map, model_map
+from triptych.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
 from triptych.checkpoints.source import Source, find_source
-from triptych.checkpoints.tensor_maps import Shape
 from triptych.errors import DataError, UsageError
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
 from triptych.storage.tensors import Tensors
+
+_Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 
 
 @final
@@ -70,16 +71,10 @@ def _opened(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Check
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
     """The model of an opened checkpoint."""
     found = model_map(checkpoint)
-    dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
-    attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
-    with torch.device("meta"), Undrawn():
-        model = LanguageModel(found.architecture, attention)
-    for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
-        _hold(model, name, tensor)
-    head = model.head
-    if head is not None and head.config.tied:
-        head.output.weight = model.embeddings.table.weight
-    return off_meta(model).eval()
+    model = _read(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
+    if model.head is not None and model.head.config.tied:
+        model.head.output.weight = model.embeddings.table.weight
+    return model
 
 
 def load_encoder_decoder(
@@ -96,17 +91,31 @@ def load_encoder_decoder(
 def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
     """The encoder and the decoder of an opened checkpoint; see `read_model`."""
     found = encoder_decoder_map(checkpoint)
-    dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
-    encoder, decoder, cross = (
-        [read_attention(checkpoint, site, dtype) for site in sites]
-        for sites in (found.encoder, found.decoder, found.cross)
-    )
-    with torch.device("meta"), Undrawn():
-        model = EncoderDecoder(found.architecture, encoder, zip(decoder, cross, strict=True), found.pad_id)
-    for name, tensor in found.tensors.read(_taking(checkpoint.tensors, dtype)).items():
-        _hold(model, name, tensor)
-    if found.architecture.tied:
+    made, start = found.architecture, len(found.architecture.encoder)
+
+    def make(layers: list[MultiHeadAttention]) -> EncoderDecoder:
+        own, cross = layers[start : start + len(made.decoder)], layers[start + len(made.decoder) :]
+        return EncoderDecoder(made, layers[:start], zip(own, cross, strict=True), found.pad_id)
+
+    model = _read(checkpoint, dtype, found, make)
+    if made.tied:
         model.output.weight = model.tgt_embedding.weight
+    return model
+
+
+def _read(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    found: ModelMap[Any],
+    make: Callable[[list[MultiHeadAttention]], _Model],
+) -> _Model:
+    """A model made around the attention layers of a checkpoint, with its other tensors in it."""
+    dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
+    attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
+    with torch.device("meta"), Undrawn():
+        model = make(attention)
+    for name, tensor in found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)).items():
+        _hold(model, name, tensor)
     return off_meta(model).eval()
 
 
@@ -130,13 +139,6 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _taking(tensors: Tensors, dtype: torch.dtype) -> Any:
-    def take(name: str, shape: Shape | None) -> Tensor:
-        return tensors.read(name).to(dtype)
-
-    return take
-
-
 def _hold(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make a tensor a parameter of a model, without a copy."""
     *path, own = name.split(".")
@@ -144,9 +146,6 @@ def _hold(model: nn.Module, name: str, tensor: Tensor) -> None:
     expected = getattr(module, own)
     assert expected.shape == tensor.shape, f"{name}: {expected.shape}, {tensor.shape}"
     setattr(module, own, tensor if own in module._buffers else nn.Parameter(tensor))
-
-
-_Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 
 
 def off_meta(model: _Model) -> _Model:

@@ -43,6 +43,7 @@ class Place:
         prefix: what stands before the names that the family gives.
         layer: the number that these names hold.
         inner: its place within that layer, where one holds several.
+        lender: the earlier layer whose keys and values it uses, where it has none of its own.
     """
 
     site: Site
@@ -51,6 +52,7 @@ class Place:
     prefix: str
     layer: int
     inner: int
+    lender: "Place | None" = None
 
     def holds(self, condition: str) -> bool:
         """Whether a condition holds for this layer; an empty one does."""

@@ -46,6 +46,8 @@ class LayerReader:
         q, k, v, o = self._latent_chains(parts) if spec.latent else _chains(parts)
         o_bias = parts.get("o.bias")
         norm_spec, norm = place.norm, self._norm(parts)
+        if place.lender is not None:
+            norm = None  # keys and values read another one
         self._require_sizes(q, k, v, o, o_bias, norm)
         biases = {"q": q[-1].bias, "k": k[-1].bias, "v": v[-1].bias, "o": o_bias}
         self._require_biases(biases)
@@ -75,6 +77,7 @@ class LayerReader:
             InputNorms() if self._outline else self._inputs(q, k, norm),
             embedded_positions=kind if kind in ("sinusoidal", "learned") else "none",
             fixed=spec.unwritten,
+            borrows=None if place.lender is None else place.lender.site,
         )
 
     def read_map(self, side: Side, head: int) -> Link | None:
@@ -105,7 +108,18 @@ class LayerReader:
 
     @cached_property
     def map(self) -> LayerMap:
-        return layer_map(self.place, self.tensors)
+        own = layer_map(self.place, self.tensors)
+        if self.place.lender is None:
+            return own
+        theirs = layer_map(self.place.lender, self.tensors)
+        entries = {parts: stored for parts, stored in own.entries.items() if not _is_of_keys(parts)}
+        return LayerMap(entries | {parts: of for parts, of in theirs.entries.items() if _is_of_keys(parts)})
+
+    def unused(self) -> set[str]:
+        """Tensors of keys and values in the file of a layer that borrows those of another."""
+        if self.place.lender is None:
+            return set()
+        return layer_map(self.place, self.tensors).names - self.map.names
 
     # The maps.
 
@@ -313,7 +327,7 @@ class LayerReader:
         if spec.head_norm is not None:  # there, perhaps, where the configuration does not ask for them
             names = (name.replace("{head}", "*") for name in (spec.head_norm.q, spec.head_norm.k) if name)
             patterns += [name for module in names for name in tensor_names(module)]
-        expected = {*self.map.names, *self.names_beside(), *stored_angles(self.place)}
+        expected = {*self.map.names, *self.unused(), *self.names_beside(), *stored_angles(self.place)}
         return [
             name
             for name in self.tensors.below(self.place.site.module)
@@ -356,6 +370,10 @@ class LayerReader:
 
     def _of(self, name: str) -> str:
         return f"{self.tensors.where(name)}, tensor {name}"
+
+
+def _is_of_keys(parts: tuple[str, ...]) -> bool:
+    return all(part.partition(".")[0].partition("_")[0] in ("k", "v") for part in parts)
 
 
 def _chains(parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:

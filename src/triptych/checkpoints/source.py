@@ -8,11 +8,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from triptych.errors import DataError, UsageError
 from triptych.storage.hub import Repository, is_hub_id, open_hub
-from triptych.storage.tensors import TensorFile, TensorInfo, Tensors, of_one, open_tensors
+from triptych.storage.tensors import InMemory, Tensors, of_one, open_tensors
 from triptych.storage.untrusted import read_json
 
 
@@ -104,7 +104,7 @@ class ModuleOfOthers:
         found = remove_tied_weights_from_state_dict(module.state_dict(), module)
         left_out = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
         found = {name: tensor for name, tensor in found.items() if name not in left_out}
-        return of_one(_InMemory(type(module).__name__, revert_weight_conversion(module, found)))
+        return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
 
     def fetch(self) -> Path:
         """Write all of it, in its own format; returns the folder."""
@@ -116,19 +116,6 @@ class ModuleOfOthers:
                     f"{type(self._module).__name__}: transformers cannot write it: {error}"
                 ) from error
         return self.folder
-
-
-@final
-class _InMemory(TensorFile):
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self.name, self._tensors = name, tensors
-        self.infos = {
-            own: TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-            for own, tensor in tensors.items()
-        }
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach().cpu()
 
 
 def is_own(config: Mapping[str, Any]) -> bool:

@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from triptych.attending import Attention
-from triptych.attending.looks import strongest_looks, written_tokens
+from triptych.attending import Attention, AttentionBatch
+from triptych.attending.looks import looks_table, written_table
 from triptych.attending.over import OverText
-from triptych.attending.over_page import head_notes, notes_origin
-from triptych.attending.page import AttentionPage, ViewedKind, join_pages
-from triptych.attending.picture import head_svg, is_picture
+from triptych.attending.page import AttentionPage, join_pages, write_attention_page
+from triptych.attending.picture import is_picture
 from triptych.attending.saving import (
     Saved,
     is_attention_csv,
@@ -19,7 +18,6 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
-from triptych.attending.viewing import Told, write_attention_page
 from triptych.attending.writing import TokenWriter
 from triptych.cli.options import open_model
 from triptych.cli.outputs import Output, require_free
@@ -30,6 +28,7 @@ from triptych.cli.terminal import Terminal, print_json, progress_bar, read_text,
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
+from triptych.progress import Progress
 from triptych.reports import is_page, render_table
 from triptych.text import read_lines
 
@@ -135,10 +134,10 @@ def attend(
     found = opened.attend(_texts(text, file), None if target is None else [target], **reading)
     chosen = kind or None, numbers(layers, "--layers"), numbers(heads, "--heads")
     writer = None if writes is None else TokenWriter(opened.reader, writes)
-    saved = [Saved(one, one.parts(*chosen), top, writer) for one in found]
+    saved = [one.saved(one.parts(*chosen), top)._replace(writer=writer) for one in found]
     behaviour = None if corpus is None else corpus.measure(opened)
     with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
-        _write(saved, outputs, behaviour, tell)
+        _write(found, saved, outputs, behaviour, tell)
     _print(saved, [path for path in outputs if path is not None], as_json=as_json)
 
 
@@ -172,38 +171,38 @@ def _texts(text: str | None, file: Path | None) -> list[str]:
 
 
 def _write(
-    saved: Sequence[Saved], outputs: Sequence[Path | None], behaviour: OverText | None, tell: Told
+    attended: AttentionBatch,
+    saved: Sequence[Saved],
+    outputs: Sequence[Path | None],
+    behaviour: OverText | None,
+    tell: Progress,
 ) -> None:
     """Write the files that are wanted; the page says of heads what they do, where that was measured."""
     npz, csv, html, svg = outputs
-    picture = None if svg is None else _one_head(saved)
+    if svg is not None and len(saved) > 1:
+        raise UsageError(f"--svg draws one head on one text, and there are {len(saved)} texts")
+    picture = "" if svg is None else attended[0].picture(saved[0].parts)
     if npz is not None:
         write_npz(saved, npz)
     if csv is not None:
         write_csv(saved, csv)
     if html is not None:
-        write_attention_page(_page(saved, behaviour, tell), html, tell)
-    if svg is not None and picture is not None:
-        write_text(svg, head_svg(*picture))
+        write_attention_page(_page(attended, saved, behaviour, tell), html, tell)
+    if svg is not None:
+        write_text(svg, picture)
 
 
-def _page(saved: Sequence[Saved], behaviour: OverText | None, tell: Told) -> AttentionPage:
-    notes = {} if behaviour is None else head_notes(behaviour)
-    page = join_pages([one.page(notes, tell) for one in saved])
-    return page if behaviour is None else replace(page, notes=(notes_origin(behaviour.behaviour),))
-
-
-def _one_head(saved: Sequence[Saved]) -> tuple[ViewedKind, int, int, str]:
-    """The head of a picture: its kind of attention, its place there, and a title."""
-    heads = [(part, head) for one in saved for part in one.parts for head in part.heads]
-    if len(heads) != 1:
-        raise UsageError(
-            f"a picture shows one head, and {len(heads)} are chosen: give one of each with --kind, --layers "
-            "and --heads, and one text"
-        )
-    ((part, head),) = heads
-    (kind,) = saved[0].page().texts[0].kinds
-    return kind, 0, 0, f"{saved[0].attention.model}, {part.stack.kind} layer {part.layer.number}, head {head}"
+def _page(
+    attended: AttentionBatch, saved: Sequence[Saved], behaviour: OverText | None, tell: Progress
+) -> AttentionPage:
+    notes = {} if behaviour is None else behaviour.notes()
+    page = join_pages(
+        [
+            text.viewed(parts=one.parts, keep=one.top, notes=notes, progress=tell)
+            for text, one in zip(attended, saved, strict=True)
+        ]
+    )
+    return page if behaviour is None else replace(page, notes=(behaviour.notes_origin(),))
 
 
 def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) -> None:
@@ -219,6 +218,6 @@ def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) ->
         console.print(f"written: {path}")
     for one in saved:
         if one.writer is not None:
-            console.print(render_table(written_tokens(one.parts, one.writer)))
+            console.print(render_table(written_table(one.parts, one.writer)))
         elif not written:
-            console.print(render_table(strongest_looks(one.parts)))
+            console.print(render_table(looks_table(one.parts)))

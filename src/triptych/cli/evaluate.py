@@ -75,7 +75,6 @@ def evaluate(
         translating["workers"] = number_of_workers(workers)
         read += [path for path in (source, reference) if path is not None]
     with launched(opening["device"]) as world:
-        kind: Any = Evaluation if text is None else Likelihood
         given = world.on_all(lambda: _read(text, documents, source, reference))
         doing, asked = ("scoring", scoring) if text is not None else ("translating", translating)
         world.on_first(lambda: require_free([Output(out, unmarked)], read, force=force))
@@ -87,7 +86,7 @@ def evaluate(
                     *given, **asked, progress=lambda _, done, total: tell(shown, done, total)
                 )
 
-        found = do_each(models, score, world, kind)
+        found = do_each(models, score, world)
         world.on_first(lambda: _show(models, found, out, as_json=as_json))
 
 

@@ -4,32 +4,30 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 
-from triptych.cli.options import open_model, plain
+from triptych.cli.options import open_model
 from triptych.cli.outputs import Output, require_free
-from triptych.cli.over import write_rows
 from triptych.cli.selection import numbers
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection
-from triptych.inspection.heads_page import heads_page
-from triptych.inspection.pages import (
-    average_lines,
+from triptych.inspection.record import (
     averages,
+    heads_page,
     near_copies,
     outliers,
     shaded_map,
     side_by_side,
     summary,
 )
-from triptych.reports import is_page, is_parquet, render_table, write_parquet
+from triptych.reports import is_page, is_parquet, render_table, write_csv, write_parquet
 from triptych.training.parallel import do_each, launched
 
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
@@ -88,11 +86,11 @@ def inspect(
         if html is not None:
             write_text(html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
         if csv is not None:
-            write_rows(csv, _rows(found))
+            write_csv(_rows(found), csv)
         if parquet is not None:
             write_parquet(_rows(found), parquet, [measure.name for measure in MEASURES])
         if as_json:
-            records = [*map(_record, found)]
+            records = [inspection.record() for inspection in found]
             print_json(records[0] if len(records) == 1 else records)
             return
         console = Terminal(soft_wrap=True)
@@ -106,7 +104,7 @@ def inspect(
 
     with launched("cpu") as world:
         world.on_first(lambda: require_free(outputs, _read(names), force=force))
-        found = do_each(names, measure, world, Inspection)
+        found = do_each(names, measure, world)
         world.on_first(lambda: show(found))
 
 
@@ -133,17 +131,6 @@ def _read(names: Sequence[str]) -> list[Path]:
 
 def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
     return [{"checkpoint": one.name, **row} for one in found for row in one.rows()]
-
-
-def _record(inspection: Inspection) -> dict[str, object]:
-    record = asdict(inspection)
-    for layer in record["layers"]:
-        layer["figures"] = {name: plain(list(values)) for name, values in layer["figures"].items()}
-    return {
-        **record,
-        "summary": (*summary(inspection), *average_lines(inspection)),
-        "measures": {measure.name: measure.meaning for measure in MEASURES},
-    }
 
 
 def _print(inspection: Inspection, console: Console) -> None:

@@ -1,21 +1,16 @@
-"""What `attend --over` and `inspect --over` share: a text, and what is measured of heads over it."""
+"""`attend --over`: a text, and what is measured of heads over it."""
 
-import csv
-import io
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 
 from triptych.attending.over import OverText, read_texts
-from triptych.attending.over_page import over_report
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError
 from triptych.face import Model
-from triptych.files import write_text
-from triptych.reports import Table, render_table, write_report
+from triptych.reports import Table, render_table, write_csv
 
 Documents = Literal["file", "line", "blank-lines"]
 _CSV_START = b"stack,layer,head,called,"
@@ -62,9 +57,9 @@ def over_text(text: Path | None, documents: Documents, measured: Options) -> Ove
 def show_over(found: OverText, csv_file: Path | None, html: Path | None, *, as_json: bool) -> None:
     """Print or write what the heads of a model do over a text."""
     if csv_file is not None:
-        write_rows(csv_file, found.rows())
+        write_csv(found.rows(), csv_file)
     if html is not None:
-        write_report(over_report(found), html)
+        found.page(html)
     if as_json:
         print_json(found.record())
         return
@@ -87,12 +82,3 @@ def print_table(table: Table, console: Console) -> None:
     console.print(table.title)
     console.print(render_table(table))
     console.print(f"{table.caption}\n")
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a CSV file with a row per head."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())

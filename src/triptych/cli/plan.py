@@ -1,16 +1,18 @@
 """`triptych plan`."""
 
+import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
-
-from rich.status import Status
-from rich.text import Text
 
 import triptych
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole
-from triptych.planning import Cluster, advice, plan_table, read_quantity, setting
+from triptych.errors import UsageError
+from triptych.reports import Table
 from triptych.training import read_recipe
+from triptych.training.planning import USABLE, Cluster, PlannedLayout, TrainingPlan
+from triptych.training.progress import duration
 
 
 def plan(
@@ -27,8 +29,7 @@ def plan(
 ) -> None:
     """Predict memory and time of training on given devices.
 
-    One training step of one process is simulated for each kind of parallelism, on tensors without values. No
-    such device is needed.
+    Formulas say what a training step takes for each kind of parallelism. No such device is needed.
 
     Devices:
         device_memory: Memory of a device, such as 80GB or 40GiB.
@@ -58,17 +59,116 @@ def plan(
     }
     memory = int(read_quantity(device_memory, "--device-memory"))
     cluster = Cluster(device_memory=memory, **devices, **given)
-    read = read_recipe(recipe, overrides)
-    errors = Terminal(stderr=True)
-    with Status("", console=errors) as status:
-        planned = triptych.plan(read, cluster, tell=lambda name: status.update(Text(f"simulating {name}")))
+    planned = triptych.plan(read_recipe(recipe, overrides), cluster)
     if as_json:
         print_json(planned.figures())
         return
     console = Terminal()
-    for line in setting(planned):
+    for line in _setting(planned):
         console.print(line, soft_wrap=True)
-    table = plan_table(planned)
+    table = _table(planned)
     print_whole(table, console)
     console.print(table.caption, soft_wrap=True)
-    console.print(advice(planned), soft_wrap=True)
+    console.print(_advice(planned), soft_wrap=True)
+
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/s)?\s*", re.IGNORECASE)
+
+
+def read_quantity(text: str, option: str) -> float:
+    """A number of bytes or operations: `80GB`, `40GiB`, `3.35TB/s`, `400T`, `4e14`."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None or (found[3] and not found[2]):
+        raise UsageError(f"{option} is {text!r}: write a number and a unit, such as 80GB, 40GiB or 400T")
+    size = float(found[1]) * float((1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
+    if not 0 < size < math.inf:
+        raise UsageError(f"{option} is {text!r}: it must be more than 0")
+    return size
+
+
+def _setting(plan: TrainingPlan) -> list[str]:
+    """What is planned, and for what."""
+    cluster, recipe = plan.cluster, plan.recipe
+    machines = "in one machine" if cluster.num_nodes == 1 else f"in {cluster.num_nodes:,} machines"
+    lines = [
+        f"{recipe.name}: {plan.num_parameters:,} parameters, {recipe.training.precision}, "
+        f"{plan.target_tokens:,} target tokens a step",
+        f"{cluster.devices:,} devices of {_bytes(cluster.device_memory)} {machines}; "
+        f"{cluster.device_flops / 1e12:,.0f} TFLOP/s, memory {_bytes(cluster.device_bandwidth)}/s, within "
+        f"a machine {_bytes(cluster.node_bandwidth)}/s, between machines "
+        f"{_bytes(cluster.link_bandwidth)}/s a device",
+    ]
+    if plan.cache:
+        lines.append(f"keys and values of one text while the model writes: {_bytes(plan.cache)}")
+    whole = _bytes(plan.whole_model)
+    lines.append(f"the whole model in the host's memory of the first process, to be written: {whole}")
+    return [*lines, *plan.notes]
+
+
+def _table(plan: TrainingPlan) -> Table:
+    """A row for each layout: bytes of each device, and seconds of a step."""
+    columns = (
+        *("parallel", "recomputing", "parameters", "gradients", "optimizer", "activations", "peak", "fits"),
+        *("sent", "compute s", "exchange s", "step s"),
+    )
+    return Table(
+        title="",
+        columns=columns,
+        rows=tuple(_row(one, one is plan.best) for one in plan.layouts),
+        caption="Of each device, in a step. → is the layout to take. activations: what the forward pass "
+        "leaves, with the parameters that are gathered then. A layout fits if its peak, and what the first "
+        f"device holds while it translates the validation text, are at most {USABLE:.0%} of the memory. "
+        "step: computing, with the exchange behind it.",
+        numeric=tuple(range(2, len(columns))),
+    )
+
+
+def _row(one: PlannedLayout, is_best: bool) -> tuple[str, ...]:
+    layout = one.layout
+    name = f"hybrid, {layout.shards}" if layout.kind == "hybrid" else layout.kind
+    return (
+        f"→ {name}" if is_best else f"  {name}",
+        "yes" if layout.checkpointing else "no",
+        *map(_bytes, (one.parameters, one.gradients, one.optimizer, one.activations, one.peak)),
+        "yes" if one.fits else "no",
+        _bytes(one.sent),
+        *(f"{seconds:.3g}" for seconds in (one.compute_seconds, one.exchange_seconds, one.seconds)),
+    )
+
+
+def _advice(plan: TrainingPlan) -> str:
+    """Which layout to take, and why."""
+    best, memory = plan.best, _bytes(plan.cluster.device_memory)
+    if best is None:
+        least = min(plan.layouts, key=lambda one: one.needed)
+        return (
+            f"None fits: {least.layout} needs least, {_bytes(least.needed)} of {memory}. Use more devices, "
+            "smaller batches with more training.accumulate_batches, or tensor parallelism "
+            "(docs/distributed.md)."
+        )
+    options = " ".join(f"--set {key}={str(value).lower()}" for key, value in best.layout.settings.items())
+    steps = plan.recipe.training.max_steps
+    took = (
+        f"Take {options}: {_bytes(best.peak)} of {memory} at the peak ({best.peak_in}), {best.seconds:.3g} s "
+        f"a step, {plan.target_tokens / best.seconds:,.0f} tokens/s, {duration(best.seconds * steps)} for "
+        f"{steps:,} steps."
+    )
+    reasons = []
+    if too_large := [one for one in plan.layouts[: plan.layouts.index(best)] if not one.fits]:
+        reasons.append(f"{too_large[0].layout} needs {_bytes(too_large[0].needed)}")
+    if slower := [one for one in plan.layouts if one.fits and one is not best]:
+        next_best = min(slower, key=lambda one: one.seconds)
+        reasons.append(f"{next_best.layout} takes {next_best.seconds:.3g} s a step")
+    why = "; ".join(reasons)
+    if not why:
+        return took if len(plan.layouts) == 1 else f"{took} Nothing else fits."
+    return f"{took} {why[0].upper()}{why[1:]}."
+
+
+def _bytes(size: float) -> str:
+    """A number of bytes with three digits and a unit."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:,.0f} {name}"
+    return f"{size:.0f} B"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from triptych.attending.saving import head_records
-from triptych.attending.viewing import write_attention_page
 from triptych.cli.failures import say
 from triptych.cli.options import number_of_workers, open_model
 from triptych.cli.outputs import Output, require_free, unmarked
@@ -120,8 +119,7 @@ def _parse_selection(text: str, model: Model) -> HeadSelection:
 def _write_page(model: Model, sources: list[str], path: Path) -> None:
     if not sources:
         raise UsageError("--attention-html: no line can be shown: each is empty, or is translated in pieces")
-    attention = model.attend(sources)
-    write_attention_page(attention.page(), path)
+    model.attend(sources).page(path)
 
 
 def _text_renderer(num_best: int) -> Renderer:

@@ -12,11 +12,8 @@ from typing import Any, Literal, final
 import torch
 
 from triptych.checkpoints.source import is_own
+from triptych.converting import ctranslate2, hugging_face
 from triptych.converting.checks import ConversionCheck, Quantization, Written
-from triptych.converting.ctranslate2 import write_ctranslate2
-from triptych.converting.generators import write_text_generator
-from triptych.converting.hugging_face import write_hf
-from triptych.converting.language_models import write_language_model
 from triptych.converting.onnx import write_onnx
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
@@ -70,8 +67,8 @@ def convert(
     if to == "triptych" and is_own(read_json(run.folder / "config.json")):
         raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
     writers: dict[TargetFormat, Callable[[Path], Written]] = {
-        "hf": lambda folder: write_hf(run, folder),
-        "ctranslate2": lambda folder: write_ctranslate2(run, folder, quantization),
+        "hf": lambda folder: hugging_face.write_translator(run, folder),
+        "ctranslate2": lambda folder: ctranslate2.write_translator(run, folder, quantization),
         "onnx": lambda folder: write_onnx(run, folder),
         "triptych": lambda folder: _write_ours(run, folder),
     }
@@ -90,8 +87,8 @@ def _convert_language_model(
 
     def write(folder: Path) -> Written:
         if to == "hf":
-            return write_language_model(opened, folder)
-        return write_text_generator(opened, folder, quantization)
+            return hugging_face.write_language_model(opened, folder)
+        return ctranslate2.write_text_generator(opened, folder, quantization)
 
     return Conversion(str(opened.folder), str(target), to, *_written(target, write))
 

@@ -1,21 +1,26 @@
-"""A model of ours as a folder of CTranslate2's.
+"""Models of ours as folders of CTranslate2's.
 
-Its `TransformerSpec` is filled directly, with the numbers of the plainly written model, so neither
-transformers nor the conventions of a Marian checkpoint are needed: pre-norm, learned positions and any
-special tokens fit too.
+Its specifications are filled directly, with plainly written heads, so neither `transformers` nor the
+conventions of another library's checkpoint are needed. Of a language model they hold what GPT-2 and Llama are
+made of: pre-norm blocks with one kind of norm, learned or rotary positions, feed-forward layers with or
+without a gate, and heads that may share keys and values. All else is refused by name.
 
 Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4.8.
 """
 
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.marian_tokenizers import write_tokenizers
-from triptych.checkpoints.marian_writing import max_positions, position_table
 from triptych.converting.checks import (
     ConversionCheck,
     Pairs,
@@ -26,24 +31,50 @@ from triptych.converting.checks import (
     random_pairs,
     rounded_difference,
 )
-from triptych.converting.ctranslate2_layers import array, set_linear, set_norm
-from triptych.converting.plain_heads import plain_model
+from triptych.converting.plain import (
+    HeadSizes,
+    head_sizes,
+    max_positions,
+    padded,
+    plain_layer,
+    plain_model,
+    position_table,
+    rotary_base,
+)
+from triptych.errors import UsageError
 from triptych.extras import require_extra
-from triptych.models import EncoderDecoder
-from triptych.models.blocks import Block, Residual
+from triptych.files import write_text
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.architecture import FeedForwardConfig, NormConfig, SublayerConfig
+from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.feed_forward import FeedForward
 from triptych.opening import OpenedModel
-from triptych.text import SentencePieceTokenizer
+from triptych.text import PretrainedTokenizer, SentencePieceTokenizer
 
 _TOLERANCE = 1e-4
+_ACTIVATIONS = {
+    "relu": "RELU",
+    "gelu": "GELU",
+    "gelu_tanh": "GELUTanh",
+    "gelu_sigmoid": "GELUSigmoid",
+    "swish": "SWISH",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
+}
 
 
-def write_ctranslate2(run: OpenedModel, folder: Path, quantization: Quantization) -> Written:
+def _activation(name: str) -> Any:
+    from ctranslate2.specs import common_spec
+
+    return getattr(common_spec.Activation, _ACTIVATIONS[name])
+
+
+def write_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> Written:
     """Fill a folder that `ctranslate2.Translator` reads."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     plain = plain_model(run.encoder_decoder, "CTranslate2")
     length = max_positions(run.encoder_decoder, run.decoding.max_extra_tokens)
-    spec = _spec(plain.model.float(), plain.num_heads, length)
+    spec = _translator_spec(plain.model.float(), plain.num_heads, length)
     source, target = run.tokenizers.source, run.tokenizers.target
     spec.register_source_vocabulary(list(source.vocabulary))
     spec.register_target_vocabulary(list(target.vocabulary))
@@ -57,9 +88,9 @@ def write_ctranslate2(run: OpenedModel, folder: Path, quantization: Quantization
     spec.optimize(quantization=quantization)
     spec.save(str(folder))
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
-    (folder / "README.md").write_text(_readme(run, length), encoding="utf-8")
+    (folder / "README.md").write_text(_readme_of_translator(run, length), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
-    check = _check(run, folder, quantization)
+    check = _check_translator(run, folder, quantization)
     return Written(f"Transformer, {quantization}", parameters, plain.done, (check,))
 
 
@@ -70,28 +101,23 @@ def _unknown(run: OpenedModel) -> str:
     return source.vocabulary[token]
 
 
-def _spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
-    from ctranslate2.specs import common_spec, transformer_spec
+def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
+    from ctranslate2.specs import transformer_spec
 
     config = model.config
-    activations = {
-        "relu": common_spec.Activation.RELU,
-        "gelu": common_spec.Activation.GELU,
-        "swish": common_spec.Activation.SWISH,
-    }
-    same: dict[str, Any] = {"pre_norm": config.norm == "pre", "activation": activations[config.activation]}
+    same: dict[str, Any] = {"pre_norm": config.norm == "pre", "activation": _activation(config.activation)}
     encoder = transformer_spec.TransformerEncoderSpec(config.encoder.num_layers, num_heads["encoder"], **same)
     decoder = transformer_spec.TransformerDecoderSpec(config.decoder.num_layers, num_heads["decoder"], **same)
     for stack in (encoder, decoder):
         stack.scale_embeddings = float(config.d_model**0.5)
-    encoder.embeddings[0].weight = array(model.src_embedding.weight)
-    decoder.embeddings.weight = array(model.tgt_embedding.weight)
-    encoder.position_encodings.encodings = array(position_table(model, "src", length))
-    decoder.position_encodings.encodings = array(position_table(model, "tgt", length))
+    encoder.embeddings[0].weight = _array(model.src_embedding.weight)
+    decoder.embeddings.weight = _array(model.tgt_embedding.weight)
+    encoder.position_encodings.encodings = _array(position_table(model, "src", length))
+    decoder.position_encodings.encodings = _array(position_table(model, "tgt", length))
     if config.norm == "pre":
-        set_norm(encoder.layer_norm, model.encoder_norm)
-        set_norm(decoder.layer_norm, model.decoder_norm)
-    set_linear(decoder.projection, [model.output])
+        _set_norm(encoder.layer_norm, model.encoder_norm)
+        _set_norm(decoder.layer_norm, model.decoder_norm)
+    _set_linear(decoder.projection, [model.output])
     for layer, block in zip(encoder.layer, model.encoder, strict=True):
         assert isinstance(block, Block)  # a ModuleList does not tell
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
@@ -99,10 +125,10 @@ def _spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
     for layer, block in zip(decoder.layer, model.decoder, strict=True):
         assert isinstance(block, Block)
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
-        set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))
-        set_linear(layer.attention.linear[1], _maps(block.cross_attention, "kv"))
-        set_linear(layer.attention.linear[2], _maps(block.cross_attention, "o"))
-        set_norm(layer.attention.layer_norm, block.cross_residual.norm)
+        _set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))
+        _set_linear(layer.attention.linear[1], _maps(block.cross_attention, "kv"))
+        _set_linear(layer.attention.linear[2], _maps(block.cross_attention, "o"))
+        _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
         _set_feed_forward(layer.ffn, block.feed_forward, block.feed_forward_residual)
     return transformer_spec.TransformerSpec(encoder, decoder)
 
@@ -114,19 +140,19 @@ def _maps(attention: MultiHeadAttention, sides: str) -> list[torch.nn.Linear]:
 
 
 def _set_self_attention(spec: Any, attention: MultiHeadAttention, residual: Residual) -> None:
-    set_linear(spec.linear[0], _maps(attention, "qkv"))
-    set_linear(spec.linear[1], _maps(attention, "o"))
-    set_norm(spec.layer_norm, residual.norm)
+    _set_linear(spec.linear[0], _maps(attention, "qkv"))
+    _set_linear(spec.linear[1], _maps(attention, "o"))
+    _set_norm(spec.layer_norm, residual.norm)
 
 
 def _set_feed_forward(spec: Any, feed_forward: torch.nn.Module, residual: Residual) -> None:
     assert isinstance(feed_forward, FeedForward)  # recipes have no other
-    set_linear(spec.linear_0, [feed_forward.inner])
-    set_linear(spec.linear_1, [feed_forward.outer])
-    set_norm(spec.layer_norm, residual.norm)
+    _set_linear(spec.linear_0, [feed_forward.inner])
+    _set_linear(spec.linear_1, [feed_forward.outer])
+    _set_norm(spec.layer_norm, residual.norm)
 
 
-def _check(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
+def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
     """Compare log-probabilities of random outputs, token by token."""
     import ctranslate2
 
@@ -157,7 +183,7 @@ def _log_probs(model: EncoderDecoder, pairs: Pairs, eos_id: int) -> Tensor:
     return log_probs.gather(2, following[:, :, None])[:, :, 0].float()
 
 
-def _readme(run: OpenedModel, length: int) -> str:
+def _readme_of_translator(run: OpenedModel, length: int) -> str:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     target = run.tokenizers.target
     alpha, beam = run.decoding.alpha, run.decoding.beam_size
@@ -198,3 +224,237 @@ Sources have at most {run.encoder_decoder.config.max_source_tokens} tokens, and 
 triptych divides log-probabilities by ((5 + n) / 6)^α, CTranslate2 by n^α: with the length penalty off (0)
 both search alike.
 """
+
+
+def write_text_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> Written:
+    """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer."""
+    model, tokenizer = opened.language_model, opened.tokenizer
+    check = write_generator(model, folder, quantization)
+    if isinstance(tokenizer, PretrainedTokenizer):
+        tokenizer.save_files(folder)
+    else:
+        tokenizer.save(folder / "tokenizer.json")
+    write_text(folder / "README.md", _readme(opened.end_ids))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Written(f"TransformerDecoder, {quantization}", count, (), (check,))
+
+
+def _readme(end_ids: Sequence[int]) -> str:
+    return f"""# A language model for CTranslate2, converted with triptych
+
+Its tokens are the numbers of the tokenizer's, as text.
+
+```python
+import ctranslate2
+from tokenizers import Tokenizer
+
+tokenizer = Tokenizer.from_file("path/to/this/folder/tokenizer.json")
+generator = ctranslate2.Generator("path/to/this/folder")
+prompt = [str(token) for token in tokenizer.encode("Once upon", add_special_tokens=False).ids]
+(found,) = generator.generate_batch([prompt], max_length=40, end_token={list(end_ids)})
+print(tokenizer.decode(found.sequences_ids[0]))
+```
+"""
+
+
+def write_generator(
+    model: LanguageModel, folder: Path, quantization: Quantization = "float32"
+) -> ConversionCheck:
+    """Fill a folder that `ctranslate2.Generator` reads; its tokens are the numbers "0", "1", … of ours."""
+    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
+    spec = _spec(model)
+    vocabulary = [str(token) for token in range(model.vocab_size)]
+    spec.register_vocabulary(vocabulary)
+    # Every token of ours is known, and the engine names the tokens that end a text.
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = vocabulary[0]
+    spec.config.layer_norm_epsilon = _norm_of(model).eps
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    spec.save(str(folder))
+    return _check(model, folder, quantization)
+
+
+def _refused(what: str) -> UsageError:
+    return UsageError(f"CTranslate2 cannot hold this model: {what}")
+
+
+def _norm_of(model: LanguageModel) -> NormConfig:
+    """The norm that all of the model's are alike."""
+    norm = model.architecture.final_norm
+    if norm is None:
+        raise _refused("there is no norm after the last block")
+    return norm
+
+
+def _require_fit(model: LanguageModel) -> None:
+    """All but the attention layers is what a spec holds."""
+    made, norm = model.architecture, _norm_of(model)
+    embeddings, head = made.embeddings, made.head
+    reasons: dict[str, bool] = {
+        "it is an encoder": made.kind != "decoder",
+        "it has no output table": head is None,
+        "blocks serve several times": bool(made.order) and made.order != tuple(range(len(made.blocks))),
+        "embeddings have another width than the stream": embeddings.width not in (None, made.d_model),
+        f"{embeddings.positions} positions of the embeddings": embeddings.positions == "sinusoidal",
+        "token types": embeddings.num_types > 0,
+        "a norm of the embeddings": embeddings.norm is not None,
+    }
+    if head is not None:
+        reasons |= {
+            "a map before the output table": head.transform or head.norm is not None or bool(head.activation),
+            "the output table has another width than the stream": head.width not in (None, made.d_model),
+            "a soft cap of the logits": head.soft_cap is not None,
+        }
+    first = _feed_forward(model, 0)
+    for number, block in enumerate(made.blocks):
+        for frame in (block.attention, block.feed_forward_frame):
+            reasons |= {f"block {number} {reason}": holds for reason, holds in _of_frame(frame, norm)}
+        reasons[f"block {number} computes attention and feed-forward layer side by side"] = block.parallel
+        feed_forward = _feed_forward(model, number)
+        reasons[f"block {number} has another feed-forward layer than the first"] = (
+            feed_forward.activation,
+            feed_forward.gated,
+        ) != (first.activation, first.gated)
+        reasons[f"the activation {feed_forward.activation}"] = feed_forward.activation not in _ACTIVATIONS
+    for reason, holds in reasons.items():
+        if holds:
+            raise _refused(reason)
+
+
+def _feed_forward(model: LanguageModel, number: int) -> FeedForwardConfig:
+    config = model.architecture.blocks[number].feed_forward
+    if not isinstance(config, FeedForwardConfig):
+        raise _refused(f"block {number} has a mixture of experts")
+    return config
+
+
+def _of_frame(frame: SublayerConfig, norm: NormConfig) -> Iterator[tuple[str, bool]]:
+    yield "has no norm before a sub-layer", frame.norm is None or frame.place != "pre"
+    yield "has a norm after a sub-layer", frame.out_norm is not None
+    yield "scales what a sub-layer adds", frame.scale != 1.0
+    yield "adds to the normalised stream", frame.from_norm
+    alike = frame.norm is None or (frame.norm.kind, frame.norm.eps) == (norm.kind, norm.eps)
+    yield "has another norm than the last one", not alike
+
+
+def _spec(model: LanguageModel) -> Any:
+    from ctranslate2.specs import transformer_spec
+
+    _require_fit(model)
+    made, norm = model.architecture, _norm_of(model)
+    blocks = [block for block in model.blocks if isinstance(block, Block)]
+    plain = [plain_layer(block, number, _refused) for number, block in enumerate(blocks)]
+    sizes = head_sizes(plain, _refused)
+    rotary, *others = (_rotary(weights.semantics.rotary, sizes.width) for weights in plain)
+    if any(other != rotary for other in others):
+        raise _refused("its layers have different rotary positions")
+    if not rotary and made.embeddings.positions == "none":
+        raise _refused("it has no positions")
+    first = _feed_forward(model, 0)
+    spec = transformer_spec.TransformerDecoderModelSpec.from_config(
+        len(blocks),
+        sizes.num_heads,
+        pre_norm=True,
+        activation=_activation(first.activation),
+        ffn_glu=first.gated,
+        rms_norm=norm.kind == "rms",
+        num_heads_kv=None if sizes.num_kv_heads == sizes.num_heads else sizes.num_kv_heads,
+        head_dim=None if sizes.width * sizes.num_heads == made.d_model else sizes.width,
+        **rotary,
+    )
+    decoder = spec.decoder
+    decoder.scale_embeddings = False if made.embeddings.scale == 1.0 else float(made.embeddings.scale)
+    decoder.embeddings.weight = _array(model.embeddings.table.weight)
+    if made.embeddings.positions == "learned":
+        rows = model.embeddings.positions.get_parameter("weight")
+        decoder.position_encodings.encodings = _array(rows[made.embeddings.position_offset :])
+    _set_norm(decoder.layer_norm, model.final_norm)
+    assert model.head is not None
+    output, scale = model.head.output, model.head.config.scale
+    decoder.projection.weight = _array(output.weight * scale if scale != 1.0 else output.weight)
+    if output.bias is not None:
+        decoder.projection.bias = _array(output.bias * scale)
+    for layer, block, weights in zip(decoder.layer, blocks, plain, strict=True):
+        _set_attention(layer.self_attention, weights, sizes)
+        _set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
+        feed_forward = block.feed_forward
+        assert isinstance(feed_forward, FeedForward)
+        gate = feed_forward.gate
+        _set_linear(layer.ffn.linear_0, [feed_forward.inner if gate is None else gate])
+        if gate is not None:
+            _set_linear(layer.ffn.linear_0_noact, [feed_forward.inner])
+        _set_linear(layer.ffn.linear_1, [feed_forward.outer])
+        _set_norm(layer.ffn.layer_norm, block.feed_forward_residual.norm)
+    return spec
+
+
+def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
+    """Arguments of the spec for rotary positions; none without them."""
+    if rotary is None:
+        return {}
+    count = len(rotary.frequencies)
+    return {
+        "rotary_dim": 0 if 2 * count == width else 2 * count,
+        "rotary_interleave": rotary.pairing == "interleaved",
+        "rotary_base": rotary_base(rotary, _refused),
+    }
+
+
+def _set_attention(spec: Any, weights: AttentionWeights, sizes: HeadSizes) -> None:
+    plain = padded(weights, sizes)
+    (q,), (k,), (v,), (o,) = plain.q, plain.k, plain.v, plain.o
+    spec.linear[0].weight = _array(torch.cat([link.weight.mT.flatten(0, 1) for link in (q, k, v)]))
+    spec.linear[1].weight = _array(o.weight.flatten(0, 1).T)
+    biases = torch.cat([link.bias.flatten() for link in (q, k, v) if link.bias is not None])
+    if bool(biases.any()):
+        spec.linear[0].bias = _array(biases)
+    if weights.o_bias is not None:
+        spec.linear[1].bias = _array(weights.o_bias)
+
+
+@torch.no_grad()
+def _check(model: LanguageModel, folder: Path, quantization: Quantization) -> ConversionCheck:
+    """Logits of random tokens."""
+    import ctranslate2
+
+    length = min(12, model.max_tokens or 12)
+    ids = torch.randint(model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0))
+    some = next(model.parameters())
+    exact = model if some.dtype in (torch.float32, torch.float64) else copy.deepcopy(model).float()
+    expected = exact.eval()(ids.to(some.device)).logits.cpu()
+    generator = ctranslate2.Generator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
+    tokens = [[str(token) for token in row] for row in ids.tolist()]
+    found = torch.as_tensor(numpy.asarray(generator.forward_batch(tokens)))
+    what = "logits by CTranslate2 and by the model"
+    if quantization == "int8":
+        return rounded_difference(what, expected, found)
+    return compare_logits(what, expected, found, _TOLERANCE)
+
+
+def _array(tensor: Tensor) -> Any:
+    """A tensor as a specification holds it, in float32."""
+    return tensor.detach().float().cpu().contiguous().numpy()
+
+
+def _set_linear(spec: Any, linears: Sequence[nn.Linear]) -> None:
+    """Fill in one map, or several below each other."""
+    spec.weight = _array(_below([linear.weight for linear in linears]))
+    if linears[0].bias is not None:
+        spec.bias = _array(_below([linear.bias for linear in linears]))
+
+
+def _set_norm(spec: Any, norm: nn.Module) -> None:
+    """Fill in a norm; a gain that it does not have is 1, and a LayerNorm's bias 0."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm)
+    if isinstance(norm, OffsetNorm):
+        weight = norm.weight + norm.offset
+    else:
+        weight = torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight
+    spec.gamma = _array(weight)
+    if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
+        spec.beta = _array(torch.zeros_like(weight) if norm.bias is None else norm.bias)
+
+
+def _below(tensors: Sequence[Tensor]) -> Tensor:
+    # `torch.cat` would copy a single one.
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])

@@ -1,13 +1,22 @@
-"""A model of ours as a folder of Hugging Face's."""
+"""A run as a folder that `transformers` reads, with its tokenizers.
 
+A run that went on with a checkpoint has the format of its family; a model of a recipe is written in one of
+those that hold it (`formats`).
+"""
+
+import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from triptych.checkpoints.marian import read_marian
 from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
-from triptych.checkpoints.marian_writing import Searching, architecture_for, write_checkpoint
+from triptych.checkpoints.models import load_language_model
+from triptych.converting import formats
 from triptych.converting.checks import (
     TOLERANCES,
     ConversionCheck,
@@ -18,31 +27,102 @@ from triptych.converting.checks import (
     quiet_transformers,
     random_pairs,
 )
-from triptych.converting.plain_heads import plain_model
+from triptych.converting.plain import plain_model
 from triptych.errors import DataError
 from triptych.extras import is_installed
+from triptych.files import write_text
+from triptych.models import LanguageModel
+from triptych.models.storage import write_weights
 from triptych.opening import OpenedModel
-from triptych.text import SentencePieceTokenizer, SentenceTokenizer
+from triptych.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
+from triptych.training.continuing import copy_checkpoint, goes_on
 
-_LOGITS = "logits of the folder, read by transformers, and of the model"
+_LOGITS = "logits of the folder, read by {}, and of the model"
 _IDS = "token ids of AutoTokenizer and ours"
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_SAMPLES = (
+    "A little girl, 3 years old: it costs $12.50!",
+    "  two  spaces\tand a tab\n",
+    "snake_case é ½ 🙂",
+    "",
+)
 
 
-def write_hf(run: OpenedModel, folder: Path) -> Written:
+def write_translator(run: OpenedModel, folder: Path) -> Written:
     """Fill a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` read."""
-    architecture_for(run.encoder_decoder)
+    formats.translator_type(run.encoder_decoder)  # before anything is multiplied out
     plain = plain_model(run.encoder_decoder, "Hugging Face's format")
-    decoding = run.decoding
-    searching = Searching(
-        decoding.beam_size, decoding.alpha, decoding.max_extra_tokens, decoding.stop == "certain"
-    )
-    architecture = write_checkpoint(plain.model, plain.num_heads, run.tokenizers, searching, folder)
+    made = formats.translator(plain, run.tokenizers, run.decoding.max_extra_tokens)
+    architecture = str(made.settings["model_type"])
+    _write(folder, made.settings, made.tensors)
+    _write_json(folder / "generation_config.json", _generation(made.settings, run))
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
-    (folder / "README.md").write_text(_readme(run, architecture), encoding="utf-8")
+    write_text(folder / "README.md", _readme(run, architecture))
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
-    checks += _check_with_transformers(run, folder)
+    checks += _with_transformers(_check_logits, _check_ids, run, folder)
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     return Written(architecture, parameters, plain.done, tuple(checks))
+
+
+def write_language_model(opened: OpenedModel, folder: Path) -> Written:
+    """Fill a folder that `AutoModelForCausalLM` or `AutoModelForMaskedLM` and `AutoTokenizer` read."""
+    if goes_on(opened.folder):
+        copy_checkpoint(opened.folder, folder)
+        name, folded = "as the checkpoint that the run went on with", tuple[str, ...]()
+    else:
+        made, tokenizer = formats.language_model(opened.language_model), opened.tokenizer
+        assert isinstance(tokenizer, PretrainedTokenizer)
+        ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_id") for kind in ("bos", "eos", "pad")}
+        _write(folder, {**made.settings, **ids, "use_cache": True}, made.tensors)
+        tokenizer.save_files(folder)
+        name = str(made.settings["model_type"])
+        folded = () if made.plain else ("the maps of every head multiplied out",)
+    again, model = load_language_model(folder).model, opened.language_model
+    checks = [_compare(model, again.eval(), "triptych")]
+    checks += _with_transformers(_check_language_model, _check_ids_of_texts, opened, folder)
+    count = sum(parameter.numel() for parameter in again.parameters())
+    return Written(name, count, folded, tuple(checks))
+
+
+def _write(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", {**settings, "dtype": dtype})
+    write_weights(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+
+
+def _write_json(path: Path, record: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]:
+    """How the checkpoint wants to be searched."""
+    decoding = run.decoding
+    names = ("bos", "decoder_start", "eos", "forced_eos", "pad")
+    record: dict[str, Any] = {f"{name}_token_id": settings[f"{name}_token_id"] for name in names}
+    record |= {
+        "bad_words_ids": [
+            [token] for token in dict.fromkeys((record["pad_token_id"], record["bos_token_id"]))
+        ],
+        "max_length": settings["max_position_embeddings"],
+        "num_beams": decoding.beam_size,
+        # As our search: what is left has probabilities that sum to 1.
+        "renormalize_logits": True,
+    }
+    if decoding.beam_size > 1:
+        record["length_penalty"] = decoding.alpha
+        record["early_stopping"] = "never" if decoding.stop == "certain" else True
+    return record
+
+
+def _with_transformers(logits: Any, ids: Any, opened: OpenedModel, folder: Path) -> list[ConversionCheck]:
+    """Both checks; what was not tried where `transformers` is missing."""
+    if not is_installed("transformers"):
+        note = "transformers is not installed: pip install 'triptych[convert]'"
+        return [ConversionCheck(what, False, note=note) for what in (_LOGITS.format("transformers"), _IDS)]
+    with quiet_transformers(), torch.no_grad():
+        return [logits(opened, folder), *ids(opened, folder)]
 
 
 def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
@@ -56,7 +136,7 @@ def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
     target = run.tokenizers.target
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     return compare_logits(
-        "logits of the folder, read by triptych, and of the model",
+        _LOGITS.format("triptych"),
         logits_of(run.encoder_decoder, pairs),
         logits_of(model, pairs),
         TOLERANCES[model.tgt_embedding.weight.dtype],
@@ -67,43 +147,31 @@ def _with_end(tokenizer: SentenceTokenizer, text: str) -> list[int]:
     return [*tokenizer.encode([text])[0], tokenizer.eos_id]
 
 
-def _check_with_transformers(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
-    if not is_installed("transformers"):
-        note = "transformers is not installed: pip install 'triptych[convert]'"
-        return [ConversionCheck(_LOGITS, False, note=note), ConversionCheck(_IDS, False, note=note)]
-    with quiet_transformers():
-        return [_check_logits(run, folder), *_check_ids(run, folder)]
-
-
 def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
     from transformers import AutoModelForSeq2SeqLM
 
-    theirs = AutoModelForSeq2SeqLM.from_pretrained(
-        folder, dtype="auto", local_files_only=True, trust_remote_code=False
-    ).eval()
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="auto", **_LOCAL).eval()
     target = run.tokenizers.target
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
-    with torch.no_grad():
-        found = theirs(
-            input_ids=pairs.src,
-            attention_mask=pairs.mask(run.encoder_decoder.pad_id).long(),
-            decoder_input_ids=pairs.tgt_in,
-        ).logits
+    found = theirs(
+        input_ids=pairs.src,
+        attention_mask=pairs.mask(run.encoder_decoder.pad_id).long(),
+        decoder_input_ids=pairs.tgt_in,
+    ).logits
     dtype = run.encoder_decoder.tgt_embedding.weight.dtype
     if found.dtype != dtype:
         raise DataError(f"{folder} is read as {found.dtype}, and the model is {dtype}")
     # Marian's positions in transformers are numbers of float32 in any dtype.
     tolerance = max(TOLERANCES[dtype], 1e-6) if theirs.config.model_type == "marian" else TOLERANCES[dtype]
-    return compare_logits(
-        _LOGITS, logits_of(run.encoder_decoder, pairs), found, tolerance, f"{pairs.tgt_in.numel()} tokens"
-    )
+    what, own = _LOGITS.format("transformers"), logits_of(run.encoder_decoder, pairs)
+    return compare_logits(what, own, found, tolerance, f"{pairs.tgt_in.numel()} tokens")
 
 
 def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
     from transformers import AutoTokenizer
 
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
     checks = [
         compare_tokenizers(
             f"{_IDS}, source",
@@ -113,9 +181,7 @@ def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
     ]
     target = tokenizer
     if not run.tokenizers.joint and not pieces:
-        target = AutoTokenizer.from_pretrained(
-            folder / TARGET_FOLDER, local_files_only=True, trust_remote_code=False
-        )
+        target = AutoTokenizer.from_pretrained(folder / TARGET_FOLDER, **_LOCAL)
     checks.append(
         compare_tokenizers(
             f"{_IDS}, target",
@@ -125,6 +191,38 @@ def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
         )
     )
     return checks
+
+
+def _check_language_model(opened: OpenedModel, folder: Path) -> ConversionCheck:
+    import transformers
+
+    auto = (
+        transformers.AutoModelForCausalLM
+        if opened.language_model.causal
+        else transformers.AutoModelForMaskedLM
+    )
+    theirs = auto.from_pretrained(folder, dtype="auto", **_LOCAL).eval()
+    return _compare(opened.language_model, theirs, "transformers")
+
+
+@torch.no_grad()
+def _compare(model: LanguageModel, again: Any, library: str) -> ConversionCheck:
+    length = min(24, model.max_tokens or 24)
+    ids = torch.randint(model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0))
+    tolerance = TOLERANCES[model.embeddings.table.weight.dtype]
+    return compare_logits(_LOGITS.format(library), model.eval()(ids).logits, again(ids).logits, tolerance)
+
+
+def _check_ids_of_texts(opened: OpenedModel, folder: Path) -> list[ConversionCheck]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
+    for text in _SAMPLES:
+        found = list(tokenizer(text)["input_ids"])
+        (own,) = opened.tokenizer.encode(text, add_special=True, parse_special=True)
+        if found != own:
+            raise DataError(f"{_IDS}: {text!r} is {found} there and {own} here: nothing is written")
+    return [ConversionCheck(_IDS, True, note=f"{len(_SAMPLES)} texts")]
 
 
 def _readme(run: OpenedModel, architecture: str) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
-from triptych.checkpoints.marian_writing import max_positions
 from triptych.converting.checks import (
     ConversionCheck,
     Pairs,
@@ -25,6 +24,7 @@ from triptych.converting.checks import (
     random_pairs,
 )
 from triptych.converting.onnx_graphs import DecoderGraph, EncoderGraph
+from triptych.converting.plain import max_positions
 from triptych.decoding import Engine
 from triptych.extras import is_installed, require_extra
 from triptych.opening import OpenedModel

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from triptych.converting.generators import write_generator
+from triptych.converting.ctranslate2 import write_generator
 from triptych.decoding import Precision, length_penalty
 from triptych.decoding.generation import (
     Finish,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from triptych.checkpoints.marian_writing import max_positions
-from triptych.converting.ctranslate2 import write_ctranslate2
+from triptych.converting.ctranslate2 import write_translator
+from triptych.converting.plain import max_positions
 from triptych.decoding import Hypothesis, Precision, SearchOptions, length_penalty
 from triptych.decoding.batches import batch_searcher, batches_of_like_length
 from triptych.decoding.hypotheses import best_first, limit_of
@@ -64,7 +64,7 @@ class CTranslate2Searcher:
         name = f"ctranslate2-{ctranslate2.__version__}-{hash_of(run.encoder_decoder, texts)}"
 
         def write(folder: Any) -> None:
-            write_ctranslate2(roomy, folder, "float32")
+            write_translator(roomy, folder, "float32")
 
         with converted(name, write) as folder:
             try:

@@ -85,6 +85,11 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
 
 
 def _folded(head: Head, into: Into) -> Head:
+    if into != "Q" and head.borrows is not None:
+        raise UsageError(
+            f"layer {head.layer.name} uses keys and values of layer {head.borrows}, made of what that one "
+            'reads: there is no composition into its "K" and "V"'
+        )
     weights = head.layer.weights
     if weights.norm_place != "pre":
         place = "a post-norm" if weights.norm_place == "post" else "norms on both sides of layers (sandwich)"

@@ -1,7 +1,7 @@
 """What the attention of a model costs, layer by layer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from triptych.algebra.cost import writing_cost
@@ -65,6 +65,9 @@ def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> Mode
     for layer, site in zip(layers, source.sites, strict=True):
         read = source.outline(site)
         cost = writing_cost(layer.outline)
+        if read.borrows is not None:  # its keys and values are made, and counted, there
+            own = writing_cost(replace(layer.outline, k=(), v=()))
+            cost = replace(own, pair_flops=cost.pair_flops)
         found.append(
             LayerCost(
                 layer.name,

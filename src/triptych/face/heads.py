@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from html import escape
 from typing import NoReturn, final, overload
 
 import torch
@@ -17,6 +16,7 @@ from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
+from triptych.printable import table_html
 
 
 @final
@@ -212,7 +212,11 @@ class Head:
 
     @property
     def borrows(self) -> str | None:
-        """The layer whose keys and values the head reads, where they are not its own layer's."""
+        """The layer whose keys and values the head uses, where its own layer has none; None if it has.
+
+        W_K and W_V are then that layer's, and apply to what that layer reads. `group` has the heads of one
+        layer that share keys and values.
+        """
         return self.layer.borrows
 
     @property
@@ -239,7 +243,7 @@ class Head:
         shapes, first = self._shapes(), next(self._outline.tensors())
         biases = [f"b_{side.upper()}" for side in _SIDES if self._outline.multiplied(side).bias is not None]
         return (
-            f"Head {self.name} of {self.layer.model}{group}\n"
+            f"Head {self.name} of {self.layer.model}{group}{_borrowed(self.borrows)}\n"
             f"  {'  '.join(f'{name} {shape}' for name, shape in shapes)}"
             + (f"  with {', '.join(biases)}" if biases else "")
             + f" ({_dtype(first)}){between}"
@@ -275,10 +279,8 @@ class Layer:
         borrows: the layer whose keys and values it reads; None if it has its own.
     """
 
-    borrows: str | None = None
-
-    def __init__(self, name: str, source: AttentionSource, site: Site) -> None:
-        self.name, self.model, self.kind = name, source.name, site.kind
+    def __init__(self, name: str, source: AttentionSource, site: Site, borrows: str | None = None) -> None:
+        self.name, self.model, self.kind, self.borrows = name, source.name, site.kind, borrows
         self._source, self._site = source, site
 
     @cached_property
@@ -379,7 +381,7 @@ class Layer:
         return (
             f"Layer {self.name} of {self.model}: {self.kind} attention, {self.num_heads} heads{groups}, "
             f"d_model {self.d_model}, d_k {d_k}, d_v {d_v}, {weights.num_parameters:,} parameters "
-            f"({_dtype(next(weights.tensors()))}){between}"
+            f"({_dtype(next(weights.tensors()))}){_borrowed(self.borrows)}{between}"
         )
 
     def _repr_html_(self) -> str:
@@ -479,6 +481,10 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
     return replace(weights, num_heads=1, semantics=semantics, o_bias=None, **chains)  # type: ignore[arg-type]
 
 
+def _borrowed(lender: str | None) -> str:
+    return "" if lender is None else f", keys and values of layer {lender}"
+
+
 def _shape(tensor: Tensor) -> str:
     return str([*tensor.shape])
 
@@ -489,9 +495,3 @@ def _dtype(tensor: Tensor) -> str:
 
 def _range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]} to {numbers[-1]}"
-
-
-def table_html(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A small table with a heading, for a notebook."""
-    body = "".join(f"<tr><th scope='row'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
-    return f"<table><caption>{escape(title)}</caption>{body}</table>"

@@ -1,9 +1,11 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal, final, overload
 
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.leaving_out import Instead
 from triptych.attending.over import OverText, read_texts
+from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
@@ -49,9 +51,10 @@ from triptych.face.changes import (
     with_map,
     without_heads,
 )
+from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
-from triptych.face.heads import Head, Layer, Layers, Stack, table_html
+from triptych.face.heads import Head, Layer, Layers, Stack
 from triptych.face.opened import ChangedSource, Opened, Options, open_source
 from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
@@ -61,7 +64,8 @@ from triptych.inspection import Inspection, inspect
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, Reader
-from triptych.progress import Progress
+from triptych.printable import table_html
+from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
@@ -170,6 +174,11 @@ class Model:
         return tuple(found)
 
     @property
+    def why_not_run(self) -> str:
+        """Why the model can be read and not run; "" if it runs."""
+        return self._opened.why_not_run
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """What was changed, in order: `ablate(3.2)`."""
         return tuple(change.words for change in self._changes)
@@ -197,8 +206,13 @@ class Model:
     def layers(self) -> Layers:
         """All attention layers, in order; their weights are read when they are asked for."""
         source = self._attention
+        names = dict(zip(source.sites, self._places.names, strict=True))
+        lenders = {site: source.lender(site) for site in source.sites}
         return Layers(
-            [Layer(name, source, site) for name, site in zip(self._places.names, source.sites, strict=True)]
+            [
+                Layer(name, source, site, None if (lender := lenders[site]) is None else names[lender])
+                for site, name in names.items()
+            ]
         )
 
     @property
@@ -261,7 +275,7 @@ class Model:
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         ignore_rotary: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = untold,
     ) -> Inspection:
         """Measure every head from its weights: spectra, ranks, similarities beside chance, symmetry, copying.
 
@@ -278,6 +292,20 @@ class Model:
         return inspect(
             self._attention, layers=layers, heads=heads, ignore_rotary=ignore_rotary, progress=progress
         )
+
+    def check(self, text: str | None = None, target: str | None = None) -> Check:
+        """Compare logits, losses and attention weights with `transformers`, which has to be installed.
+
+        Args:
+            text: what both read; random tokens if None.
+            target: of an encoder-decoder, what its decoder produces; its own translation if None.
+
+        Raises:
+            UsageError: the model was changed, is a run of triptych, or `transformers` is not installed.
+            DataError: one of the two does not run it.
+        """
+        with self._files() as source:
+            return check_against_transformers(source, text, target)
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
@@ -602,13 +630,10 @@ class Model:
         Raises:
             UsageError: something does not fit the model.
         """
-        documents = [text] if isinstance(text, str) else text
-        if isinstance(documents, Path):
-            documents = read_texts(self.reader, documents)
         return attend_over(
             self.reader,
-            documents,
-            read_lines(targets) if isinstance(targets, Path) else targets,
+            text,
+            targets,
             worth=worth,
             explain=explain,
             context=context,
@@ -858,7 +883,8 @@ class Model:
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
         recipe = _recipe(steps, calibration, skip_refused)
-        return plan_rewrite(self._files(), recipe, family=self._opened.options.family)
+        with self._files() as source:
+            return plan_rewrite(source, recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
@@ -891,15 +917,16 @@ class Model:
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
-        rewrite_checkpoint(
-            self._files(),
-            target,
-            _recipe(steps, calibration, skip_refused),
-            family=self._opened.options.family,
-            text=None if text is None else Path(text),
-            compare=compare,
-            progress=progress,
-        )
+        with self._files() as source:
+            rewrite_checkpoint(
+                source,
+                target,
+                _recipe(steps, calibration, skip_refused),
+                family=self._opened.options.family,
+                text=None if text is None else Path(text),
+                compare=compare,
+                progress=progress,
+            )
         return Model(Opened(name, find_source(target), self._opened.options, temporary=temporary))
 
     # Keeping.
@@ -955,7 +982,7 @@ class Model:
             TriptychError: the model cannot be run; the message says why.
         """
         try:
-            opened = self._opened.model
+            opened = self._opened.ready
         except DataError as error:
             if self._has_heads():
                 raise DataError(f"{error}; triptych inspect can read its heads") from None
@@ -1048,13 +1075,19 @@ class Model:
             )
         return [found[place] for place in range(len(prompts))]
 
-    def _files(self) -> Source:
-        """The files that a rewrite reads."""
-        if self._changes:
-            raise UsageError(
-                f"{self.name} was changed ({', '.join(self.changes)}): save it, and rewrite what was saved"
-            )
-        return self._opened.files
+    @contextmanager
+    def _files(self) -> Iterator[Source]:
+        """The files that a rewrite reads; a changed model, and a module in memory, are saved to be read."""
+        if not self._changes and self._opened.module is None:
+            yield self._opened.files
+            return
+        with TemporaryDirectory(prefix="triptych-") as place:
+            source = find_source(self.save(Path(place, "model")))
+            tokenizers = self._opened.options.tokenizer
+            if self._opened.module is not None and isinstance(tokenizers, str | Path):
+                shutil.copy(Path(tokenizers, "tokenizer.json"), source.folder)
+            source.name = ", ".join((self.name, *self.changes))
+            yield source
 
     def __repr__(self) -> str:
         source = self._opened.attention

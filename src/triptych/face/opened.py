@@ -101,11 +101,18 @@ class Opened:
         )
         return OpenedModel(self.name, folder, module, tokenizers)
 
+    @property
+    def ready(self) -> OpenedModel:
+        """The model, ready to read texts."""
+        if self.model.has_tokenizer:
+            return self.model
+        raise self.model.no_tokenizer
+
     @cached_property
     def why_not_run(self) -> str:
         """Why the model cannot be run; "" if it can."""
         try:
-            assert self.model
+            assert self.ready
         except TriptychError as error:
             return str(error)
         return ""
@@ -138,6 +145,9 @@ class ChangedSource(AttentionSource):
 
     def outline(self, site: Site) -> AttentionLayer:
         return self.read(site) if self._is_changed(site) else self._source.outline(site)
+
+    def lender(self, site: Site) -> Site | None:
+        return self._source.lender(site)
 
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
         return None if self._is_changed(site) else self._source.read_map(site, side, head)

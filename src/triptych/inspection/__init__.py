@@ -1,7 +1,12 @@
-"""Measures of the attention heads of a checkpoint."""
+"""Measures of the attention heads of a checkpoint, from its weights alone.
 
-from triptych.inspection.checkpoint import NEAR, Inspection, NearCopy, inspect
+`inspect` reads layer by layer (`checkpoint.py`), measures each (`layers.py`; `measures.py` says what) and
+gives an `Inspection` (`record.py`), which has rows, tables, files and a page.
+"""
+
+from triptych.inspection.checkpoint import inspect
 from triptych.inspection.layers import InspectedLayer
 from triptych.inspection.measures import MEASURES, Measure
+from triptych.inspection.record import NEAR, Inspection, NearCopy
 
 __all__ = ["MEASURES", "NEAR", "InspectedLayer", "Inspection", "Measure", "NearCopy", "inspect"]

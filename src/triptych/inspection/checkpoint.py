@@ -5,9 +5,7 @@ One layer is in memory at a time. The model is not run: all measures follow from
 
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -19,85 +17,11 @@ from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection.layers import InspectedLayer, inspect_layer
-from triptych.inspection.measures import MEASURES
-from triptych.progress import Progress
-
-# Cosine of two forms, of either sign, from which on they are called near-copies.
-NEAR = 0.9
-
+from triptych.inspection.record import NEAR, Inspection, NearCopy
+from triptych.progress import Progress, untold
 
 # Pairs of each form that may be worked out: each takes two layers to be read again.
 _MOST_PAIRS = 200
-
-
-@final
-@dataclass(frozen=True)
-class NearCopy:
-    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps.
-
-    Attributes:
-        form: "qk" or "ov".
-        one: a head, as "encoder 0, head 3".
-        other: another.
-        cosine: cosine of their forms; negative if they are opposite.
-    """
-
-    form: str
-    one: str
-    other: str
-    cosine: float
-
-
-@final
-@dataclass(frozen=True)
-class Inspection:
-    """The measures of a checkpoint.
-
-    Attributes:
-        name: name of the checkpoint.
-        family: its family.
-        known_by: how the family was recognised.
-        layers: the measured layers.
-        ignores_rotary: whether figures of rotary heads describe W_Q W_Kᵀ without the rotation.
-        num_tensors: number of tensors; those of `left_over` do not belong to attention.
-        seconds: the time it took.
-        copies: heads that are nearly equal, the closest first.
-        more_copies: whether there may be more near-copies than were computed.
-        unread: attention tensors that were recognised but not read, with the reason.
-        absent: stacks that the configuration has and the file lacks.
-        warnings: sentences on fields of the configuration that are set but not followed.
-    """
-
-    name: str
-    family: str
-    known_by: str
-    layers: tuple[InspectedLayer, ...]
-    ignores_rotary: bool
-    num_tensors: int
-    left_over: tuple[str, ...]
-    seconds: float
-    copies: tuple[NearCopy, ...]
-    more_copies: bool
-    unread: dict[str, str]
-    absent: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat record per head: its place, then every measure."""
-        return [
-            {
-                "stack": layer.stack,
-                "layer": layer.layer,
-                "kind": layer.kind,
-                "head": head,
-                "module": layer.module,
-                "positions": layer.positions,
-                "qk_of": layer.qk_of,
-                **{measure.name: layer.figures[measure.name][place] for measure in MEASURES},
-            }
-            for layer in self.layers
-            for place, head in enumerate(layer.heads)
-        ]
 
 
 @torch.no_grad()
@@ -108,7 +32,7 @@ def inspect(
     heads: Collection[int] | None = None,
     family: Family | None = None,
     ignore_rotary: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = untold,
 ) -> Inspection:
     """Measure the heads of a checkpoint."""
     if not isinstance(checkpoint, AttentionSource):
@@ -120,8 +44,7 @@ def inspect(
     total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
     found, sketched = [], _Sketches(checkpoint, ignore_rotary)
     for site in sites:
-        if progress is not None:
-            progress(site.name, done, total)
+        progress(site.name, done, total)
         layer = checkpoint.read(site)
         maps = layer.weights.multiplied_out()
         found.append(inspect_layer(checkpoint, layer, maps, heads, ignore_rotary))
@@ -131,11 +54,9 @@ def inspect(
     most = max(layer.num_heads for layer in found) - 1
     if heads is not None and max(heads, default=-1) > most:
         raise UsageError(f"{checkpoint.name}: head {max(heads)} does not exist; heads are 0 to {most}")
-    if progress is not None:
-        progress("heads that are nearly the same", done, total)
+    progress("heads that are nearly the same", done, total)
     copies, more_copies = sketched.near_copies()
-    if progress is not None:
-        progress("", total, total)
+    progress("", total, total)
     return Inspection(
         name=checkpoint.name,
         family=checkpoint.written_as,

@@ -21,11 +21,11 @@ from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
-from triptych.runs.folder import DECODING, RECIPE, check_tokenizers
-from triptych.runs.language import TOKENIZER
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
+from triptych.training.folder import DECODING, RECIPE, check_tokenizers
+from triptych.training.language import TOKENIZER
 
 
 @final
@@ -47,7 +47,7 @@ class OpenedModel:
         name: str,
         folder: Path,
         model: LanguageModel | EncoderDecoder,
-        tokenizers: Tokenizer | TokenizerPair | None,
+        tokenizers: Tokenizer | TokenizerPair | DataError,
         *,
         recipe: Recipe | None = None,
         decoding: DecodingConfig | None = None,
@@ -65,13 +65,19 @@ class OpenedModel:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model can read a text, and not only token ids."""
-        return self._tokenizers is not None
+        return not isinstance(self._tokenizers, DataError)
+
+    @property
+    def no_tokenizer(self) -> DataError:
+        """Why the model can read no text, only token ids."""
+        assert isinstance(self._tokenizers, DataError), "it has a tokenizer"
+        return self._tokenizers
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Of what the model reads and predicts; of an encoder-decoder the target's."""
-        if self._tokenizers is None:
-            raise DataError(f"a text cannot be read: the folder of {self.name} has no {TOKENIZER}")
+        if isinstance(self._tokenizers, DataError):
+            raise self._tokenizers
         return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers
 
     @property
@@ -217,7 +223,7 @@ def _opened(
     if languages is not None:
         raise UsageError(f"{found.name} does not translate: leave out --languages")
     loaded = load_language_model(found, where, dtype)
-    tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
+    tokenizer = _tokenizer_in(loaded.folder, loaded.model.vocab_size)
     return OpenedModel(
         found.name,
         loaded.folder,
@@ -308,7 +314,8 @@ def _own_language_model(source: Source) -> OpenedModel:
     model = read_own_model(source.folder)
     assert isinstance(model, LanguageModel), "its configuration says so"
     if not (source.folder / TOKENIZER).exists():
-        return OpenedModel(source.name, source.folder, model, None)
+        why = DataError(f"a text cannot be read: the folder of {source.name} has no {TOKENIZER}")
+        return OpenedModel(source.name, source.folder, model, why)
     tokenizer = read_tokenizer(source.folder / TOKENIZER)
     if tokenizer.vocab_size != model.vocab_size:
         raise DataError(
@@ -344,8 +351,16 @@ def _unsearched(
         raise why
     model = load_encoder_decoder(source, device, dtype)
     folder = source.settings_folder
-    tokenizer = load_tokenizer(folder, vocab_size=model.src_vocab_size)
+    tokenizer = _tokenizer_in(folder, model.src_vocab_size)
     return OpenedModel(source.name, folder, model, tokenizer, start_id=start_id, unsearched=why)
+
+
+def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
+    """A checkpoint's tokenizer, or what is wrong with it: the model still runs on token ids."""
+    try:
+        return load_tokenizer(folder, vocab_size=vocab_size)
+    except DataError as error:
+        return error
 
 
 def _read_decoding(path: Path) -> DecodingConfig:

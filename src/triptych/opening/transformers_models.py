@@ -122,6 +122,18 @@ class TransformersModel(TextModel):
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, special ones included."""
+        return self._encode(text, True)
+
+    @torch.inference_mode()
+    def attentions(self, window: Window) -> dict[str, Any]:
+        """Attention weights `[1, heads, queries, keys]` of the layers of each kind, where it gives them."""
+        found = self.model(**window.inputs, output_attentions=True)
+        if self.kind == "pairs":
+            return {kind: found.get(f"{kind}_attentions") for kind in ("encoder", "decoder", "cross")}
+        return dict.fromkeys(("encoder", "decoder"), found.get("attentions"))
+
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
         found: dict[str, list[Seen]] = {}
 
@@ -251,6 +263,8 @@ def _own(source: Source) -> Reader:
     """A model that triptych runs."""
     dtype = None if _is_run_by_us_alone(source) else torch.float32
     opened = open_model(source, "cpu", dtype)
+    if not (opened.has_tokenizer or source.is_own):
+        raise opened.no_tokenizer
     if opened.translates:
         if opened.unsearched is not None:
             raise opened.unsearched

@@ -4,7 +4,6 @@ The room knows nothing of models or text; whoever has something to show fills th
 """
 
 from triptych.reports.html import is_page, render, require_charts, write_picture, write_report
-from triptych.reports.parquet import is_parquet, write_parquet
 from triptych.reports.records import (
     AttentionPicture,
     Bar,
@@ -21,6 +20,7 @@ from triptych.reports.records import (
     Table,
     TranslationSample,
 )
+from triptych.reports.rows import is_parquet, write_csv, write_parquet
 from triptych.reports.terminal import render_attention, render_samples, render_table
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "render_samples",
     "render_table",
     "require_charts",
+    "write_csv",
     "write_parquet",
     "write_picture",
     "write_report",

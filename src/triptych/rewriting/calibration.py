@@ -5,7 +5,7 @@ from pathlib import Path
 
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.weights import AttentionWeights
-from triptych.attending.over_text import cut_windows
+from triptych.attending.windows import cut_windows
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
 from triptych.attending.worth import measure_worth
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site

@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, final
 
 from pydantic import (
@@ -22,7 +23,7 @@ from pydantic import (
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, RewriteRecord, Tier
 from triptych.errors import DataError, UsageError
-from triptych.printable import printable
+from triptych.printable import printable, table_html
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.untrusted import read_json
 
@@ -296,6 +297,18 @@ class Certificate(_Record):
                 record.pop(name, None)
         return record
 
+    def __repr__(self) -> str:
+        return in_lines(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return table_html(*self._shown())
+
+    def _shown(self) -> tuple[str, list[tuple[str, str]]]:
+        rows = shown_rewrite((*self.layers, *self.norms), self.before, self.after)
+        if (found := self.end_to_end) is not None:
+            rows.append(("whole models", f"logits within {found.worst_logit:.3g} on {found.tokens:,} tokens"))
+        return f"Certificate {self.source}: {self.family}, {self.tier}", rows
+
     def sealed(self) -> "Certificate":
         return self.model_copy(update={"sha256": self.own_hash()})
 
@@ -306,6 +319,28 @@ class Certificate(_Record):
     def as_json(self) -> bytes:
         """The bytes of the file."""
         return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A title and a line for each row, none of them longer than a terminal is wide."""
+    return "\n".join(shorten(line, 100, placeholder=" …") for line in (title, *map(": ".join, rows)))
+
+
+def shown_rewrite(
+    parts: Sequence[LayerRecord | NormRecord], before: Cost, after: Cost
+) -> list[tuple[str, str]]:
+    """What a rewrite did, in at most six rows: its steps, and the cost before and after."""
+    names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
+    rows = []
+    for name in names[:4]:
+        found = [step for part in parts for step in part.steps if step.rewrite == name]
+        done = [step for step in found if not step.refused]
+        bound = max((step.bound for step in done), default=0.0)
+        said = f"{len(done)} of {len(found)}, {_weakest(done)}" if done else "refused"
+        rows.append((name, said + (f", forms move by at most {bound:.3g}" if bound else "")))
+    if len(names) > 4:
+        rows.append(("…", ", ".join(names[4:])))
+    return [*rows, ("attention", _said_costs("", before, after).strip())]
 
 
 def _hash_of(record: dict[str, Any]) -> str:

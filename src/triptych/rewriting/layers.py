@@ -70,8 +70,8 @@ def rewrite_layer(
             records.append(StepRecord(rewrite=step.name, refused=refused.reason))
             continue
         layer = replace(layer, weights=done.weights)
-        if done.kept is not None:
-            kept = done.kept if kept is None else tuple(kept[head] for head in done.kept)
+        if (left := done.record.kept) is not None:
+            kept = left if kept is None else tuple(kept[head] for head in left)
         records.append(StepRecord.of(step.name, done.record, read.cache_bytes))
     return RewrittenLayer(layer.weights, kept, tuple(records))
 

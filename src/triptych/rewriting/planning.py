@@ -17,12 +17,15 @@ from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import DataError, UsageError
+from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments, measure_head_losses
 from triptych.rewriting.certificate import (
     Cost,
     LayerRecord,
     NormRecord,
     StepRecord,
+    in_lines,
+    shown_rewrite,
 )
 from triptych.rewriting.formats import Format, format_of
 from triptych.rewriting.layers import RewrittenLayer, applies_to, rewrite_layer, shape_of
@@ -171,6 +174,17 @@ class Plan:
     bytes_before: int
     bytes_after: int
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return in_lines(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return table_html(*self._shown())
+
+    def _shown(self) -> tuple[str, list[tuple[str, str]]]:
+        rows = shown_rewrite((*self.layers, *self.norms), self.before, self.after)
+        rows.append(("bytes of attention in the file", f"{self.bytes_before:,} → {self.bytes_after:,}"))
+        return f"Plan {self.source}: {self.family}, {len(self.layers)} attention layers", rows
 
 
 def total(costs: Sequence[Cost]) -> Cost:

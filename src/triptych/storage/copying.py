@@ -18,14 +18,7 @@ from typing import Any, final
 
 from triptych.errors import DataError, UsageError
 from triptych.files import NewFolder, leads_to
-from triptych.storage.shards import (
-    OnWritten,
-    PickledShard,
-    Replacement,
-    SafetensorsShard,
-    ShardCopier,
-    TensorHash,
-)
+from triptych.storage.shards import OnWritten, Replacement, TensorHash, copy_shard
 from triptych.storage.tensors import (
     PICKLED,
     PICKLED_INDEX,
@@ -120,16 +113,14 @@ class FolderCopy:
         self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
     ) -> dict[str, TensorHash]:
         """Copy the tensors. Those that are not replaced are copied byte for byte."""
-        copier = ShardCopier(replacement, on_written)
-        try:
-            for path, name in self._layout.shards.items():
-                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shard = (SafetensorsShard if path.suffix == ".safetensors" else PickledShard)(path)
-                copier.copy(shard, self.folder / name)
-            self._write_index(copier.finish())
-        finally:
-            copier.close()
-        return copier.hashes
+        shapes, hashes = dict[str, tuple[int, ...]](), dict[str, TensorHash]()
+        for path, name in self._layout.shards.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            of_shard = copy_shard(path, self.folder / name, replacement, on_written)
+            shapes |= of_shard[0]
+            hashes |= of_shard[1]
+        self._write_index(shapes)
+        return hashes
 
     def write_beside(self, settings: Mapping[str, Any]) -> None:
         """Copy the files beside the tensors."""

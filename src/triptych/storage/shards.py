@@ -4,17 +4,14 @@ A safetensors file keeps its header, byte for byte unless a shape changes, and t
 pickled file becomes a safetensors file.
 """
 
-import errno
 import hashlib
 import json
 import os
 import shutil
 import struct
-import sys
-import threading
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -32,14 +29,9 @@ OnWritten = Callable[[int], None]
 """Called now and then with how many more bytes are written."""
 
 _LABELS = {dtype: label for label, dtype in STORED_DTYPES.items()}
-_BLOCK = 1 << 20
-# What a system says that does not copy from file to file by itself, or not between these two.
-_CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
-# What the system keeps of files in memory is given back after so many bytes: what a copy goes through once
-# would push out everything else, and fresh memory costs more than the copying itself.
-_MOST_KEPT = 256 << 20
-# Tensors that wait to be copied or written; bytes in memory of those that replace others.
-_MOST_WAITING, _MOST_HELD = 64, 256 << 20
+_BLOCK = 1 << 22
+_Blocks = Iterator[memoryview | bytearray]
+_MOST_WAITING = 8  # tensors that are copied or written at a time, those that replace others in memory
 
 
 class TensorHash(NamedTuple):
@@ -61,74 +53,33 @@ def tensor_hash(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
-class Shard(ABC):
-    """A file of tensors to copy.
-
-    Attributes:
-        path: of the file.
-        infos: of its tensors, in the order in which they are written.
-    """
-
-    path: Path
-    infos: dict[str, TensorInfo]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: info.shape for name, info in self.infos.items()}
-
-    @abstractmethod
-    def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        """The header of the file for tensors of some shapes, preceded by its length."""
-
-    @abstractmethod
-    def blocks(self, name: str) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in pieces. A piece is valid until the next one is requested."""
-
-    def where(self, name: str) -> tuple[int, int] | None:
-        """An open file and the offset of a tensor's bytes in it; None if no file has them so."""
-        return None
-
-    def forget(self, name: str) -> None:
-        """Release the page cache of a tensor's bytes."""
-        if (place := self.where(name)) is not None:
-            _forget(*place, self.infos[name].num_bytes)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file."""
-
-
 @final
-class SafetensorsShard(Shard):
+class _SafetensorsShard:
     """A safetensors file, read by blocks."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = Safetensors(LocalBytes(path))
-        infos = self._file.infos
-        ordered = sorted(infos, key=lambda name: (self._file.start(name), infos[name].num_bytes))
-        self.infos = {name: infos[name] for name in ordered}
+        self._source = LocalBytes(path)
         self._handle = os.open(path, os.O_RDONLY)
+        self._file = Safetensors(self._source)
+        infos, start = self._file.infos, self._file.start
+        ordered = sorted(infos, key=lambda name: (start(name), infos[name].num_bytes))
+        self.infos = {name: infos[name] for name in ordered}
 
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         end, sizes = self._file.data_start, [info.num_bytes for info in self.infos.values()]
         expected = accumulate(sizes, initial=end)  # without holes between them
         adjoin = all(self._file.start(name) == at for name, at in zip(shapes, expected, strict=False))
-        if adjoin and dict(shapes) == self.shapes:
-            return os.pread(self._handle, end, 0)
+        if adjoin and all(self.infos[name].shape == shape for name, shape in shapes.items()):
+            return bytes(self._source.read(0, end))
         return _header_of(shapes, self.infos, self._file.metadata)
 
-    def blocks(self, name: str) -> Iterator[memoryview]:
-        start, left = self._file.start(name), self.infos[name].num_bytes
-        buffer = memoryview(bytearray(min(_BLOCK, left)))
-        while left:
-            count = os.preadv(self._handle, [buffer[: min(left, len(buffer))]], start)
-            if not count:
-                raise DataError(f"{self.path}, tensor {name}: the file has become shorter")
-            yield buffer[:count]
-            start, left = start + count, left - count
+    def blocks(self, name: str) -> _Blocks:
+        start, size = self._file.start(name), self.infos[name].num_bytes
+        for at in range(0, size, _BLOCK):
+            yield self._source.read(start + at, min(_BLOCK, size - at))
 
-    def where(self, name: str) -> tuple[int, int]:
+    def place(self, name: str) -> tuple[int, int] | None:
+        """The open file and the offset of a tensor's bytes in it."""
         return self._handle, self._file.start(name)
 
     def close(self) -> None:
@@ -136,11 +87,10 @@ class SafetensorsShard(Shard):
 
 
 @final
-class PickledShard(Shard):
+class _PickledShard:
     """An old torch file with memory-mapped tensors, which is written as safetensors."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._file = Pickled(path)
         infos = self._file.infos
         strange = next((name for name, info in infos.items() if info.dtype not in _LABELS), None)
@@ -155,193 +105,94 @@ class PickledShard(Shard):
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         return _header_of(shapes, self.infos, {"format": "pt"})
 
-    def blocks(self, name: str) -> Iterator[memoryview]:
+    def blocks(self, name: str) -> _Blocks:
         return _blocks_of(self._file.read(name))
+
+    def place(self, name: str) -> tuple[int, int] | None:
+        return None
 
     def close(self) -> None:
         """Do nothing: the mapping ends with the object."""
 
 
-@final
-class _Copy:
-    """A file that is being copied.
-
-    Attributes:
-        shard: the source.
-        target: the path of the copy.
-        handle: the open copy.
-        room: bytes reserved for the header.
-        shapes: the current shapes of the tensors.
-        waiting: tensors that are not yet written.
-    """
-
-    def __init__(self, shard: Shard, target: Path) -> None:
-        self.shard, self.target = shard, target
-        self.handle: int | None = None
-        self.room = 0
-        self.shapes = dict(shard.shapes)
-        self.waiting: set[Future[None]] = set()
-
-    def close(self) -> None:
-        self.shard.close()
-        if self.handle is not None:
-            os.close(self.handle)
-            self.handle = None
+_Shard = _SafetensorsShard | _PickledShard
 
 
-@final
-class ShardCopier:
-    """Copies files of tensors, several tensors at a time.
+def copy_shard(
+    path: Path, target: Path, replacement: Replacement, on_written: OnWritten
+) -> tuple[dict[str, tuple[int, ...]], dict[str, TensorHash]]:
+    """Copy one file, several tensors at a time; the shapes and the hashes of what was written."""
+    shard: _Shard = (_SafetensorsShard if path.suffix == ".safetensors" else _PickledShard)(path)
+    shapes, hashes = {name: info.shape for name, info in shard.infos.items()}, dict[str, TensorHash]()
+    waiting: deque[tuple[str, Future[TensorHash]]] = deque()
+    header = shard.header(shapes)
+    at = room = len(header)
 
-    The next file is begun while the last tensors of a file are copied.
-    """
+    def complete(most: int) -> None:
+        while len(waiting) > most:
+            name, future = waiting.popleft()
+            hashes[name] = future.result()
+            on_written(prod(shapes[name]) * shard.infos[name].dtype.itemsize)
 
-    def __init__(self, replacement: Replacement, on_written: OnWritten) -> None:
-        self.hashes: dict[str, TensorHash] = {}
-        self._replacement, self._on_written = replacement, on_written
-        self._pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-        self._beside = ThreadPoolExecutor(1)  # has what is written on the disk while more is copied
-        self._giving_back: Future[None] | None = None
-        self._lock, self._stopped = threading.Lock(), False
-        self._copies: list[_Copy] = []
-        self._held: dict[Future[None], int] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._syncing: list[Future[None]] = []
-        self._kept = 0
-
-    def copy(self, shard: Shard, target: Path) -> None:
-        """Copy one file."""
-        copy = _Copy(shard, target)
-        self._copies.append(copy)
-        header = shard.header(shard.shapes)
-        copy.handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        copy.room = len(header)
-        _write_at(copy.handle, header, 0)
-        self._copy_tensors(copy, copy.handle)
-        while len(self._copies) > 1:
-            self._complete_first()
-
-    def finish(self) -> dict[str, tuple[int, ...]]:
-        """Wait until everything is on the disk."""
-        while self._copies:
-            self._complete_first()
-        for future in (*self._syncing, *([self._giving_back] if self._giving_back else [])):
-            future.result()
-        return self._shapes
-
-    def close(self) -> None:
-        self._stopped = True
-        self._pool.shutdown(cancel_futures=True)
-        self._beside.shutdown()
-        for copy in self._copies:
-            copy.close()
-
-    def _complete_first(self) -> None:
-        """Wait for the tensors of a file, and write its header."""
-        copy = self._copies[0]
-        _drained(copy.waiting, 0)
-        assert copy.handle is not None
-        header = copy.shard.header(copy.shapes)
-        fits = copy.shapes == copy.shard.shapes or _fit_header(copy.handle, header, copy.room)
-        copy.close()
-        del self._copies[0]
-        if not fits:
-            _move_data(copy.target, header, copy.room)
-        self._shapes |= copy.shapes
-        self._syncing.append(self._beside.submit(_sync_and_forget, os.open(copy.target, os.O_RDONLY)))
-
-    def _copy_tensors(self, copy: _Copy, handle: int) -> None:
-        """Copy all tensors in order. The last of them may still be copied when this returns."""
-        shard, at = copy.shard, copy.room
-        for name in shard.shapes:
-            copy.waiting = _drained(copy.waiting, _MOST_WAITING)
-            new = self._replacement(name)
-            if new is None:
-                copy.waiting.add(self._pool.submit(self._copy, shard, name, handle, at))
-                at += shard.infos[name].num_bytes
-                continue
-            if new.dtype != shard.infos[name].dtype:
-                raise ValueError(
-                    f"{name} is {_LABELS[shard.infos[name].dtype]}, and what replaces it {new.dtype}"
-                )
-            copy.shapes[name] = tuple(new.shape)
-            future = self._pool.submit(self._replace, shard, name, new, handle, at)
-            copy.waiting.add(future)
-            self._held[future] = new.nbytes
-            at += new.nbytes
-            del new, future
-            self._write_held()
-
-    def _write_held(self) -> None:
-        """Wait until little enough is in memory waiting to be written."""
-        while True:
-            self._held = {future: size for future, size in self._held.items() if not future.done()}
-            if sum(self._held.values()) <= _MOST_HELD:
-                return
-            wait(self._held, return_when=FIRST_COMPLETED)
-
-    def _copy(self, shard: Shard, name: str, handle: int, at: int) -> None:
-        found, where, done = _begun(shard.infos[name].dtype, shard.infos[name].shape), shard.where(name), 0
-        for block in self._going_on(shard.blocks(name)):
-            found.update(block)
-            if where is None or not _copy_range(where[0], where[1] + done, handle, at + done, len(block)):
-                where = None
-                _write_at(handle, block, at + done)
-            done += len(block)
-            self._tell(len(block), handle)
-        shard.forget(name)
-        digits = found.hexdigest()
-        self.hashes[name] = TensorHash(digits, digits)
-
-    def _replace(self, shard: Shard, name: str, new: Tensor, handle: int, at: int) -> None:
-        read = _begun(shard.infos[name].dtype, shard.infos[name].shape)
-        for block in self._going_on(shard.blocks(name)):
-            read.update(block)
-        written = _begun(new.dtype, tuple(new.shape))
-        for block in self._going_on(_blocks_of(new)):
-            written.update(block)
-            _write_at(handle, block, at)
-            at += len(block)
-            self._tell(len(block), handle)
-        shard.forget(name)
-        self.hashes[name] = TensorHash(read.hexdigest(), written.hexdigest())
-
-    def _tell(self, num_bytes: int, handle: int) -> None:
-        with self._lock:
-            self._on_written(num_bytes)
-            self._kept += num_bytes
-            enough = self._kept > _MOST_KEPT
-            if not enough:
-                return
-            self._kept = 0
-            before, self._giving_back = (
-                self._giving_back,
-                self._beside.submit(_sync_and_forget, os.dup(handle)),
-            )
-        if before is not None:
-            before.result()  # the disk is no further behind than that
-
-    def _going_on(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
-        """Yield the blocks; raise an error once another tensor has failed."""
-        for block in blocks:
-            if self._stopped:
-                raise InterruptedError("stopped")
-            yield block
-
-
-def _sync_and_forget(handle: int) -> None:
-    """Flush a file to the disk, release its page cache, and close it."""
+    handle, pool = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), ThreadPoolExecutor(4)
     try:
-        os.fsync(handle)
-        _forget(handle)
+        _write_at(handle, header, 0)
+        for name, info in shard.infos.items():
+            complete(_MOST_WAITING - 1)
+            new = replacement(name)
+            if new is not None and new.dtype != info.dtype:
+                raise ValueError(f"{name} is {_LABELS[info.dtype]}, and what replaces it {new.dtype}")
+            waiting.append((name, pool.submit(_copy, shard, name, new, handle, at)))
+            if new is not None:
+                shapes[name] = tuple(new.shape)
+            at += prod(shapes[name]) * info.dtype.itemsize
+        complete(0)
+        header = shard.header(shapes)
+        if len(header) <= room:
+            blanks = b" " * (room - len(header))
+            _write_at(handle, struct.pack("<Q", room - 8) + header[8:] + blanks, 0)
     finally:
+        pool.shutdown(cancel_futures=True)
         os.close(handle)
+        shard.close()
+    if len(header) > room:
+        _move_data(target, header, room)
+    return shapes, hashes
 
 
-def _forget(handle: int, start: int = 0, length: int = 0) -> None:
-    """Release the page cache of a part of a file, to its end if the length is 0."""
-    if sys.platform == "linux":
-        os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
+def _copy(shard: _Shard, name: str, new: Tensor | None, handle: int, at: int) -> TensorHash:
+    info = shard.infos[name]
+    read = _begun(info.dtype, info.shape)
+    place, done = shard.place(name), 0
+    for block in shard.blocks(name):
+        read.update(block)
+        if new is None and (
+            place is None or not _copy_in_kernel(place[0], place[1] + done, handle, at + done, len(block))
+        ):
+            place = None
+            _write_at(handle, block, at + done)
+        done += len(block)
+    if new is None:
+        return TensorHash(read.hexdigest(), read.hexdigest())
+    written = _begun(new.dtype, tuple(new.shape))
+    for block in _blocks_of(new):
+        written.update(block)
+        _write_at(handle, block, at)
+        at += len(block)
+    return TensorHash(read.hexdigest(), written.hexdigest())
+
+
+def _copy_in_kernel(source: int, start: int, handle: int, at: int, length: int) -> bool:
+    """Copy from file to file, at a tenth of the cost of writing; returns whether all of it was copied."""
+    try:
+        while length:
+            count = os.copy_file_range(source, handle, length, start, at)
+            if not count:
+                return False
+            start, at, length = start + count, at + count, length - count
+    except (OSError, AttributeError):  # a system, or two disks, without it; writing says what else is wrong
+        return False
+    return True
 
 
 def _begun(dtype: torch.dtype, shape: tuple[int, ...]) -> "hashlib._Hash":
@@ -356,37 +207,11 @@ def _blocks_of(tensor: Tensor) -> Iterator[memoryview]:
             yield whole[start : start + _BLOCK]
 
 
-def _drained(futures: set[Future[None]], most: int) -> set[Future[None]]:
-    """Wait until at most a number of futures are left; raise the error of one that failed."""
-    while len(futures) > most:
-        done, futures = wait(futures, return_when=FIRST_COMPLETED)
-        for future in done:
-            future.result()
-    return futures
-
-
-def _write_at(handle: int, content: bytes | memoryview, at: int) -> None:
+def _write_at(handle: int, content: bytes | bytearray | memoryview, at: int) -> None:
     left = memoryview(content)
     while left:
         count = os.pwrite(handle, left, at)
         left, at = left[count:], at + count
-
-
-def _copy_range(source: int, start: int, handle: int, at: int, length: int) -> bool:
-    """Copy from file to file in the kernel, at a tenth of the cost of writing; returns whether it worked."""
-    if sys.platform != "linux":
-        return False
-    while length:
-        try:
-            count = os.copy_file_range(source, handle, length, start, at)
-        except OSError as error:
-            if error.errno in _CANNOT_COPY:
-                return False
-            raise
-        if not count:
-            return False
-        start, at, length = start + count, at + count, length - count
-    return True
 
 
 def _header_of(
@@ -402,14 +227,6 @@ def _header_of(
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _fit_header(handle: int, header: bytes, room: int) -> bool:
-    """Overwrite a header, padded with blanks; returns whether there was room."""
-    if len(header) > room:
-        return False
-    _write_at(handle, struct.pack("<Q", room - 8) + header[8:] + b" " * (room - len(header)), 0)
-    return True
 
 
 def _move_data(path: Path, header: bytes, start: int) -> None:

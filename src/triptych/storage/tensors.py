@@ -235,6 +235,18 @@ class Pickled(TensorFile):
 
 
 @final
+class InMemory(TensorFile):
+    """Tensors by name."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name, self._tensors = name, tensors
+        self.infos = {own: _info(tensor) for own, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().cpu()
+
+
+@final
 class _Held(TensorFile):
     """Tensors in memory, in the place of those of a file."""
 

@@ -34,21 +34,13 @@ class Vocabulary:
 @final
 @dataclass(frozen=True)
 class Solved:
-    """A recipe that was brought to a budget.
+    """A recipe that was brought to a budget."""
 
-    Attributes:
-        recipe: with the free key adjusted.
-        key: that was adjusted; None if nothing was.
-        value: that it got.
-        amount: of what is held, with it.
-        missed: `amount` over the budget, minus 1.
-    """
-
-    recipe: AnyRecipe
-    key: str | None
-    value: int | None
-    amount: float
-    missed: float
+    recipe: AnyRecipe  # with the free key adjusted
+    key: str | None  # that was adjusted; None if nothing was
+    value: int | None  # that it got
+    amount: float  # of what is held, with it
+    missed: float  # `amount` over the budget, minus 1
 
     def describe(self, what: str) -> str:
         """In words."""

@@ -16,7 +16,6 @@ from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import hold_folder, write_text
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.runs.training import prepare
 from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
 from triptych.studies.job import Job, Result, TrainedRun
 from triptych.studies.running import ALONE, Planned, StudyProgress, run_all
@@ -28,6 +27,7 @@ from triptych.training.metrics import read_metrics
 from triptych.training.parallel import World, code_digests
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, with_values
+from triptych.training.runs import prepare
 
 # The baseline once more, with other initial values and dropout, on the same text in the same order.
 NOISE = "(baseline again)"
@@ -42,43 +42,29 @@ Say = Callable[[str], None]
 @final
 @dataclass(frozen=True)
 class Variant:
-    """A variant with everything chosen but its seed.
+    """A variant with everything chosen but its seed."""
 
-    Attributes:
-        name: of the variant.
-        recipe: held to the budget, at its learning rate; of the runs that are rewritten, where they are.
-        solved: how it was held to the budget; None if nothing was.
-        swept: validation loss by learning rate, where a sweep chose it; NaN where training failed.
-        flops: operations of training, a token of the target; None where they are not counted.
-    """
-
-    name: str
+    name: str  # of the variant
+    # Held to the budget, at its learning rate; of the runs that are rewritten, where they are.
     recipe: AnyRecipe
-    solved: Solved | None = None
+    solved: Solved | None = None  # how it was held to the budget; None if nothing was
+    # Validation loss by learning rate, where a sweep chose it; NaN where training failed.
     swept: Mapping[float, float] = field(default_factory=dict)
+    # Operations of training, a token of the target; None where they are not counted.
     flops: float | None = None
 
 
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a study.
+    """What came of a study."""
 
-    Attributes:
-        study: what was asked.
-        folder: where its runs are.
-        variants: by name, in order; the baseline too.
-        results: by variant and seed; `NOISE` is the baseline again.
-        failed: by the name of the run, what went wrong.
-        sweep_seconds: of training while learning rates were chosen.
-    """
-
-    study: Study
-    folder: Path
-    variants: dict[str, Variant]
-    results: dict[str, dict[int, Result]]
-    failed: dict[str, str]
-    sweep_seconds: float
+    study: Study  # what was asked
+    folder: Path  # where its runs are
+    variants: dict[str, Variant]  # by name, in order; the baseline too
+    results: dict[str, dict[int, Result]]  # by variant and seed; `NOISE` is the baseline again
+    failed: dict[str, str]  # by the name of the run, what went wrong
+    sweep_seconds: float  # of training while learning rates were chosen
 
     @property
     def trained(self) -> dict[str, dict[int, Result]]:

@@ -24,73 +24,49 @@ from triptych.models.storage import read_own_model
 from triptych.opening import open_translator
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import read_rewrite_recipe
-from triptych.runs.training import resume, train, validate
 from triptych.studies.budget import cache_bytes
 from triptych.text import CorpusSpec, read_parallel
 from triptych.training.metrics import read_metrics
 from triptych.training.recipe import read_recipe
+from triptych.training.runs import resume, train, validate
 
 
 @final
 class TrainedRun(BaseModel):
-    """A run that another one is rewritten from.
-
-    Attributes:
-        folder: of the run.
-        result: its file.
-    """
+    """A run that another one is rewritten from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    folder: Path
-    result: Path
+    folder: Path  # of the run
+    result: Path  # its file
 
 
 @final
 class Job(BaseModel):
-    """What a process is told.
-
-    Attributes:
-        recipe: file of the recipe, with every choice made; of rewriting if `rewrite_of` is given.
-        rewrite_of: the run that is rewritten; None to train one.
-        folder: of the run.
-        result: the file that is written at the end.
-        test: pairs whose source is translated; None for nothing.
-        test_sentences: how many of them, from the start; all if None.
-        heads: whether the heads of the trained model are measured.
-        code: files of classes that recipes name.
-    """
+    """What a process is told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    recipe: Path
-    rewrite_of: TrainedRun | None = None
-    folder: Path
-    result: Path
-    test: CorpusSpec | None = None
-    test_sentences: int | None = None
-    heads: bool = True
-    code: tuple[Path, ...] = ()
+    recipe: Path  # file of the recipe, with every choice made; of rewriting if `rewrite_of` is given
+    rewrite_of: TrainedRun | None = None  # the run that is rewritten; None to train one
+    folder: Path  # of the run
+    result: Path  # the file that is written at the end
+    test: CorpusSpec | None = None  # pairs whose source is translated; None for nothing
+    test_sentences: int | None = None  # how many of them, from the start; all if None
+    heads: bool = True  # whether the heads of the trained model are measured
+    code: tuple[Path, ...] = ()  # files of classes that recipes name
 
 
 @final
 @dataclass(frozen=True)
 class Result:
-    """What came of a run.
+    """What came of a run."""
 
-    Attributes:
-        figures: by metric.
-        heads: means over the heads of measures of `inspect`, by the measure's name.
-        seconds: of training; of the run that was rewritten, where one was; likewise the rest.
-        steps: updates made.
-        tokens: target tokens learned from.
-    """
-
-    figures: dict[str, float]
-    heads: dict[str, float]
-    seconds: float
-    steps: int
-    tokens: int
+    figures: dict[str, float]  # by metric
+    heads: dict[str, float]  # means over the heads of measures of `inspect`, by the measure's name
+    seconds: float  # of training; of the run that was rewritten, where one was; likewise the rest
+    steps: int  # updates made
+    tokens: int  # target tokens learned from
 
 
 def read_result(path: Path) -> Result | None:

@@ -18,10 +18,9 @@ from triptych.reports import (
 )
 from triptych.studies.budget import in_words
 from triptych.studies.comparing import NOISE, Outcome
-from triptych.studies.curves import history
 from triptych.studies.statistics import estimate
 from triptych.studies.study import HIGHER_IS_BETTER, OF_COST
-from triptych.studies.tables import compared, conclusions, mean, noise_floor, tables
+from triptych.studies.tables import compared, conclusions, history, mean, noise_floor, tables
 
 _AXES = {
     "step": "updates",

@@ -1,13 +1,12 @@
 """Runs of a study side by side, each in a process of its own."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -17,57 +16,41 @@ from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
 from triptych.launch import environment_alone, num_on_machine, place_on_machine
 from triptych.studies.job import Job, Result, read_result
-from triptych.training.interruption import StopRequest
+from triptych.training.machine import StopRequest
 from triptych.training.metrics import read_metrics
-from triptych.training.parallel import Alone, World
-from triptych.training.parallel.turns import Turns
+from triptych.training.parallel import SingleProcess, Turns, World
 
 # The process that does a job; it gets the job's file.
 _COMMAND = (sys.executable, "-m", "triptych.cli.job")
 _LOOK_EVERY = 0.2  # seconds
-ALONE = Alone()
+ALONE = SingleProcess()
 
 
 @final
 @dataclass(frozen=True)
 class Planned:
-    """A run that is to be made.
+    """A run that is to be made."""
 
-    Attributes:
-        name: of the run: variant and seed, for people; also the name of its files.
-        variant: whose run it is.
-        job: what its process is told.
-        steps: updates that it makes.
-        threads: CPU threads that it gets.
-    """
-
-    name: str
-    variant: str
-    job: Job
-    steps: int
-    threads: int
+    name: str  # of the run: variant and seed, for people; also the name of its files
+    variant: str  # whose run it is
+    job: Job  # what its process is told
+    steps: int  # updates that it makes
+    threads: int  # CPU threads that it gets
 
 
 @final
 @dataclass
 class StudyProgress:
-    """How far the runs of a study are.
+    """How far the runs of a study are."""
 
-    Attributes:
-        variants: by the name of a run, the variant; of all runs.
-        done: by name, the results, those of an earlier call too.
-        earlier: names of those.
-        failed: by name, what went wrong.
-        running: by name, the share of its steps that a run has made.
-        seconds_left: an estimate; None before the first steps.
-    """
-
-    variants: dict[str, str]
+    variants: dict[str, str]  # by the name of a run, the variant; of all runs
+    # By name, the results, those of an earlier call too.
     done: dict[str, Result] = field(default_factory=dict)
-    earlier: frozenset[str] = frozenset()
-    failed: dict[str, str] = field(default_factory=dict)
+    earlier: frozenset[str] = frozenset()  # names of those
+    failed: dict[str, str] = field(default_factory=dict)  # by name, what went wrong
+    # By name, the share of its steps that a run has made.
     running: dict[str, float] = field(default_factory=dict)
-    seconds_left: float | None = None
+    seconds_left: float | None = None  # an estimate; None before the first steps
 
 
 @final
@@ -88,7 +71,7 @@ def run_all(
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Make all runs that have no result yet."""
     places, turns = own_places(workers), world.turns(len(planned))
-    if not any(map(int, world.gathered_texts(str(len(places))))):
+    if not any(world.gathered(len(places))):
         raise UsageError(
             "no process would make a run: the launcher has to say how many processes this machine has "
             "(LOCAL_WORLD_SIZE) and the number of each (LOCAL_RANK), as torchrun does"
@@ -100,11 +83,8 @@ def run_all(
 
     found, failed = world.on_all(make_own)
     results = dict[str, Result]()
-    for text in world.gathered_texts(
-        json.dumps([{name: asdict(one) for name, one in found.items()}, failed])
-    ):
-        records, complaints = json.loads(text)
-        results |= {name: Result(**record) for name, record in records.items()}
+    for records, complaints in world.gathered((found, failed)):
+        results |= records
         failed |= complaints
     return results, failed
 

@@ -36,45 +36,27 @@ ANYTHING: Range = (-math.inf, math.inf)
 @final
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds.
+    """A mean over seeds."""
 
-    Attributes:
-        mean: of the seeds.
-        low: lower end of its 95 % interval (Student's t); NaN for one seed. Likewise `high`.
-        high: upper end.
-        deviation: standard deviation of the seeds; NaN for one.
-        count: number of seeds.
-    """
-
-    mean: float
-    low: float
-    high: float
-    deviation: float
-    count: int
+    mean: float  # of the seeds
+    low: float  # lower end of its 95 % interval (Student's t); NaN for one seed. Likewise `high`
+    high: float  # upper end
+    deviation: float  # standard deviation of the seeds; NaN for one
+    count: int  # number of seeds
 
 
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """A variant against the baseline, paired by seed.
+    """A variant against the baseline, paired by seed."""
 
-    Attributes:
-        difference: mean of variant − baseline, with its interval.
-        p_value: of the paired t-test, two-sided; NaN where no test is possible.
-        corrected: the same, corrected for the number of variants (Holm).
-        exact: p-value of the sign-flip test, two-sided; NaN where no test is possible.
-        exact_corrected: the same, corrected for the number of variants (Holm).
-        num_tests: that number.
-        differences: of each pair, by seed.
-    """
-
-    difference: Estimate
-    p_value: float
-    corrected: float
-    exact: float
-    exact_corrected: float
-    num_tests: int
-    differences: dict[int, float]
+    difference: Estimate  # mean of variant − baseline, with its interval
+    p_value: float  # of the paired t-test, two-sided; NaN where no test is possible
+    corrected: float  # the same, corrected for the number of variants (Holm)
+    exact: float  # p-value of the sign-flip test, two-sided; NaN where no test is possible
+    exact_corrected: float  # the same, corrected for the number of variants (Holm)
+    num_tests: int  # that number
+    differences: dict[int, float]  # of each pair, by seed
 
     @property
     def effect(self) -> float:

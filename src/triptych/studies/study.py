@@ -75,19 +75,14 @@ class _Section(BaseModel):
 
 
 class BudgetConfig(_Section):
-    """What all variants have as much of as the baseline.
+    """What all variants have as much of as the baseline."""
 
-    Attributes:
-        hold: "parameters" of the model; "flops" of training; "seconds" of training on this machine;
-            "cache", bytes kept of a token while decoding; or "none".
-        free: the key of the recipe, an integer, that is adjusted until they have.
-        free_of: by variant, another key.
-        tolerance: a variant that misses the budget by more than this share of it is an error.
-    """
-
+    # "parameters" of the model; "flops" of training; "seconds" of training on this machine; "cache", bytes
+    # kept of a token while decoding; or "none".
     hold: Literal["parameters", "flops", "seconds", "cache", "none"] = "none"
-    free: str | None = None
-    free_of: dict[str, str] = {}
+    free: str | None = None  # the key of the recipe, an integer, that is adjusted until they have
+    free_of: dict[str, str] = {}  # by variant, another key
+    # A variant that misses the budget by more than this share of it is an error.
     tolerance: float = Field(0.02, gt=0, lt=1)
 
     @model_validator(mode="after")
@@ -102,19 +97,14 @@ class BudgetConfig(_Section):
 
 
 class SweepConfig(_Section):
-    """How the learning rate of each variant is chosen.
+    """How the learning rate of each variant is chosen."""
 
-    Attributes:
-        learning_rates: those that are tried; the variant's own if there are none.
-        steps_share: share of the steps that each of them trains. Below 1 the sweep is cheaper, and prefers
-            higher rates than the whole runs want.
-        seeds: how many runs each rate has; the mean of their losses decides.
-        seed: of the first of these runs, and of no other run; that of the next is one higher.
-    """
-
-    learning_rates: tuple[float, ...] = ()
+    learning_rates: tuple[float, ...] = ()  # those that are tried; the variant's own if there are none
+    # Share of the steps that each of them trains. Below 1 the sweep is cheaper, and prefers higher rates than
+    # the whole runs want.
     steps_share: float = Field(1.0, gt=0, le=1)
-    seeds: int = Field(1, ge=1)
+    seeds: int = Field(1, ge=1)  # how many runs each rate has; the mean of their losses decides
+    # Of the first of these runs, and of no other run; that of the next is one higher.
     seed: int = Field(1_000_003, ge=0, lt=2**62)
 
     @field_validator("learning_rates")
@@ -126,54 +116,37 @@ class SweepConfig(_Section):
 
 
 class JobsConfig(_Section):
-    """How runs share the machine.
+    """How runs share the machine."""
 
-    Attributes:
-        threads: CPU threads of each run.
-        workers: runs at a time; as many as the cores and GPUs have room for if None.
-    """
-
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1)  # CPU threads of each run
+    # Runs at a time; as many as the cores and GPUs have room for if None.
     workers: int | None = Field(None, ge=1)
 
 
 class Study(_Section):
-    """A study, as its file has it.
+    """A study, as its file has it."""
 
-    Attributes:
-        name: of the study; its folder is `studies/NAME` unless another is given.
-        base: a recipe, by file (relative to the study's) or by the name of one that comes with the package.
-        seeds: how many seeds, from 1, or which. With eight the exact test can see how up to six variants
-            differ from a baseline; with five it can see nothing.
-        metrics: what is compared; the first decides.
-        baseline: the variant that the others are compared with; the first if None.
-        noise: whether the baseline is also trained with other initial values and dropout on the same
-            text, to show how far two runs of one recipe lie apart.
-        set: changes of the base that every variant has.
-        variants: by name, the keys of the recipe that differ; or, of one that trains nothing, `rewrite_of`,
-            the variant whose runs are rewritten, and `rewrite`, the keys of a recipe of `triptych rewrite`,
-            in which a calibration text is relative to the study's file.
-        budget: what is held equal.
-        sweep: how learning rates are chosen.
-        jobs: how runs share the machine.
-        test: pairs whose source is translated for BLEU, chrF and exact matches, given as a recipe gives a
-            corpus.
-        test_sentences: how many of them, from the start; all if None.
-    """
-
-    name: str = Field(pattern=_NAME)
-    base: str
+    name: str = Field(pattern=_NAME)  # of the study; its folder is `studies/NAME` unless another is given
+    base: str  # a recipe, by file (relative to the study's) or by the name of one that comes with the package
+    # How many seeds, from 1, or which. With eight the exact test can see how up to six variants differ from a
+    # baseline; with five it can see nothing.
     seeds: int | tuple[int, ...] = 8
-    metrics: tuple[Metric, ...] = ("loss",)
-    baseline: str | None = None
+    metrics: tuple[Metric, ...] = ("loss",)  # what is compared; the first decides
+    baseline: str | None = None  # the variant that the others are compared with; the first if None
+    # Whether the baseline is also trained with other initial values and dropout on the same text, to show how
+    # far two runs of one recipe lie apart.
     noise: bool = True
-    set: dict[str, Any] = {}
+    set: dict[str, Any] = {}  # changes of the base that every variant has
+    # By name, the keys of the recipe that differ; or, of one that trains nothing, `rewrite_of`, the variant
+    # whose runs are rewritten, and `rewrite`, the keys of a recipe of `triptych rewrite`, in which a
+    # calibration text is relative to the study's file.
     variants: dict[str, dict[str, Any]]
-    budget: BudgetConfig = BudgetConfig()
-    sweep: SweepConfig = SweepConfig()
-    jobs: JobsConfig = JobsConfig()
+    budget: BudgetConfig = BudgetConfig()  # what is held equal
+    sweep: SweepConfig = SweepConfig()  # how learning rates are chosen
+    jobs: JobsConfig = JobsConfig()  # how runs share the machine
+    # Pairs whose source is translated for BLEU, chrF and exact matches, given as a recipe gives a corpus.
     test: CorpusSpec | None = None
-    test_sentences: int | None = Field(None, ge=1)
+    test_sentences: int | None = Field(None, ge=1)  # how many of them, from the start; all if None
 
     @field_validator("seeds")
     @classmethod
@@ -188,7 +161,7 @@ class Study(_Section):
         if len(self.variants) < 2:
             raise ValueError("a study compares two variants or more")
         for name in self.variants:
-            if not _is_name(name):
+            if not (name[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "._-") for c in name)):
                 raise ValueError(f"variants.{name}: a variant names a folder: letters, digits, . _ - only")
         _check_rewritten(self.trained, self.rewritten)
         if self.baseline_name not in self.trained:
@@ -229,10 +202,6 @@ class Study(_Section):
     @property
     def baseline_name(self) -> str:
         return self.baseline or next(iter(self.variants))
-
-
-def _is_name(text: str) -> bool:
-    return text[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "._-") for c in text)
 
 
 def _is_rewritten(keys: Mapping[str, Any]) -> bool:
@@ -289,7 +258,9 @@ def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
 
 def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
     """The base, and every variant that is trained, before budget, seeds and learning rate are known."""
-    base = _base_tree(study, folder)
+    near = folder / study.base
+    path = near if near.is_file() else recipes.find(study.base)
+    base = merge(read_toml(path, "recipe"), study.set)
     made = {
         name: resolve(merge(base, changes), origin=f"variant {name}")
         for name, changes in study.trained.items()
@@ -315,12 +286,6 @@ def rewrites_of(study: Study, folder: Path) -> dict[str, RewriteRecipe]:
         except UsageError as error:
             raise UsageError(f"{origin}: {error}") from None
     return found
-
-
-def _base_tree(study: Study, folder: Path) -> dict[str, Any]:
-    near = folder / study.base
-    path = near if near.is_file() else recipes.find(study.base)
-    return merge(read_toml(path, "recipe"), study.set)
 
 
 def _check_task(study: Study, made: Mapping[str, AnyRecipe]) -> None:

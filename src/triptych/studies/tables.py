@@ -4,12 +4,13 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+from triptych.errors import TriptychError
 from triptych.reports import Table
 from triptych.studies.comparing import NOISE, Outcome, Variant
-from triptych.studies.curves import history
 from triptych.studies.job import HEAD_MEASURES, Result
 from triptych.studies.statistics import (
     CONFIDENCE,
@@ -20,6 +21,7 @@ from triptych.studies.statistics import (
     too_few,
 )
 from triptych.studies.study import HIGHER_IS_BETTER, OF_COST, POSSIBLE
+from triptych.training.metrics import read_metrics
 
 _COST = "What it costs"
 _DIGITS = {
@@ -235,6 +237,28 @@ def curves_csv(outcome: Outcome) -> str:
         for one in history(outcome.run_folder(name, seed))
     ]
     return _csv([["variant", "seed", *columns], *rows])
+
+
+def history(folder: Path, flops: float | None = None) -> list[dict[str, float]]:
+    """Every validation of a run, with the steps, tokens, seconds and operations before it."""
+    try:
+        records = read_metrics(folder / "metrics.jsonl")
+    except (OSError, TriptychError):
+        return []
+    found, tokens, seconds = [], 0.0, 0.0
+    for record in records:
+        tokens, seconds = record.get("tokens", tokens), record.get("seconds", seconds)
+        if "valid_loss" in record:
+            place = {
+                "step": record["step"],
+                "tokens": tokens,
+                "seconds": seconds,
+                "loss": record["valid_loss"],
+            }
+            if flops is not None:
+                place["flops"] = tokens * flops
+            found.append({name: float(value) for name, value in place.items()})
+    return found
 
 
 def _csv(rows: Iterable[Sequence[Any]]) -> str:

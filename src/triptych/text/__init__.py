@@ -9,23 +9,25 @@ are trained, or read from others' checkpoints.
 """
 
 from triptych.text.batches import Batch, TokenBatches
-from triptych.text.byte_level import ByteLevelTokenizer
 from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
-from triptych.text.kept import trained_once
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
 from triptych.text.masking import MaskedBatches, MaskingSpec
 from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
-from triptych.text.sentencepiece_tokenizer import SentencePieceRecord, SentencePieceTokenizer
+from triptych.text.sentence_tokenizers import (
+    ByteLevelTokenizer,
+    SentencePieceRecord,
+    SentencePieceTokenizer,
+    TokenizerPair,
+    read_sentence_tokenizer,
+)
 from triptych.text.shards import TokenShards, read_shards, tokenize_corpus, write_shards
-from triptych.text.streaming import StreamDecoder
-from triptych.text.tokenizer_pair import TokenizerPair, read_sentence_tokenizer
-from triptych.text.tokenizers import OutputRules, SentenceTokenizer, Tokenizer
-from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokenizers
+from triptych.text.tokenizers import OutputRules, SentenceTokenizer, StreamDecoder, Tokenizer
+from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokenizers, trained_once
 
 __all__ = [
     "Batch",

@@ -21,21 +21,13 @@ _PRICE_OF_A_BATCH = 1 / 14
 @final
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sentence pairs as padded tensors for teacher forcing.
+    """Sentence pairs as padded tensors for teacher forcing."""
 
-    Attributes:
-        src: source ids, then `<eos>`.
-        tgt_in: `<bos>`, then target ids: what the decoder reads.
-        tgt_out: target ids, then `<eos>`: what it should say at each place.
-        line_numbers: 1-based line of each pair where it was read.
-        num_target_tokens: entries of `tgt_out` that are not padding.
-    """
-
-    src: Int[Tensor, "batch src_len"]
-    tgt_in: Int[Tensor, "batch tgt_len"]
-    tgt_out: Int[Tensor, "batch tgt_len"]
-    line_numbers: tuple[int, ...]
-    num_target_tokens: int
+    src: Int[Tensor, "batch src_len"]  # source ids, then `<eos>`
+    tgt_in: Int[Tensor, "batch tgt_len"]  # `<bos>`, then target ids: what the decoder reads
+    tgt_out: Int[Tensor, "batch tgt_len"]  # target ids, then `<eos>`: what it should say at each place
+    line_numbers: tuple[int, ...]  # 1-based line of each pair where it was read
+    num_target_tokens: int  # entries of `tgt_out` that are not padding
 
     def pinned(self) -> "Batch":
         """A copy in page-locked memory, from which a GPU takes it while the CPU goes on."""

@@ -1,14 +1,14 @@
 """Parallel corpora: what a recipe says of one, and its sentence pairs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import DataError, UsageError
-from triptych.text.alignment import locate_slip
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import read_lines
 from triptych.text.records import NumberedTexts, read_hub, read_jsonl, read_parquet, read_tsv
@@ -127,19 +127,12 @@ class CorpusSpec(BaseModel):
 @final
 @dataclass(frozen=True)
 class CorpusCounts:
-    """How many pairs were read and dropped.
+    """How many pairs were read and dropped."""
 
-    Attributes:
-        lines_read: pairs found.
-        empty_dropped: pairs with nothing but white space on a side.
-        too_long_dropped: pairs with a side past `max_line_chars`.
-        max_line_chars: the limit, in characters.
-    """
-
-    lines_read: int
-    empty_dropped: int
-    too_long_dropped: int
-    max_line_chars: int
+    lines_read: int  # pairs found
+    empty_dropped: int  # pairs with nothing but white space on a side
+    too_long_dropped: int  # pairs with a side past `max_line_chars`
+    max_line_chars: int  # the limit, in characters
 
     def describe(self) -> str:
         """Say it in one line, such as "29,000 pairs (12 with an empty side dropped)"."""
@@ -156,21 +149,13 @@ class CorpusCounts:
 @final
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Sentence pairs, stripped of white space at both ends, none of them empty.
+    """Sentence pairs, stripped of white space at both ends, none of them empty."""
 
-    Attributes:
-        source: source sentences.
-        target: their translations; `target[i]` belongs to `source[i]`.
-        line_numbers: 1-based line or row of every pair where it was read.
-        name: what messages call the corpus.
-        counts: what was read and dropped.
-    """
-
-    source: list[str]
-    target: list[str]
-    line_numbers: list[int]
-    name: str
-    counts: CorpusCounts
+    source: list[str]  # source sentences
+    target: list[str]  # their translations; `target[i]` belongs to `source[i]`
+    line_numbers: list[int]  # 1-based line or row of every pair where it was read
+    name: str  # what messages call the corpus
+    counts: CorpusCounts  # what was read and dropped
 
     def __len__(self) -> int:
         return len(self.source)
@@ -256,3 +241,31 @@ def record_ending(path: Path) -> str | None:
     """The ending of a file of records, compression left out; None for any other file."""
     name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
     return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)
+
+
+# Between the mean gap of lines that are translations of each other and that of unrelated lines: on the way
+# from the first to the second, measured as a share of the second.
+_UNRELATED_SHARE = 0.6
+
+
+def locate_slip(source: Sequence[str], target: Sequence[str]) -> int:
+    """Guess the first line at which the sides are no longer translations of each other.
+
+    Translations have lengths of about one ratio (Gale & Church), so the gap
+    g_i = |log s_i/t_i - median| is small up to the slip and, after it, as large as between unrelated lines.
+    The slip is where Σ_{j<i} (g_j - threshold) is least: it falls while the lines agree and rises after.
+
+    Source: Gale & Church 1993, aclanthology.org/J93-1004.
+    """
+    num_lines = min(len(source), len(target))
+    if num_lines == 0:
+        return 1
+    log_source = np.log([1 + len(line) for line in source[:num_lines]])
+    log_target = np.log([1 + len(line) for line in target[:num_lines]])
+    ratio = np.median(log_source) - np.median(log_target)
+    gaps = np.abs(log_source - log_target - ratio)
+    unrelated = np.abs(log_source - np.roll(log_target, num_lines // 2) - ratio).mean()
+    drift = np.concatenate([[0.0], np.cumsum(gaps - _UNRELATED_SHARE * unrelated)])
+    # Among equals the last: where lengths say nothing, the slip is the first line without a partner.
+    least = np.flatnonzero(drift == drift.min())[-1]
+    return int(least) + 1

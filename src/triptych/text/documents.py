@@ -75,15 +75,10 @@ class LanguageCorpusSpec(BaseModel):
 
 
 class TextPart(NamedTuple):
-    """A document, or a part of one that is long.
+    """A document, or a part of one that is long."""
 
-    Attributes:
-        text: never empty.
-        ends_document: whether what follows is another document.
-    """
-
-    text: str
-    ends_document: bool = True
+    text: str  # never empty
+    ends_document: bool = True  # whether what follows is another document
 
 
 def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:

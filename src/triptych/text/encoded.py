@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from triptych.files import write_atomically
 from triptych.text.corpora import ParallelCorpus
-from triptych.text.tokenizer_pair import TokenizerPair
+from triptych.text.sentence_tokenizers import TokenizerPair
 from triptych.text.tokenizers import Tokenizer
 
 _FORMAT = b"triptych token cache 1"
@@ -25,14 +25,10 @@ _TEXTS_AT_ONCE = 10_000
 @final
 @dataclass(frozen=True, eq=False)
 class TokenSequences:
-    """Sequences of token ids, end to end in one array.
+    """Sequences of token ids, end to end in one array."""
 
-    Attributes:
-        ids: all tokens, `[num_tokens]`.
-        offsets: `[num_sequences + 1]`; sequence i is `ids[offsets[i]:offsets[i + 1]]`.
-    """
-
-    ids: Int32[np.ndarray, "num_tokens"]
+    ids: Int32[np.ndarray, "num_tokens"]  # all tokens, `[num_tokens]`
+    # `[num_sequences + 1]`; sequence i is `ids[offsets[i]:offsets[i + 1]]`.
     offsets: Int64[np.ndarray, "num_sequences_plus_1"]
 
     @classmethod
@@ -62,19 +58,13 @@ class TokenSequences:
 @final
 @dataclass(frozen=True, eq=False)
 class EncodedCorpus:
-    """A parallel corpus as token ids, without `<bos>` and `<eos>`.
+    """A parallel corpus as token ids, without `<bos>` and `<eos>`."""
 
-    Attributes:
-        source: ids of the source sentences.
-        target: ids of the target sentences.
-        line_numbers: 1-based line of every pair where it was read, `[num_pairs]`.
-        name: what messages call the corpus.
-    """
-
-    source: TokenSequences
-    target: TokenSequences
+    source: TokenSequences  # ids of the source sentences
+    target: TokenSequences  # ids of the target sentences
+    # 1-based line of every pair where it was read, `[num_pairs]`.
     line_numbers: Int64[np.ndarray, "num_pairs"]
-    name: str
+    name: str  # what messages call the corpus
 
     def __len__(self) -> int:
         return len(self.line_numbers)

@@ -8,15 +8,10 @@ from triptych.text.tokenizers import OutputRules, SentenceTokenizer
 
 
 class Frame(NamedTuple):
-    """The special tokens around a text.
+    """The special tokens around a text."""
 
-    Attributes:
-        before: in front of it.
-        after: behind it.
-    """
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: tuple[int, ...]  # in front of it
+    after: tuple[int, ...]  # behind it
 
     @classmethod
     def of(cls, tokenizer: PretrainedTokenizer) -> "Frame":

@@ -246,10 +246,6 @@ _HISTORIES = _pairs("""
 """)
 
 
-def _draw_history(rng: Random) -> TextPair:
-    return _fill(rng.choice(_HISTORIES), {"when": draw_past(rng)})
-
-
 _CALENDARS = _pairs("""
     heute ist der {day}. | today is the {day}.
     morgen ist der {day}. | tomorrow is the {day}.
@@ -426,7 +422,7 @@ def _draw_phrase(rng: Random) -> TextPair:
 _FAMILIES: tuple[tuple[Callable[[Random], TextPair], int], ...] = (
     (_draw_phrase, 14),
     (_draw_event, 28),
-    (_draw_history, 10),
+    (lambda rng: _fill(rng.choice(_HISTORIES), {"when": draw_past(rng)}), 10),
     (_draw_calendar, 8),
     (_draw_count, 12),
     (_draw_number_sentence, 10),

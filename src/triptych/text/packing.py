@@ -17,20 +17,15 @@ NOT_COUNTED = -1
 @final
 @dataclass(frozen=True, eq=False)
 class LanguageBatch:
-    """Rows of tokens and their targets.
+    """Rows of tokens and their targets."""
 
-    Attributes:
-        ids: what the model reads.
-        targets: the token to predict at each position; -1 where the loss leaves it out.
-        starts: for attention within documents, the position in the row at which each token's document begins;
-            None for attention across documents.
-        num_target_tokens: targets that the loss counts.
-    """
-
-    ids: Int[Tensor, "batch context"]
+    ids: Int[Tensor, "batch context"]  # what the model reads
+    # The token to predict at each position; -1 where the loss leaves it out.
     targets: Int[Tensor, "batch context"]
+    # For attention within documents, the position in the row at which each token's document begins; None for
+    # attention across documents.
     starts: Int[Tensor, "batch context"] | None
-    num_target_tokens: int
+    num_target_tokens: int  # targets that the loss counts
 
     @property
     def positions(self) -> Int[Tensor, "batch context"] | None:

@@ -12,12 +12,11 @@ from tokenizers import AddedToken
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
-from triptych.text.byte_level import BYTE_OF
 from triptych.text.chat import render_chat
+from triptych.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
 from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizer_classes import class_of
 from triptych.text.tokenizer_making import add_tokens, content_of
-from triptych.text.tokenizer_pair import read_sentence_tokenizer
 from triptych.text.tokenizers import (
     Tokenizer,
     by_library,
@@ -43,23 +42,17 @@ _FETCH_AGAIN = "; fetch it again"
 
 @final
 class PretrainedRecord(BaseModel):
-    """All that a `PretrainedTokenizer` is made of, as its file has it.
-
-    Attributes:
-        format: what tells the file from others; it stands first.
-        tokens: the named special tokens, such as `eos_token`.
-        joins_punctuation: after decoding, the space before punctuation and English contractions is taken out.
-        chat_templates: by name; "default" where a checkpoint has one.
-        inner: the tokenizer in the format of the tokenizers library.
-    """
+    """All that a `PretrainedTokenizer` is made of, as its file has it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # What tells the file from others; it stands first.
     format: Literal["triptych pretrained tokenizer 1"] = "triptych pretrained tokenizer 1"
-    tokens: dict[str, str]
+    tokens: dict[str, str]  # the named special tokens, such as `eos_token`
+    # After decoding, the space before punctuation and English contractions is taken out.
     joins_punctuation: bool = False
-    chat_templates: dict[str, str]
-    inner: str
+    chat_templates: dict[str, str]  # by name; "default" where a checkpoint has one
+    inner: str  # the tokenizer in the format of the tokenizers library
 
 
 @final

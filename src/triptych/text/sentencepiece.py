@@ -44,29 +44,18 @@ def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
 @final
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a SentencePiece model file says.
+    """What a SentencePiece model file says."""
 
-    Attributes:
-        pieces: every piece by id with its score, the logarithm of its probability or minus its rank.
-        control: ids of the pieces that no text has, such as `<s>`.
-        user_defined: ids of the pieces that are always cut out whole.
-        kind: how text is cut.
-        charsmap: the rules of normalization, in SentencePiece's own format; empty for none.
-        unk_id: stands for what no piece covers.
-        bos_piece: begins a text; None where the model has none.
-        eos_piece: ends a text; None where the model has none.
-        byte_fallback: whether what no piece covers is spelled in bytes.
-    """
-
+    # Every piece by id with its score, the logarithm of its probability or minus its rank.
     pieces: tuple[tuple[str, float], ...]
-    control: frozenset[int]
-    user_defined: frozenset[int]
-    kind: Literal["unigram", "bpe"]
-    charsmap: bytes
-    unk_id: int
-    bos_piece: str | None
-    eos_piece: str | None
-    byte_fallback: bool
+    control: frozenset[int]  # ids of the pieces that no text has, such as `<s>`
+    user_defined: frozenset[int]  # ids of the pieces that are always cut out whole
+    kind: Literal["unigram", "bpe"]  # how text is cut
+    charsmap: bytes  # the rules of normalization, in SentencePiece's own format; empty for none
+    unk_id: int  # stands for what no piece covers
+    bos_piece: str | None  # begins a text; None where the model has none
+    eos_piece: str | None  # ends a text; None where the model has none
+    byte_fallback: bool  # whether what no piece covers is spelled in bytes
 
 
 def read_model(model: bytes) -> SentencePieceModel:

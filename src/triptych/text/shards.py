@@ -33,38 +33,23 @@ class _Record(BaseModel):
 
 @final
 class ShardRecord(_Record):
-    """What is in a shard.
+    """What is in a shard."""
 
-    Attributes:
-        num_tokens: in it.
-        num_documents: that begin in it.
-        num_bytes: of the text, in UTF-8.
-        num_parts: parts of documents that this shard and those before it are made of.
-        ends_document: whether the next shard begins with another document.
-    """
-
-    num_tokens: int = Field(ge=0)
-    num_documents: int = Field(ge=0)
-    num_bytes: int = Field(ge=0)
-    num_parts: int = Field(ge=0)
-    ends_document: bool
+    num_tokens: int = Field(ge=0)  # in it
+    num_documents: int = Field(ge=0)  # that begin in it
+    num_bytes: int = Field(ge=0)  # of the text, in UTF-8
+    num_parts: int = Field(ge=0)  # parts of documents that this shard and those before it are made of
+    ends_document: bool  # whether the next shard begins with another document
 
 
 @final
 class ShardIndex(_Record):
-    """What is in a folder of shards; written last.
+    """What is in a folder of shards; written last."""
 
-    Attributes:
-        format: of the folder.
-        dtype: how a token is stored.
-        vocab_size: of the tokenizer; every token is below it.
-        shards: in order.
-    """
-
-    format: Literal["triptych token shards 1"] = _FORMAT
-    dtype: Literal["<u2", "<u4"]
-    vocab_size: int = Field(ge=1)
-    shards: tuple[ShardRecord, ...]
+    format: Literal["triptych token shards 1"] = _FORMAT  # of the folder
+    dtype: Literal["<u2", "<u4"]  # how a token is stored
+    vocab_size: int = Field(ge=1)  # of the tokenizer; every token is below it
+    shards: tuple[ShardRecord, ...]  # in order
 
 
 @final

@@ -16,7 +16,7 @@ Recall is associative recall with several questions (Arora et al. 2023, arXiv 23
 from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/questions.md`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from string import ascii_lowercase
 from typing import Literal
@@ -36,19 +36,12 @@ def _draw_letters(rng: Random) -> list[str]:
     return rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
 
 
-def _draw_copy(rng: Random) -> TextPair:
-    letters = _draw_letters(rng)
-    return " ".join(letters), " ".join(letters)
+def _of_letters(answer: Callable[[list[str]], Iterable[str]]) -> Callable[[Random], TextPair]:
+    def draw(rng: Random) -> TextPair:
+        letters = _draw_letters(rng)
+        return " ".join(letters), " ".join(answer(letters))
 
-
-def _draw_reverse(rng: Random) -> TextPair:
-    letters = _draw_letters(rng)
-    return " ".join(letters), " ".join(reversed(letters))
-
-
-def _draw_sort(rng: Random) -> TextPair:
-    letters = _draw_letters(rng)
-    return " ".join(letters), " ".join(sorted(letters))
+    return draw
 
 
 def _draw_recall(rng: Random) -> TextPair:
@@ -76,9 +69,9 @@ def _draw_modular_addition(rng: Random) -> TextPair:
 Task = Literal["copy", "reverse", "sort", "recall", "ring", "modular-addition"]
 # By name, what draws a pair.
 TASKS: Mapping[str, Callable[[Random], TextPair]] = {
-    "copy": _draw_copy,
-    "reverse": _draw_reverse,
-    "sort": _draw_sort,
+    "copy": _of_letters(list),
+    "reverse": _of_letters(reversed),
+    "sort": _of_letters(sorted),
     "recall": _draw_recall,
     "ring": _draw_ring,
     "modular-addition": _draw_modular_addition,

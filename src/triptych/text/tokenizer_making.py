@@ -38,31 +38,23 @@ class Making:
 @final
 @dataclass(frozen=True)
 class TokenizerClass:
-    """What `transformers` does for one class of tokenizers.
+    """What `transformers` does for one class of tokenizers."""
 
-    Attributes:
-        kind: of its vocabulary.
-        build: the tokenizer, without added tokens and what surrounds a text.
-        tokens: the named special tokens where a checkpoint says nothing else.
-        around: what surrounds a text, "$A"; None for what `tokenizer.json` says, or else `add_bos_token` and
-            `add_eos_token`.
-        keeps_surrounding: whether what `tokenizer.json` puts around a text goes before the class.
-        adds_bos: whether a text begins with `bos_token` where the settings do not say.
-        flags: of named special tokens that the files give as plain text or not at all.
-        extra: further special tokens where the files do not speak of any, out of the settings and the tokens
-            that a SentencePiece model marks.
-        resets_flags: whether special tokens lose their flags.
-    """
-
-    kind: Kind
+    kind: Kind  # of its vocabulary
+    # The tokenizer, without added tokens and what surrounds a text.
     build: Callable[[Making], tokenizers.Tokenizer]
-    tokens: Mapping[str, str]
+    tokens: Mapping[str, str]  # the named special tokens where a checkpoint says nothing else
+    # What surrounds a text, "$A"; None for what `tokenizer.json` says, or else `add_bos_token` and
+    # `add_eos_token`.
     around: Callable[[Making], Sequence[str]] | None = None
-    keeps_surrounding: bool = False
-    adds_bos: bool = False
+    keeps_surrounding: bool = False  # whether what `tokenizer.json` puts around a text goes before the class
+    adds_bos: bool = False  # whether a text begins with `bos_token` where the settings do not say
+    # Of named special tokens that the files give as plain text or not at all.
     flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    # Further special tokens where the files do not speak of any, out of the settings and the tokens that a
+    # SentencePiece model marks.
     extra: Callable[[TokenizerSettings, Marked], Sequence[Token]] = lambda settings, marked: marked or ()
-    resets_flags: bool = False
+    resets_flags: bool = False  # whether special tokens lose their flags
 
     def _named_tokens(self, settings: TokenizerSettings) -> dict[str, Token]:
         """The named special tokens, those of the class included."""

@@ -25,25 +25,17 @@ Pieces = tuple[tuple[str, float], ...]
 @final
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What a checkpoint says of its tokenizer besides the vocabulary.
+    """What a checkpoint says of its tokenizer besides the vocabulary."""
 
-    Attributes:
-        record: `tokenizer_config.json`, with what `special_tokens_map.json` adds.
-        tokenizer_class: the class that it names, without "Fast"; None where it names none.
-        model_type: of `config.json`.
-        given: the named special tokens of the files; plain text where a file says no more of one.
-        extra: further special tokens; None where the files do not speak of any.
-        added: tokens beside the vocabulary, by id.
-        where: the file, for messages.
-    """
-
-    record: Mapping[str, Any]
-    tokenizer_class: str | None
-    model_type: str | None
+    record: Mapping[str, Any]  # `tokenizer_config.json`, with what `special_tokens_map.json` adds
+    tokenizer_class: str | None  # the class that it names, without "Fast"; None where it names none
+    model_type: str | None  # of `config.json`
+    # The named special tokens of the files; plain text where a file says no more of one.
     given: Mapping[str, str | AddedToken]
+    # Further special tokens; None where the files do not speak of any.
     extra: tuple[str | AddedToken, ...] | None
-    added: Mapping[int, AddedToken]
-    where: str
+    added: Mapping[int, AddedToken]  # tokens beside the vocabulary, by id
+    where: str  # the file, for messages
 
     def flag(self, name: str, default: bool) -> bool:
         """A setting that is true or false."""
@@ -54,30 +46,19 @@ class TokenizerSettings:
 @final
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a tokenizer, and the little else that is taken from the file that has them.
+    """The tokens of a tokenizer, and the little else that is taken from the file that has them."""
 
-    Attributes:
-        kind: how text is cut into them.
-        ids: of every token; for unigrams, see `pieces`.
-        merges: of byte pairs, the most important first.
-        pieces: of unigrams.
-        charsmap: SentencePiece's rules of normalization; empty for none.
-        unk_id: of what no piece covers, where the file of a SentencePiece model says it.
-        marked: tokens that a SentencePiece model marks; None for other files.
-        surrounding: what a `tokenizer.json` puts around a text; None for other files, and where it puts
-            nothing.
-        is_whole: whether it is from a `tokenizer.json`.
-    """
-
-    kind: Kind
-    ids: Mapping[str, int]
-    merges: tuple[tuple[str, str], ...] = ()
-    pieces: Pieces = ()
-    charsmap: bytes = b""
-    unk_id: int | None = None
+    kind: Kind  # how text is cut into them
+    ids: Mapping[str, int]  # of every token; for unigrams, see `pieces`
+    merges: tuple[tuple[str, str], ...] = ()  # of byte pairs, the most important first
+    pieces: Pieces = ()  # of unigrams
+    charsmap: bytes = b""  # SentencePiece's rules of normalization; empty for none
+    unk_id: int | None = None  # of what no piece covers, where the file of a SentencePiece model says it
+    # Tokens that a SentencePiece model marks; None for other files.
     marked: tuple[AddedToken, ...] | None = None
+    # What a `tokenizer.json` puts around a text; None for other files, and where it puts nothing.
     surrounding: Any = None
-    is_whole: bool = False
+    is_whole: bool = False  # whether it is from a `tokenizer.json`
 
 
 def read_vocabulary(name: str, content: bytes, merges: bytes) -> Vocabulary:

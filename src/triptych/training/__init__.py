@@ -1,8 +1,8 @@
 """Recipe, objective, schedule, the loop, and the state it resumes from."""
 
 from triptych.training.loop import Trainer, TrainingResult
-from triptych.training.losses import Loss, output_loss, reference_loss
-from triptych.training.rdrop import rdrop_loss, reference_rdrop_loss
+from triptych.training.losses import Loss, output_loss, rdrop_loss
+from triptych.training.optimizers import learning_rate
 from triptych.training.recipe import (
     AnyRecipe,
     ContinuedRecipe,
@@ -13,7 +13,6 @@ from triptych.training.recipe import (
     require_translation,
     resolve,
 )
-from triptych.training.schedule import learning_rate
 from triptych.training.sections import DataConfig, DecodingConfig, TrainingConfig, ValidationConfig
 
 __all__ = [
@@ -33,8 +32,6 @@ __all__ = [
     "output_loss",
     "rdrop_loss",
     "read_recipe",
-    "reference_loss",
-    "reference_rdrop_loss",
     "require_translation",
     "resolve",
 ]

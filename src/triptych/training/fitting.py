@@ -27,19 +27,13 @@ _SMALLEST_BATCH = 512
 
 @dataclass(frozen=True)
 class _Limits:
-    """What a machine is good for.
+    """What a machine is good for."""
 
-    Attributes:
-        presets: of the model, each with the least target tokens of a text that it is for, largest first.
-        vocab_size: of a vocabulary.
-        batch_tokens: of a batch.
-        total_tokens: target tokens of a whole run.
-    """
-
+    # Of the model, each with the least target tokens of a text that it is for, largest first.
     presets: tuple[tuple[int, str], ...]
-    vocab_size: int
-    batch_tokens: int
-    total_tokens: float
+    vocab_size: int  # of a vocabulary
+    batch_tokens: int  # of a batch
+    total_tokens: float  # target tokens of a whole run
 
 
 _CPU = _Limits(((300_000, "small"), (0, "tiny")), 16_000, 4096, 4e7)

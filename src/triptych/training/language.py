@@ -1,82 +1,250 @@
-"""What language models learn: the next token, or the tokens that were hidden."""
+"""What a run of a language model needs: its text in shards, its tokenizer and objective."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import final
+import hashlib
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
 
-import numpy as np
-from jaxtyping import Int64
-from torch import nn
-
-from triptych.attention import PositionIds
+from triptych.decoding.generation import GenerationOptions, generate_tokens
+from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.text_engine import TextEngine
+from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
-from triptych.text.packing import NOT_COUNTED, LanguageBatch
-from triptych.training.losses import Loss, head_loss
-from triptych.training.objectives import Batches, Objective
+from triptych.models.device import find_device, to_device
+from triptych.models.storage import OwnModel, write_config
+from triptych.printable import printable
+from triptych.text import (
+    LanguageBatch,
+    LanguageCorpusSpec,
+    MaskedBatches,
+    PackedBatches,
+    PretrainedTokenizer,
+    TextPart,
+    Tokenizer,
+    TokenizerSpec,
+    TokenShards,
+    read_documents,
+    read_tokenizer,
+    tokenize_corpus,
+    train_tokenizer,
+    trained_once,
+    write_shards,
+)
+from triptych.text.documents import fingerprint, require_text
+from triptych.training import LanguageRecipe, TextRecipe
+from triptych.training.fitting import choices, fit_language_tokenizer, fit_language_training
+from triptych.training.folder import Prepared, digests
+from triptych.training.objectives import Batches, TokensOfText
+from triptych.training.progress import Display
+
+TOKENIZER = "tokenizer.json"
+# A tokenizer learns no more from a longer text.
+_CHARACTERS_FOR_TOKENIZER = 100_000_000
 
 
-@final
-class TokensOfText(Objective[LanguageModel, LanguageBatch]):
-    """Tokens of a packed text: the next ones for a decoder, hidden ones for an encoder."""
+def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Prepared:
+    """A new run: train the tokenizer, and choose what the recipe leaves out."""
+    device = find_device(recipe.training.device).type
+    text = TextOfRun(recipe, base)
+    given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
+    display.say(f"text: {text.num_chars:,} characters")
+    tokenizer = text.tokenizer(recipe.tokenizer, display)
+    train, valid = text.shards(tokenizer, display)
+    recipe = fit_language_training(recipe, train.num_tokens, device)
+    if chosen := ", ".join(choices(given, recipe)):
+        display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens on {device}: {chosen}")
+    return _prepared(recipe, text, tokenizer, train, valid)
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        train: Batches[LanguageBatch],
-        valid: Batches[LanguageBatch],
-        bytes_per_token: float,
-        sample: Callable[[LanguageModel], str] | None = None,
-    ) -> None:
-        super().__init__(model, train, valid)
-        self.bytes_per_token, self._sample = bytes_per_token, sample
 
-    @property
-    def d_model(self) -> int:
-        return self.model.architecture.d_model
+def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
+    """Prepare to go on with the run in a folder; other arguments as those of `prepare_language`."""
+    text, tokenizer = TextOfRun(recipe, base), read_tokenizer(folder / TOKENIZER)
+    return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display))
 
-    @property
-    def uses_whole_model(self) -> bool:
-        return self._sample is not None
 
-    def blocks(self, model: LanguageModel) -> Iterator[nn.Module]:
-        yield from model.blocks
+class TextOfRun:
+    """The training and the validation text of a recipe, in parts."""
 
-    def training_loss(self, model: LanguageModel, batch: LanguageBatch, step: int) -> Loss:
-        del step
-        return self.loss(model, batch)
+    def __init__(self, recipe: TextRecipe, base: Path) -> None:
+        self._data, self._base = recipe.data, base
+        self.num_chars = sum(len(part.text) for part in self._read(recipe.data.train))
+        if recipe.data.valid is None:
+            self.num_chars = self._cut = int(self.num_chars * (1 - recipe.data.valid_share))
 
-    def loss(self, model: LanguageModel, batch: LanguageBatch) -> Loss:
-        device = model.embeddings.table.weight.device
-        ids, targets = (side.to(device, non_blocking=True) for side in (batch.ids, batch.targets))
-        mask, places = batch.mask, batch.positions
-        if mask is not None:
-            mask = mask.to(device, non_blocking=True)
-        positions = None if places is None else PositionIds(places.to(device), ids.shape[1])
-        x, said = model.hidden(ids, mask=mask, positions=positions).flatten(0, 1), targets.flatten()
-        if batch.num_target_tokens < said.numel():
-            counted = (said != NOT_COUNTED).nonzero()[:, 0]
-            x, said = x.index_select(0, counted), said.index_select(0, counted)
-        assert model.head is not None, "a model that is trained has a head"
-        return head_loss(model.head, x, said)
+    def tokenizer(self, spec: TokenizerSpec, display: Display) -> PretrainedTokenizer:
+        """The tokenizer that the beginning of the training text gives."""
 
-    def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
-        context = self.train.collate(indices).ids.shape[1]
-        return indices[: max(tokens // context, 2)]
+        def train() -> list[str]:
+            display.say(f"training a {spec.kind} tokenizer")
+            return [train_tokenizer(spec, self._for_tokenizer()).to_json()]
 
-    def lines(self, batch: LanguageBatch) -> tuple[int, ...]:
-        del batch
-        return ()
+        cache = self._base / self._data.cache
+        (found,) = trained_once(
+            spec, self._for_tokenizer, train, purpose="language model", cache_folder=cache
+        )
+        return PretrainedTokenizer.from_json(found, "the tokenizer")
 
-    def figures(self, loss: float, model: LanguageModel) -> dict[str, float]:
-        del model
-        return {
-            "valid_loss": loss,
-            "valid_perplexity": math.exp(min(loss, 50)),
-            "valid_bits_per_byte": loss / self.bytes_per_token / math.log(2),
+    def _for_tokenizer(self) -> Iterator[str]:
+        left = _CHARACTERS_FOR_TOKENIZER
+        for part in self._train():
+            yield part.text[:left]
+            left -= len(part.text)
+            if left <= 0:
+                return
+
+    def fingerprints(self) -> tuple[str, str]:
+        """Of the training and the validation text."""
+        data = self._data
+        train = fingerprint(data.train, base=self._base)
+        if data.valid is None:
+            return train, f"{train} from {self._cut}"
+        return train, fingerprint(data.valid, base=self._base)
+
+    def shards(self, tokenizer: Tokenizer, display: Display) -> tuple[TokenShards, TokenShards]:
+        """Both texts as tokens on the disk."""
+        display.say(f"tokenizing with {tokenizer.vocab_size:,} tokens")
+        data, cache = self._data, self._base / self._data.cache
+        if data.valid is not None:
+            train, valid = (
+                tokenize_corpus(spec, tokenizer, cache_folder=cache, base=self._base)
+                for spec in (data.train, data.valid)
+            )
+        else:
+            identity = f"{self.fingerprints()[1]} {tokenizer.to_json()}"
+            name = hashlib.sha256(identity.encode()).hexdigest()[:32]
+            train = write_shards(self._train(), tokenizer, cache / f"shards-{name}-train")
+            valid = write_shards(self._end(), tokenizer, cache / f"shards-{name}-valid")
+        for part, shards in (("training", train), ("validation", valid)):
+            if shards.num_tokens < 2:
+                raise DataError(f"the {part} text has {shards.num_tokens} tokens: at least two are needed")
+            display.say(
+                f"{part} text: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens, "
+                f"{shards.bytes_per_token:.2f} bytes a token"
+            )
+        return train, valid
+
+    def _train(self) -> Iterator[TextPart]:
+        parts = self._read(self._data.train)
+        return parts if self._data.valid is not None else _before(parts, self._cut)
+
+    def _end(self) -> Iterator[TextPart]:
+        return _after(self._read(self._data.train), self._cut)
+
+    def _read(self, spec: LanguageCorpusSpec) -> Iterator[TextPart]:
+        return require_text(read_documents(spec, base=self._base), spec.describe())
+
+
+def _before(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
+    """The first characters. A part that goes on past them is cut."""
+    for part in parts:
+        if len(part.text) >= num_chars:
+            if num_chars:
+                yield TextPart(part.text[:num_chars])
+            return
+        num_chars -= len(part.text)
+        yield part
+
+
+def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
+    """All but the first characters."""
+    for part in parts:
+        if len(part.text) <= num_chars:
+            num_chars -= len(part.text)
+            continue
+        yield from chain([part._replace(text=part.text[num_chars:])], parts)
+
+
+def _prepared(
+    recipe: LanguageRecipe, text: TextOfRun, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
+) -> Prepared:
+    def objective() -> TokensOfText:
+        model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
+        return tokens_of_text(recipe, model, tokenizer, train, valid)
+
+    def begin(model: OwnModel, folder: Path) -> None:
+        tokenizer.save(folder / TOKENIZER)
+        write_config(model, folder)
+
+    def fingerprints() -> dict[str, str]:
+        return fingerprints_of(recipe, text, tokenizer, recipe.model.model_dump_json())
+
+    return Prepared(recipe, objective, begin, fingerprints)
+
+
+def tokens_of_text(
+    recipe: TextRecipe, model: LanguageModel, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
+) -> TokensOfText:
+    """What a run learns, of both of its texts."""
+    model = to_device(model, find_device(recipe.training.device))
+    learned = _batches(recipe, tokenizer, train, shuffle=True)
+    judged = _batches(recipe, tokenizer, valid, shuffle=False)
+    sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
+    return TokensOfText(model, learned, judged, valid.bytes_per_token, sample)
+
+
+def _batches(
+    recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
+) -> Batches[LanguageBatch]:
+    context, within = recipe.model.context, recipe.data.within_documents
+    # A validation has batches of about 8,192 tokens. Larger ones are no faster.
+    rows = recipe.training.batch_size if shuffle else max(8192 // context, 1)
+    if recipe.task == "language-model":
+        return PackedBatches(
+            shards,
+            context=context,
+            batch_size=rows,
+            seed=recipe.order_seed,
+            within_documents=within,
+            shuffle=shuffle,
+        )
+    return MaskedBatches(
+        shards,
+        tokenizer,
+        recipe.masking,
+        context=context,
+        batch_size=rows,
+        seed=recipe.order_seed,
+        within_documents=within,
+        shuffle=shuffle,
+    )
+
+
+def fingerprints_of(recipe: TextRecipe, text: TextOfRun, tokenizer: Tokenizer, model: str) -> dict[str, str]:
+    """What a resumed run must find as it was; `model` says what it is made of."""
+    both = [part.encode() for part in text.fingerprints()]
+    judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
+    return digests(
+        {
+            "the training text (data.train)": [both[0]],
+            "the validation text (data.valid)": [both[1], str(recipe.data.within_documents).encode()],
+            "the tokenizer": [tokenizer.to_json().encode()],
+            "the model": [model.encode()],
+            "how it is validated (validation, masking)": judged,
         }
+    )
 
-    def describe(self, figures: Mapping[str, float]) -> str:
-        return f"{super().describe(figures)}  {figures['valid_bits_per_byte']:.4f} bits per byte"
 
-    def sample(self, model: LanguageModel) -> str | None:
-        return None if self._sample is None else self._sample(model)
+def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:
+    validation = recipe.validation
+    if not validation.sample_tokens:
+        return None
+    options = GenerationOptions(
+        max_new_tokens=validation.sample_tokens,
+        sampling=SamplingOptions(temperature=0.8, top_k=200),
+        seed=recipe.seed,
+        stop_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
+    )
+    prompt = tokenizer.encode(validation.sample_prompt)[0]
+    if not prompt:  # as a document begins: after its own mark, or after the end of another
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if first is None:
+            raise UsageError("the tokenizer has no token that begins a text: set validation.sample_prompt")
+        prompt = [first]
+
+    def sample(model: LanguageModel) -> str:
+        ((found,),) = generate_tokens(TextEngine(model), [prompt], options)
+        text = tokenizer.decode([[*prompt, *found.ids]])[0]
+        # A terminal would obey what an untrained model writes.
+        return printable(text, lines=True)
+
+    return sample

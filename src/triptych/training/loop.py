@@ -19,17 +19,19 @@ from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.models.blocks import recompute_activations
 from triptych.models.storage import OwnModel, model_tensors, read_tensors
-from triptych.training.ahead import ahead
-from triptych.training.compiling import compile_blocks
-from triptych.training.interruption import StopRequest
-from triptych.training.judging import Score
+from triptych.training.machine import (
+    StopRequest,
+    Throughput,
+    ahead,
+    compile_blocks,
+    count_operations,
+    measure_peak,
+)
 from triptych.training.metrics import MetricsLog, MetricsRecord
-from triptych.training.objectives import Batches, Objective, TrainingBatch
-from triptych.training.optimizers import Optimizer
+from triptych.training.objectives import Batches, Objective, Score, TrainingBatch
+from triptych.training.optimizers import Optimizer, learning_rate
 from triptych.training.parallel import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
-from triptych.training.peak import count_operations, measure_peak
-from triptych.training.progress import Display, Moment
-from triptych.training.schedule import learning_rate
+from triptych.training.progress import Display, Moment, duration
 from triptych.training.sections import OptimisationConfig
 from triptych.training.state import (
     RUN_FILES,
@@ -44,12 +46,15 @@ from triptych.training.state import (
     read_state,
     write_state,
 )
-from triptych.training.throughput import Throughput
 
 if TYPE_CHECKING:
     from triptych.training.parallel.saving import ShardedStates
 
 T = TypeVar("T")
+
+# Of the batch that is timed on a CPU: enough for its usual rate, and over in seconds with any model.
+_TIMED_TOKENS = 1024
+_DAY = 86400.0  # seconds
 
 # Imported by runs of several processes alone: FSDP takes torch a second to import.
 _SPREADING, _SAVING = "triptych.training.parallel.spreading", "triptych.training.parallel.saving"
@@ -57,19 +62,12 @@ _SPREADING, _SAVING = "triptych.training.parallel.spreading", "triptych.training
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        signal_number: of the signal that interrupted it; None if it came to its end.
-        counters: where it stands.
-        chosen: which weights `model.safetensors` holds: "best" (of the validations) or "average".
-        scores: validation figures of both.
-    """
-
-    signal_number: int | None
-    counters: Counters
-    chosen: str = ""
-    scores: dict[str, float] | None = None
+    signal_number: int | None  # of the signal that interrupted it; None if it came to its end
+    counters: Counters  # where it stands
+    chosen: str = ""  # which weights `model.safetensors` holds: "best" (of the validations) or "average"
+    scores: dict[str, float] | None = None  # validation figures of both
 
 
 @final
@@ -203,6 +201,29 @@ class Trainer:
             self.metrics.close()
             return outcome
 
+    def describe_plan(self) -> str:
+        """The steps to come and about how long they take on this machine; empty if there are none.
+
+        A small batch of the text goes through the model, forward and backward, and its time is scaled to the
+        tokens of the run; validations and updates of the weights are not in it.
+        """
+        if not (steps := self.steps_left):
+            return ""
+        text, passes = self.objective.train, steps / self.steps_per_epoch
+        indices = text.plan(0)[0]
+        if self.device.type == "cpu":
+            indices = self.objective.timed_part(indices, _TIMED_TOKENS)
+        batch = text.collate(indices)
+        tokens = batch.num_target_tokens * self.world.size
+        seconds = passes * text.num_target_tokens * self.measure_seconds(batch) / tokens
+        told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {duration(seconds)}"
+        if seconds <= _DAY:
+            return told
+        return (
+            f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model.preset, "
+            "training.precision = 'bf16' or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
+        )
+
     def _tidy(self) -> None:
         self.state_folder.mkdir(exist_ok=True)
         for within, names in RUN_FILES.items():
@@ -213,7 +234,8 @@ class Trainer:
         counters, config = self.counters, self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
             for epoch, used, batches in self.throughput.taken(made):
-                if counters.step >= config.max_steps or self._stops_early():
+                stops_early = 0 < config.early_stopping <= counters.validations_since_best
+                if counters.step >= config.max_steps or stops_early:
                     return
                 # Of what is used, not of what is made: a resumed run goes on from here.
                 counters.epoch, counters.batch = epoch, used
@@ -303,9 +325,6 @@ class Trainer:
         if self.config.max_epochs is None:
             return self.config.max_steps
         return min(self.config.max_steps, self.config.max_epochs * self.steps_per_epoch)
-
-    def _stops_early(self) -> bool:
-        return 0 < self.config.early_stopping <= self.counters.validations_since_best
 
     def _validate(self, display: Display) -> None:
         counters = self.counters
@@ -439,7 +458,9 @@ class Trainer:
 
 
 def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layout: Layout) -> Computing:
-    device = next(objective.model.parameters()).device if layout.unmade is None else layout.unmade.device
+    device = (
+        next(objective.model.parameters()).device if layout.parameters is None else layout.parameters.device
+    )
     if config.activation_checkpointing:
         recompute_activations(objective.blocks(objective.model))
     if layout.kind is None:
@@ -450,4 +471,6 @@ def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layou
     if config.compile:
         compile_blocks(list(objective.blocks(objective.model)), device)
     spread: Callable[..., Computing] = import_module(_SPREADING).spread
-    return spread(objective, layout.kind, config.precision, layout.world, config.shard_size, layout.unmade)
+    return spread(
+        objective, layout.kind, config.precision, layout.world, config.shard_size, layout.parameters
+    )

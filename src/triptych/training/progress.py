@@ -18,12 +18,7 @@ from triptych.printable import printable
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training stands. The loss is in nats per target token; the rate in target tokens per second.
-
-    Attributes:
-        peak_share: of the operations a second that the machine reaches in matrix products alone; None if not
-            measured.
-    """
+    """Where training stands. The loss is in nats per target token; the rate in target tokens per second."""
 
     step: int
     max_steps: int
@@ -31,6 +26,7 @@ class Moment:
     loss: float
     learning_rate: float
     tokens_per_second: float
+    # Of the operations a second that the machine reaches in matrix products alone; None if not measured.
     peak_share: float | None = None
 
 
@@ -191,3 +187,11 @@ def _figures(moment: Moment) -> str:
 def display_for(console: Console) -> Display:
     """A bar on a terminal, lines elsewhere."""
     return BarDisplay(console) if console.is_terminal else LineDisplay()
+
+
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which there are two."""
+    for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.0f} {name}"
+    return f"{seconds:.0f} seconds"

@@ -62,13 +62,10 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
         yield "`triptych cost` lists the names for `projections`. Each has further keys, for its sizes.\n"
     for inner, below in sections:
         if below in _SHOWN_ONCE:
-            yield f"### `[{below}]`\n\nThe keys of `[{_like(below)}]`.\n"
+            like = "data.train" if below.startswith("data") else "model.encoder.attention"
+            yield f"### `[{below}]`\n\nThe keys of `[{like}]`.\n"
         else:
             yield from _section(inner, below)
-
-
-def _like(path: str) -> str:
-    return "data.train" if path.startswith("data") else "model.encoder.attention"
 
 
 def _meanings(model: type[BaseModel]) -> dict[str, str]:

@@ -54,40 +54,26 @@ RUN_FILES = {
 
 @dataclass
 class Counters:
-    """Where a run stands.
+    """Where a run stands."""
 
-    Attributes:
-        step: updates made.
-        epoch: passes over the text finished.
-        batch: batches of this epoch's plan that have been used.
-        tokens: target tokens learned from.
-        seconds: training time so far, over all sittings.
-        best_by: what the best validation was chosen by, "bleu" or "loss"; empty before the first.
-        best_score: of the best validation, higher is better; None before the first.
-        best_step: when that was.
-        validations_since_best: for early stopping.
-        checkpoints: steps of the checkpoints kept for averaging, oldest first.
-        window_loss: smoothed loss since the last line of metrics, summed over tokens.
-        window_tokens: tokens since then.
-        fingerprints: by name, of the texts, the tokenizers, the model and what a validation measures; a
-            resumed run must have the same.
-        started_in: the folder that the recipe's relative paths are relative to.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    step: int = 0  # updates made
+    epoch: int = 0  # passes over the text finished
+    batch: int = 0  # batches of this epoch's plan that have been used
+    tokens: int = 0  # target tokens learned from
+    seconds: float = 0.0  # training time so far, over all sittings
+    # What the best validation was chosen by, "bleu" or "loss"; empty before the first.
     best_by: Literal["", "bleu", "loss"] = ""
-    best_score: float | None = None
-    best_step: int = 0
-    validations_since_best: int = 0
+    best_score: float | None = None  # of the best validation, higher is better; None before the first
+    best_step: int = 0  # when that was
+    validations_since_best: int = 0  # for early stopping
+    # Steps of the checkpoints kept for averaging, oldest first.
     checkpoints: list[int] = field(default_factory=list)
-    window_loss: float = 0.0
-    window_tokens: int = 0
+    window_loss: float = 0.0  # smoothed loss since the last line of metrics, summed over tokens
+    window_tokens: int = 0  # tokens since then
+    # By name, of the texts, the tokenizers, the model and what a validation measures; a resumed run must have
+    # the same.
     fingerprints: dict[str, str] = field(default_factory=dict)
-    started_in: str = ""
+    started_in: str = ""  # the folder that the recipe's relative paths are relative to
 
 
 def own_files(folder: Path) -> list[Path]:

@@ -7,16 +7,16 @@ import torch
 
 from triptych.algebra.rewrites.legality import (
     INPUT_SIDES,
+    KEY_BIAS_BLIND,
+    VALUE_BIAS_PASSES,
     named,
     require_nothing_between,
     separate,
     sharing_sides,
     unchanged,
-    why_clipping_counts,
-    why_key_bias_counts,
     with_chains,
 )
-from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.record import Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
@@ -57,8 +57,7 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
     """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores."""
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")
-    if reason := why_key_bias_counts(weights.semantics):
-        raise RewriteRefusedError("drop_key_bias", reason)
+    KEY_BIAS_BLIND.require("drop_key_bias", weights)
     _require_bias_reaches_end("drop_key_bias", "k", weights.k)
     result, notes = _without_bias(weights, "k")
     if result.q and result.q == result.v:
@@ -70,13 +69,7 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
         "rounding-exact",
         weights,
         result,
-        checked=(
-            "no rotary positions",
-            "no QK-norm",
-            "keys are not clipped",
-            "no soft cap",
-            "no sinks",
-        ),
+        checked=KEY_BIAS_BLIND.checked,
         notes=notes,
     )
 
@@ -90,8 +83,7 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     """
     if not _biased(weights.v):
         return unchanged("fold_value_bias", weights, "the values have no bias")
-    if reason := why_value_bias_stays(weights):
-        raise RewriteRefusedError("fold_value_bias", reason)
+    VALUE_BIAS_PASSES.require("fold_value_bias", weights)
     _require_bias_reaches_end("fold_value_bias", "v", weights.v)
     require_nothing_between("fold_value_bias", "o", weights.o[:-1])
     value_bias = weights.head_bias("v")
@@ -104,37 +96,9 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
         "rounding-exact",
         weights,
         replace(result, o_bias=o_bias),
-        checked=(
-            "no attention dropout",
-            "no sinks",
-            "no gate",
-            "values are not clipped",
-            "the output map can hold a bias",
-        ),
+        checked=VALUE_BIAS_PASSES.checked,
         notes=notes,
     )
-
-
-def why_value_bias_stays(weights: AttentionWeights) -> str:
-    """Why the value bias is no part of the output's; "" if it is."""
-    semantics = weights.semantics
-    if semantics.dropout > 0:
-        return (
-            f"attention dropout of {semantics.dropout:g} is on, as while training: rows of weights do not "
-            "sum to 1"
-        )
-    if semantics.sinks is not None:
-        return (
-            "something takes part in the softmax besides the keys (a sink): rows over the keys sum to less "
-            "than 1"
-        )
-    if semantics.gate is not None:
-        return "each token takes another share of what a head moves (a gate), and of its value bias with it"
-    if reason := why_clipping_counts(semantics):
-        return reason
-    if "o" not in weights.bias_slots:
-        return "the output map has no bias slot in the target format"
-    return ""
 
 
 def _biased(chain: Chain) -> bool:

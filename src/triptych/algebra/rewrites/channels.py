@@ -13,19 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
-from triptych.algebra.rewrites.legality import separate, sharing_sides, why_clipping_counts
-from triptych.algebra.semantics import Semantics
+from triptych.algebra.rewrites.legality import separate, sharing_sides
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 Form = Literal["qk", "ov"]
 FORMS: tuple[Form, ...] = ("qk", "ov")
 SIDES_OF: dict[Form, tuple[Side, Side]] = {"qk": ("q", "k"), "ov": ("v", "o")}
 NAMES: dict[Side, str] = {"q": "queries", "k": "keys", "v": "values", "o": "the output"}
-# What `why_channels_stay` has looked at.
-CHANNELS_ARE_FREE: dict[Form, str] = {
-    "qk": "qk: no rotary positions, no QK-norm, no clipping: nothing stands between queries and keys",
-    "ov": "ov: no clipping stands between values and output map",
-}
 
 
 class JointBasis(NamedTuple):
@@ -102,24 +96,6 @@ def joint_basis(
     largest = signed.gather(-2, signed.abs().argmax(dim=-2, keepdim=True))
     sign = torch.where(largest < 0, -1.0, 1.0).to(S.dtype)
     return JointBasis(S, alive.sum(dim=-1), to_own * sign[:, None], to_common * sign[:, None], shared * sign)
-
-
-def why_channels_stay(semantics: Semantics, form: Form) -> str:
-    """Why the channels between the two maps of a form cannot be mixed; "" if they can."""
-    if reason := why_clipping_counts(semantics):
-        return reason
-    if form == "ov":
-        return ""
-    if semantics.positions == "rotary":
-        return (
-            "under rotary positions only one non-zero complex scalar per rotary pair commutes with the "
-            "rotation, so key channels cannot be mixed"
-        )
-    if semantics.positions == "disentangled":
-        return "distances meet queries and keys in the same channels (disentangled positions)"
-    if semantics.qk_norm:
-        return "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
-    return ""
 
 
 def times(
@@ -234,7 +210,7 @@ def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
 def size(weights: AttentionWeights, form: Form) -> Move:
     """The norms of a form of every head and of its bias row: how far it is from nothing."""
     whole = weights.qk if form == "qk" else weights.ov
-    return Move(whole.frobenius_norm(), bias_row(weights, form).norm(dim=-1))
+    return Move(whole.norm(), bias_row(weights, form).norm(dim=-1))
 
 
 def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads d"]:

@@ -13,9 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.biases import why_value_bias_stays
 from triptych.algebra.rewrites.channels import (
-    CHANNELS_ARE_FREE,
     Form,
     JointBasis,
     joint_basis,
@@ -25,7 +23,7 @@ from triptych.algebra.rewrites.channels import (
     times,
     with_learned_maps,
 )
-from triptych.algebra.rewrites.legality import why_key_bias_counts
+from triptych.algebra.rewrites.legality import CHANNELS_FREE, KEY_BIAS_BLIND, VALUE_BIAS_PASSES
 from triptych.algebra.rewrites.rank import Ranks, num_groups, require_ranks, without_fixed_widths
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Side
@@ -72,7 +70,7 @@ def truncate_on_data(
         cuts.append(_in_words(form, given, error, whole, about_mean=means_off[form]))
     moves = {form: move(start, result, form) for form in ranks}
     # With the mean taken off, what is lost of the value bias is in the output's, if all of it comes through.
-    in_output = means_off.get("ov", False) and not why_value_bias_stays(weights)
+    in_output = means_off.get("ov", False) and not VALUE_BIAS_PASSES.why_not(weights)
     sizes = {form: moves[form].form if form == "ov" and in_output else moves[form].whole for form in ranks}
     rounding = 100 * weights.d_model * torch.finfo(torch.float64).eps
     exact = all(bool((sizes[form] <= rounding * size(start, form).whole).all()) for form in ranks)
@@ -81,7 +79,7 @@ def truncate_on_data(
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
-        checked=tuple(CHANNELS_ARE_FREE[form] for form in ranks),
+        checked=tuple(said for form in ranks for said in CHANNELS_FREE[form].checked),
         choice=cuts,
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else max(float(one.max()) for one in sizes.values()),
@@ -141,7 +139,7 @@ def _own(maps: Float[Tensor, "heads rows r"], groups: int) -> Float[Tensor, "gro
 def _centred(name: str, weights: AttentionWeights, form: Form, asked: bool | None) -> bool:
     if asked is False:
         return False
-    reason = why_key_bias_counts(weights.semantics) if form == "qk" else ""
+    reason = KEY_BIAS_BLIND.why_not(weights) if form == "qk" else ""
     if form == "ov" and "o" not in weights.bias_slots:
         reason = "the output map has no bias slot in the target format"
     if asked and reason:

@@ -11,14 +11,14 @@ from triptych.algebra.cost import maps_flops, writing_cost
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.rewrites.legality import (
     INPUT_SIDES,
+    KEY_BIAS_BLIND,
+    SCORES_ARE_THE_FORM,
     named,
     require_nothing_between,
     require_whole_number,
     separate,
     sharing_sides,
     unchanged,
-    why_clipping_counts,
-    why_key_bias_counts,
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
@@ -202,23 +202,13 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
     one_matrix = not weights.k and len(weights.q) <= 1
     if "qk" not in sides or one_matrix or not any(link.learned for link in (*weights.q, *weights.k)):
         return []
-    semantics, advice = weights.semantics, "leave qk out of the sides"
-    if semantics.positions == "rotary":
-        reason = "under rotary positions the form depends on the distance, so no one matrix is it"
-        raise RewriteRefusedError("fold", reason, advice)
-    if semantics.positions == "disentangled":
-        raise RewriteRefusedError("fold", "distances meet queries and keys each (disentangled)", advice)
-    if semantics.qk_norm:
-        reason = "queries and keys are normalised before their product (QK-norm)"
-        raise RewriteRefusedError("fold", reason, advice)
-    if reason := why_clipping_counts(semantics):
-        raise RewriteRefusedError("fold", reason, advice)
+    advice = "leave qk out of the sides"
+    SCORES_ARE_THE_FORM.require("fold", weights, advice)
     for side in ("q", "k"):
         require_nothing_between("fold", side, weights.chain(side), advice)
-    checked, notes = ["no rotary positions, no QK-norm: nothing stands between queries and keys"], []
+    checked, notes = [*SCORES_ARE_THE_FORM.checked], []
     if any(link.bias is not None for link in weights.k):
-        if reason := why_key_bias_counts(semantics):
-            raise RewriteRefusedError("fold", f"the form has no place for the key bias, and {reason}", advice)
+        KEY_BIAS_BLIND.require("fold", weights, advice, "the form has no place for the key bias, and ")
         checked.append("the softmax is blind to the key bias")
         notes.append("the key bias was dropped")
     W_K, bias = weights.W_K, weights.head_bias("q")
@@ -312,7 +302,7 @@ def factor(
         weights,
         result,
         checked=(
-            "no rotary positions, no QK-norm: nothing stands between queries and keys",
+            *SCORES_ARE_THE_FORM.checked,
             f"ranks of the heads: {', '.join(str(int(rank)) for rank in ranks)}",
         ),
         choice=f"d_k = {d_k}",
@@ -328,15 +318,7 @@ def _require_one_matrix(weights: AttentionWeights) -> None:
         )
     if not weights.q:
         raise RewriteRefusedError("factor", "neither queries nor keys have a map: the form is the identity")
-    if weights.semantics.positions == "rotary":
-        reason = "under rotary positions the form depends on the distance, so no two maps make it"
-        raise RewriteRefusedError("factor", reason)
-    if weights.semantics.positions == "disentangled":
-        raise RewriteRefusedError("factor", "distances meet queries and keys each (disentangled)")
-    if weights.semantics.qk_norm:
-        raise RewriteRefusedError("factor", "queries and keys are normalised before their product (QK-norm)")
-    if reason := why_clipping_counts(weights.semantics):
-        raise RewriteRefusedError("factor", reason)
+    SCORES_ARE_THE_FORM.require("factor", weights)
     require_nothing_between("factor", "q", weights.q)
 
 

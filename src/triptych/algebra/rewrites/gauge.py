@@ -15,7 +15,6 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.rewrites.channels import (
-    CHANNELS_ARE_FREE,
     FORMS,
     NAMES,
     SIDES_OF,
@@ -25,10 +24,9 @@ from triptych.algebra.rewrites.channels import (
     joint_basis,
     newly_apart,
     times,
-    why_channels_stay,
     with_learned_maps,
 )
-from triptych.algebra.rewrites.legality import require_nothing_between
+from triptych.algebra.rewrites.legality import CHANNELS_FREE, require_nothing_between
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
 from triptych.algebra.weights import AttentionWeights
@@ -105,14 +103,14 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
         "rounding-exact",
         weights,
         result.to(weights.dtype),
-        checked=tuple(CHANNELS_ARE_FREE[form] for form in forms),
+        checked=tuple(said for form in forms for said in CHANNELS_FREE[form].checked),
         notes=(*notes, *newly_apart(weights, result)),
     )
 
 
 def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
     """The reason, "" if there is none, and what to do about it."""
-    if reason := why_channels_stay(weights.semantics, form):
+    if reason := CHANNELS_FREE[form].why_not(weights):
         return reason, ""
     one, other = (weights.chain(side) for side in SIDES_OF[form])
     for side, chain in zip(SIDES_OF[form], (one, other), strict=True):

@@ -9,7 +9,12 @@ from pydantic import Field
 from torch import Tensor
 
 from triptych.algebra.rewrites.channels import NAMES, each_link, one_map
-from triptych.algebra.rewrites.legality import require_nothing_between, unchanged
+from triptych.algebra.rewrites.legality import (
+    HEADS_ALIKE,
+    HEADS_ALIKE_BUT_DISTANCES,
+    require_nothing_between,
+    unchanged,
+)
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.semantics import HeadNorm
@@ -32,12 +37,12 @@ class SortHeads(LayerRewrite):
         weights = layer.weights
         groups = max(1, min(weights.num_key_heads, weights.num_value_heads))
         served = weights.num_heads // groups
-        sizes = weights.ov.frobenius_norm().view(groups, served)
+        sizes = weights.ov.norm().view(groups, served)
         by_group = sizes.norm(dim=-1).argsort(descending=True, stable=True).tolist()
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
         order = tuple(group * served + head for group in by_group for head in inside[group])
         # Distances follow where they share the maps of queries and keys; the format refuses the others.
-        return permute_heads(weights, order, distances_follow=True)._replace(kept=order)
+        return permute_heads(weights, order, distances_follow=True).with_kept(order)
 
 
 @final
@@ -53,7 +58,7 @@ class PermuteHeads(LayerRewrite):
     order: tuple[int, ...] = Field(description="head i of the result is head `order[i]`")
 
     def apply(self, layer: Layer) -> Rewritten:
-        return permute_heads(layer.weights, self.order, distances_follow=True)._replace(kept=self.order)
+        return permute_heads(layer.weights, self.order, distances_follow=True).with_kept(self.order)
 
 
 @final
@@ -86,7 +91,7 @@ def permute_heads(
         )
     if list(order) == list(range(heads)):
         return unchanged("permute_heads", weights, "the heads are in that order")
-    require_heads_without_numbers("permute_heads", weights, distances_follow)
+    (HEADS_ALIKE_BUT_DISTANCES if distances_follow else HEADS_ALIKE).require("permute_heads", weights)
 
     def permute(link: Link) -> Link:
         served = heads // link.copies
@@ -113,7 +118,7 @@ def permute_heads(
         checked=(
             f"the order names each of the {heads} heads once",
             "heads that read one map stay together",
-            "no position bias of each head's own",
+            *HEADS_ALIKE.checked,
         ),
         choice=f"order {', '.join(map(str, order))}",
     )
@@ -187,14 +192,3 @@ def taken(link: Link, copies: Tensor) -> Link:
     copies = copies.to(link.weight.device)
     bias = None if link.bias is None else link.bias[copies]
     return replace(link, weight=link.weight[copies], bias=bias, learned=True)
-
-
-def require_heads_without_numbers(name: str, weights: AttentionWeights, distances_follow: bool) -> None:
-    """Check that positions add nothing of each head's own, which would stay in its place."""
-    stays = ("alibi", "relative") if distances_follow else ("alibi", "relative", "disentangled")
-    if weights.semantics.positions in stays:
-        raise RewriteRefusedError(
-            name,
-            f"{weights.semantics.positions} positions add a bias of each head's own, which would stay in its "
-            "place",
-        )

@@ -1,48 +1,126 @@
 """What more than one rewrite asks before it touches a map."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, final
 
 from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
 
 INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
 
-def why_clipping_counts(semantics: Semantics) -> str:
-    """Why queries, keys and values must stay the numbers that they are; "" if they need not."""
-    if semantics.clip is None:
-        return ""
-    clip = f"±{semantics.clip:g}"
-    return f"queries, keys and values are clipped at {clip}, channel by channel and with their biases"
+@final
+@dataclass(frozen=True)
+class Need:
+    """What a rewrite needs of a layer, as data: the refusal and what a certificate says follow from it.
+
+    Attributes:
+        against: the traits of a layer that stand against it, each with the reason.
+        checked: what a certificate says if there is none of them.
+    """
+
+    against: Mapping[str, str]
+    checked: tuple[str, ...]
+
+    def why_not(self, weights: AttentionWeights) -> str:
+        """The reason why a layer does not have it; "" if it does."""
+        semantics = weights.semantics
+        words = {name: getattr(semantics, name) for name in ("clip", "soft_cap", "dropout", "positions")}
+        found = (why for trait, why in self.against.items() if _TRAITS[trait](weights))
+        return next(found, "").format(**words)
+
+    def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
+        """Refuse a layer that does not have it."""
+        if reason := self.why_not(weights):
+            raise RewriteRefusedError(name, about + reason, advice)
 
 
-def why_key_bias_counts(semantics: Semantics) -> str:
-    """Why a number added to every score of a query would be seen; "" if the softmax is blind to it."""
-    if semantics.positions == "rotary":
-        return (
-            "under rotary positions the key bias is turned with each key, so it does not add the same number "
-            "to every score of a query"
-        )
-    if semantics.positions == "disentangled":
-        return "distances meet the keys with their bias (disentangled positions), each with another number"
-    if semantics.qk_norm:
-        return "the keys are normalised with their bias (QK-norm), so it is more than an addition to a row"
-    if reason := why_clipping_counts(semantics):
-        return reason
-    if semantics.soft_cap is not None:
-        return (
-            f"the scores are soft-capped at ±{semantics.soft_cap:g}, and what a bias adds to a row "
-            "comes out of the cap as another number for every key"
-        )
-    if semantics.sinks is not None:
-        return (
-            "something takes part in the softmax besides the keys (a sink), and its score does not move "
-            "with theirs"
-        )
-    return ""
+_TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
+    **{
+        scheme: lambda weights, scheme=scheme: weights.semantics.positions == scheme  # type: ignore[misc]
+        for scheme in ("rotary", "disentangled", "alibi", "relative")
+    },
+    "qk_norm": lambda weights: weights.semantics.qk_norm,
+    "clip": lambda weights: weights.semantics.clip is not None,
+    "soft_cap": lambda weights: weights.semantics.soft_cap is not None,
+    "sinks": lambda weights: weights.semantics.sinks is not None,
+    "gate": lambda weights: weights.semantics.gate is not None,
+    "dropout": lambda weights: weights.semantics.dropout > 0,
+    "no_output_bias": lambda weights: "o" not in weights.bias_slots,
+}
+# Queries, keys and values must stay the numbers that they are.
+_CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
+UNCLIPPED = Need({"clip": _CLIPPED}, ())
+# The channels between the two maps of a form may be mixed.
+CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
+    "qk": Need(
+        {
+            "clip": _CLIPPED,
+            "rotary": "under rotary positions only one non-zero complex scalar per rotary pair commutes with "
+            "the rotation, so key channels cannot be mixed",
+            "disentangled": "distances meet queries and keys in the same channels (disentangled positions)",
+            "qk_norm": "queries and keys are normalised (QK-norm), which depends on the basis of their "
+            "channels",
+        },
+        ("qk: no rotary positions, no QK-norm, no clipping: nothing stands between queries and keys",),
+    ),
+    "ov": Need({"clip": _CLIPPED}, ("ov: no clipping stands between values and output map",)),
+}
+# W_Q W_Kᵀ is all that scores see of queries and keys.
+SCORES_ARE_THE_FORM = Need(
+    {
+        "rotary": "under rotary positions the form depends on the distance, so no one matrix is it",
+        "disentangled": "distances meet queries and keys each (disentangled)",
+        "qk_norm": "queries and keys are normalised before their product (QK-norm)",
+        "clip": _CLIPPED,
+    },
+    ("no rotary positions, no QK-norm: nothing stands between queries and keys",),
+)
+# A number added to every score of a query is not seen.
+KEY_BIAS_BLIND = Need(
+    {
+        "rotary": "under rotary positions the key bias is turned with each key, so it does not add the same "
+        "number to every score of a query",
+        "disentangled": "distances meet the keys with their bias (disentangled positions), each with another "
+        "number",
+        "qk_norm": "the keys are normalised with their bias (QK-norm), so it is more than an addition to a "
+        "row",
+        "clip": _CLIPPED,
+        "soft_cap": "the scores are soft-capped at ±{soft_cap:g}, and what a bias adds to a row comes out of "
+        "the cap as another number for every key",
+        "sinks": "something takes part in the softmax besides the keys (a sink), and its score does not move "
+        "with theirs",
+    },
+    ("no rotary positions", "no QK-norm", "keys are not clipped", "no soft cap", "no sinks"),
+)
+# A value bias is one of the output.
+VALUE_BIAS_PASSES = Need(
+    {
+        "dropout": "attention dropout of {dropout:g} is on, as while training: rows of weights do not sum to "
+        "1",
+        "sinks": "something takes part in the softmax besides the keys (a sink): rows over the keys sum to "
+        "less than 1",
+        "gate": "each token takes another share of what a head moves (a gate), and of its value bias with it",
+        "clip": _CLIPPED,
+        "no_output_bias": "the output map has no bias slot in the target format",
+    },
+    (
+        "no attention dropout",
+        "no sinks",
+        "no gate",
+        "values are not clipped",
+        "the output map can hold a bias",
+    ),
+)
+_OWN_BIAS = "{positions} positions add a bias of each head's own, which would stay in its place"
+# Positions add nothing of each head's own, which would stay in its place.
+HEADS_ALIKE = Need(
+    dict.fromkeys(("alibi", "relative", "disentangled"), _OWN_BIAS), ("no position bias of each head's own",)
+)
+# The same where the maps of distances go along with their heads.
+HEADS_ALIKE_BUT_DISTANCES = Need(dict.fromkeys(("alibi", "relative"), _OWN_BIAS), HEADS_ALIKE.checked)
 
 
 def require_whole_number(name: str, what: str, value: object) -> None:

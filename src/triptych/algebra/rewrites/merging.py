@@ -12,7 +12,6 @@ from torch import Tensor
 
 from triptych.algebra.rewrites.biases import fold_value_bias
 from triptych.algebra.rewrites.channels import (
-    CHANNELS_ARE_FREE,
     FORMS,
     NAMES,
     Form,
@@ -24,13 +23,13 @@ from triptych.algebra.rewrites.channels import (
     newly_apart,
     one_map,
     size,
-    why_channels_stay,
 )
 from triptych.algebra.rewrites.legality import (
+    CHANNELS_FREE,
+    KEY_BIAS_BLIND,
     require_nothing_between,
     require_whole_number,
     unchanged,
-    why_key_bias_counts,
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
@@ -152,7 +151,7 @@ class _KeysOfForms(_Keys):
         return size(weights, "qk")
 
     def checked(self) -> str:
-        return CHANNELS_ARE_FREE["qk"]
+        return CHANNELS_FREE["qk"].checked[0]
 
 
 @final
@@ -228,7 +227,7 @@ def _merge(
         attempt.to(weights.dtype),
         checked=(
             f"{present} key-value heads can be shared out among {num_kv_heads}",
-            *(keys.checked() if form == "qk" else CHANNELS_ARE_FREE[form] for form in mixed),
+            *(keys.checked() if form == "qk" else CHANNELS_FREE[form].checked[0] for form in mixed),
             *([] if differing else ["the heads of a group are equal up to gauge"]),
         ),
         choice=differing,
@@ -309,9 +308,8 @@ def _with_norms_of_groups(name: str, plain: AttentionWeights, groups: int) -> At
 
 
 def _require_channels_free(name: str, weights: AttentionWeights, form: Form) -> None:
-    if reason := why_channels_stay(weights.semantics, form):
-        maps = NAMES[_common_side(form)]
-        raise RewriteRefusedError(name, f"{form}: the maps of {maps} differ, and {reason}")
+    about = f"{form}: the maps of {NAMES[_common_side(form)]} differ, and "
+    CHANNELS_FREE[form].require(name, weights, about=about)
 
 
 def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
@@ -320,9 +318,7 @@ def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> A
     if bias is None:
         return plain
     if bool(bias.any()):
-        if reason := why_key_bias_counts(plain.semantics):
-            reason = f"qk: the key biases of a group cannot be one, and {reason}"
-            raise RewriteRefusedError(name, reason)
+        KEY_BIAS_BLIND.require(name, plain, about="qk: the key biases of a group cannot be one, and ")
         notes.append("the key bias was left out: the softmax is blind to it")
     return replace(plain, k=(replace(plain.k[0], bias=None),))
 

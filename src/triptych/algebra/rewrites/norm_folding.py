@@ -7,12 +7,12 @@ from torch import Tensor
 
 from triptych.algebra.rewrites.legality import (
     INPUT_SIDES,
+    KEY_BIAS_BLIND,
+    UNCLIPPED,
     named,
     require_nothing_between,
     separate,
     sharing_sides,
-    why_clipping_counts,
-    why_key_bias_counts,
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
@@ -202,14 +202,12 @@ def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool)
         raise RewriteRefusedError(
             _NAME, f"the keys are the input itself, and {what} between them and the queries"
         )
-    if reason := why_clipping_counts(semantics):
-        raise RewriteRefusedError(_NAME, f"the keys are the input itself, and {reason}")
+    UNCLIPPED.require(_NAME, weights, about="the keys are the input itself, and ")
     require_nothing_between(_NAME, "q", weights.q[-1:])
     if not weights.q[-1].learned:
         raise RewriteRefusedError(
             _NAME, "the keys are the input itself, and the last map of q is fixed", "expand it first"
         )
-    if shifted and (reason := why_key_bias_counts(semantics)):
-        raise RewriteRefusedError(
-            _NAME, f"the keys are the input itself, so its shift β would be their bias, and {reason}"
-        )
+    if shifted:
+        about = "the keys are the input itself, so its shift β would be their bias, and "
+        KEY_BIAS_BLIND.require(_NAME, weights, about=about)

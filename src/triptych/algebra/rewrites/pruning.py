@@ -16,11 +16,16 @@ from triptych.algebra.rewrites.channels import SIDES_OF, Move, in_working_precis
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.heads import (
     OWN_NUMBERS,
-    require_heads_without_numbers,
     taken,
     with_heads,
 )
-from triptych.algebra.rewrites.legality import require_nothing_between, require_whole_number, unchanged
+from triptych.algebra.rewrites.legality import (
+    HEADS_ALIKE,
+    HEADS_ALIKE_BUT_DISTANCES,
+    require_nothing_between,
+    require_whole_number,
+    unchanged,
+)
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.weights import AttentionWeights, Link
@@ -77,7 +82,7 @@ class PruneHeads(LayerRewrite):
         done = prune_heads(weights, gone, bounded=bounded, does=does, distances_follow=True)
         stay = done.weights.num_heads == weights.num_heads
         kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
-        return done._replace(kept=kept)
+        return done.with_kept(kept)
 
     def _losses_of(self, layer: Layer) -> tuple[float, ...]:
         found = self.losses.get(layer.name, ())
@@ -114,7 +119,7 @@ def prune_heads(
     _require_prunable(weights, heads)
     if not heads:
         return unchanged("prune_heads", weights, "no head was named")
-    require_heads_without_numbers("prune_heads", weights, distances_follow)
+    (HEADS_ALIKE_BUT_DISTANCES if distances_follow else HEADS_ALIKE).require("prune_heads", weights)
     for side in SIDES_OF["ov"]:
         require_nothing_between("prune_heads", side, weights.chain(side)[:-1])
     lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
@@ -149,7 +154,7 @@ def prune_heads(
         result,
         checked=(
             "W_V W_O and b_V W_O of every head left out are 0" if not active else "bounded=True was given",
-            "no position bias of each head's own",
+            *HEADS_ALIKE.checked,
         ),
         choice=f"{len(heads)} of {weights.num_heads} heads left out: {', '.join(map(str, heads))}",
         notes=notes,
@@ -221,7 +226,7 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
         of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
         return Move((W_V.norm(dim=-2) * of_outputs).sum(dim=-1), (of_bias * of_outputs).sum(dim=-1))
     used = (W_V.ne(0).any(dim=-2) & read)[:, None, :]
-    form = BilinearForm(W_V * used, W_O.mT * used).frobenius_norm()
+    form = BilinearForm(W_V * used, W_O.mT * used).norm()
     if bias is None:
         return Move(form, torch.zeros_like(form))
     return Move(form, (bias[heads][:, None, :] @ W_O)[:, 0].norm(dim=-1))

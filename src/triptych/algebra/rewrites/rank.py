@@ -11,7 +11,6 @@ from torch import Tensor
 
 from triptych.algebra.rewrites.biases import fold_value_bias
 from triptych.algebra.rewrites.channels import (
-    CHANNELS_ARE_FREE,
     NAMES,
     SIDES_OF,
     Form,
@@ -23,16 +22,16 @@ from triptych.algebra.rewrites.channels import (
     one_map,
     size,
     times,
-    why_channels_stay,
     with_learned_maps,
 )
 from triptych.algebra.rewrites.legality import (
+    CHANNELS_FREE,
+    KEY_BIAS_BLIND,
     require_finite,
     require_nothing_between,
     require_one_each,
     require_whole_number,
     unchanged,
-    why_key_bias_counts,
 )
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
@@ -105,7 +104,7 @@ def truncate(
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
-        checked=tuple(CHANNELS_ARE_FREE[form] for form in ranks),
+        checked=tuple(said for form in ranks for said in CHANNELS_FREE[form].checked),
         choice=cuts,
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else max(float(one.whole.max()) for one in moves.values()),
@@ -216,8 +215,7 @@ def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given
             raise RewriteRefusedError(
                 name, f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"
             )
-    if reason := why_channels_stay(weights.semantics, form):
-        raise RewriteRefusedError(name, f"{form}: {reason}", f"leave {form}_rank out")
+    CHANNELS_FREE[form].require(name, weights, f"leave {form}_rank out", f"{form}: ")
     for side in SIDES_OF[form]:
         require_nothing_between(name, side, weights.chain(side)[:-1])
     return ranks
@@ -225,8 +223,9 @@ def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given
 
 def _require_blind_to_key_bias(weights: AttentionWeights, form: Form) -> None:
     bias = weights.head_bias("k") if form == "qk" else None
-    if bias is not None and bool(bias.any()) and (reason := why_key_bias_counts(weights.semantics)):
-        raise RewriteRefusedError("truncate", f"qk: fewer channels cannot carry the key bias, and {reason}")
+    if bias is not None and bool(bias.any()):
+        about = "qk: fewer channels cannot carry the key bias, and "
+        KEY_BIAS_BLIND.require("truncate", weights, about=about)
 
 
 def _truncate_qk(

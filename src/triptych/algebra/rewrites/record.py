@@ -1,7 +1,7 @@
 """What a rewrite gives back, and how it refuses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -79,6 +79,7 @@ class RewriteRecord:
         error: largest mean square error of a form's scores or outputs, relative to their mean square, on
             the text whose moments the rewrite went by; None if it went by none.
         cuts: what `choice` says, where forms were cut group by group.
+        kept: the heads that are left, in order, if that may have changed.
     """
 
     name: str
@@ -91,14 +92,18 @@ class RewriteRecord:
     bound: float = 0.0
     error: float | None = None
     cuts: tuple[Cut, ...] = ()
+    kept: tuple[int, ...] | None = None
 
 
 class Rewritten(NamedTuple):
-    """New weights and the record; which heads are left, in order, if that may have changed."""
+    """New weights and the record."""
 
     weights: AttentionWeights
     record: RewriteRecord
-    kept: tuple[int, ...] | None = None
+
+    def with_kept(self, kept: tuple[int, ...]) -> "Rewritten":
+        """The same, with the heads that are left."""
+        return self._replace(record=replace(self.record, kept=kept))
 
 
 def rewritten(

@@ -24,7 +24,7 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
-from triptych.algebra.rewrites.legality import require_one_each, why_key_bias_counts
+from triptych.algebra.rewrites.legality import KEY_BIAS_BLIND, require_one_each
 from triptych.algebra.rewrites.rank import Ranks
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.rotary_pairs import mean_turn, require_rotary, rotary_scores_cut
@@ -62,7 +62,7 @@ def truncate_rotary_maps(
         k=_through(working, "k", maps.k.flatten(0, 1), notes),
     )
     if moments is not None:
-        notes.append(f"no mean was taken off: {why_key_bias_counts(weights.semantics)}")
+        notes.append(f"no mean was taken off: {KEY_BIAS_BLIND.why_not(weights)}")
     true = _Scores.of(name, working, rotation, moments, longest, 0.0)
     whole = true.mean_square()
     shares = Cut.shares(true.error(maps), whole)

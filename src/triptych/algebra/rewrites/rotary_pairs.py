@@ -20,9 +20,9 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import joint_basis, newly_apart, times
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.legality import (
+    UNCLIPPED,
     require_nothing_between,
     require_one_each,
-    why_clipping_counts,
 )
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.weights import AttentionWeights, Link, Side
@@ -164,8 +164,7 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
             "rotary pairs turn by rows and columns of patches, and what they carry is counted over distances "
             "in a text",
         )
-    if reason := why_clipping_counts(weights.semantics):
-        raise RewriteRefusedError(name, reason)
+    UNCLIPPED.require(name, weights)
     width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
         raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
@@ -221,9 +220,9 @@ def rotary_move(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
 def rotary_size(weights: AttentionWeights) -> Float[Tensor, " num_heads"]:
     """The same of the forms themselves: how far they are from nothing."""
     forms = _forms_with_biases(weights)
-    total = forms.pairs.frobenius_norm().square().sum(dim=-1) / 4
+    total = forms.pairs.norm().square().sum(dim=-1) / 4
     if forms.fixed is not None:
-        total = total + forms.fixed.frobenius_norm().square()
+        total = total + forms.fixed.norm().square()
     return total.sqrt()
 
 

@@ -1,21 +1,37 @@
 """Training by many processes under `torchrun`: who takes part, and how the model lies on them."""
 
-from triptych.training.parallel.choosing import choose_parallel
-from triptych.training.parallel.computing import ONE_PROCESS, Computing, Kind, Layout, OneProcess, Unmade
-from triptych.training.parallel.pieces import do_each
-from triptych.training.parallel.striping import NotCounted, rows_of_rank
-from triptych.training.parallel.world import Alone, Launched, World, code_digests, launched
+from triptych.training.parallel.computing import (
+    ONE_PROCESS,
+    Computing,
+    Kind,
+    Layout,
+    LazyParameters,
+    NotCounted,
+    OneProcess,
+    choose_parallel,
+    rows_of_rank,
+)
+from triptych.training.parallel.world import (
+    Launched,
+    SingleProcess,
+    Turns,
+    World,
+    code_digests,
+    do_each,
+    launched,
+)
 
 __all__ = [
     "ONE_PROCESS",
-    "Alone",
     "Computing",
     "Kind",
     "Launched",
     "Layout",
+    "LazyParameters",
     "NotCounted",
     "OneProcess",
-    "Unmade",
+    "SingleProcess",
+    "Turns",
     "World",
     "choose_parallel",
     "code_digests",

@@ -1,47 +1,48 @@
 """How the model computes: whole in one process, as copies, or in shards."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
+import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import Tensor, nn
 
+from triptych.errors import UsageError
+from triptych.models.device import find_device
 from triptych.models.storage import OwnModel, load_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.striping import NotCounted
-from triptych.training.parallel.world import Alone, World
+from triptych.training.parallel.world import SingleProcess, World
 from triptych.training.precision import NarrowTwin
+from triptych.training.sections import OptimisationConfig
 
 Kind = Literal["ddp", "fsdp", "hybrid"]
 
+# Weights, gradients and two moments of Adam in float32. Muon keeps one moment less of its matrices.
+_BYTES_PER_PARAMETER = 16
+# The rest of a device is for activations.
+_SHARE_FOR_STATE = 0.5
 
-class Unmade(NamedTuple):
-    """What is to become the weights of a model whose parameters are on the "meta" device.
 
-    Attributes:
-        device: where they are to be.
-        values: name and whole value of each, made one after the other.
-    """
+class LazyParameters(NamedTuple):
+    """What is to become the weights of a model whose parameters are on the "meta" device."""
 
-    device: torch.device
-    values: Iterable[tuple[str, Tensor]]
+    device: torch.device  # where they are to be
+    values: Iterable[tuple[str, Tensor]]  # name and whole value of each, made one after the other
 
 
 class Layout(NamedTuple):
-    """The processes of a run, and how its model lies on them.
+    """The processes of a run, and how its model lies on them."""
 
-    Attributes:
-        world: the processes.
-        kind: None for one process.
-        unmade: the weights of a model that has none yet; None if it has.
-    """
-
-    world: World = Alone()
-    kind: Kind | None = None
-    unmade: Unmade | None = None
+    world: World = SingleProcess()  # the processes
+    kind: Kind | None = None  # None for one process
+    parameters: LazyParameters | None = None  # the weights of a model that has none yet; None if it has
 
 
 ONE_PROCESS = Layout()
@@ -192,3 +193,78 @@ class LossOfBatch(nn.Module):
         else:
             found = self._objective.training_loss(self.model, batch, step)
         return found.smoothed * share, found.likelihood * share
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class NotCounted:
+    """A batch whose loss counts as zero.
+
+    A process that has no row of a batch computes one all the same, because the others wait for it.
+    """
+
+    batch: TrainingBatch  # what is computed
+    num_target_tokens: int = 0  # always 0
+
+    def pinned(self) -> "NotCounted":
+        """A copy in page-locked memory."""
+        return NotCounted(self.batch.pinned())
+
+
+def rows_of_rank(
+    indices: Int64[np.ndarray, "batch"], rank: int, size: int
+) -> tuple[Int64[np.ndarray, "part"], bool]:
+    """The rows of a batch that a process takes: every `size`-th one.
+
+    The ranks' rows together are the batch, whatever the number of ranks.
+    """
+    if size == 1:
+        return indices, True
+    own = indices[rank::size]
+    return (own, True) if len(own) else (indices[:1], False)
+
+
+def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -> tuple[Kind | None, str]:
+    """The kind of parallelism, and why; None for one process."""
+    if world.size == 1:
+        return None, ""
+    require_kind(config, world.size)
+    if config.parallel is not None and config.parallel != "none":
+        return config.parallel, f"{world.size} processes, {config.parallel}"
+    device = find_device(config.device)
+    needed = _BYTES_PER_PARAMETER * sum(weight.numel() for weight in model.parameters())
+    memory = _device_bytes(device, world)
+    sharded: Kind = "hybrid" if 1 < world.num_nodes < world.size else "fsdp"
+    kind: Kind = "ddp" if needed <= _SHARE_FOR_STATE * memory else sharded
+    return kind, (
+        f"{world.size} processes; training.parallel left out, chosen: {kind} (weights, gradients and "
+        f"optimizer take {needed / 2**30:.2f} GiB, a device has {memory / 2**30:.0f} GiB)"
+    )
+
+
+def require_kind(config: OptimisationConfig, num_processes: int) -> None:
+    """Several processes can do what a recipe asks for."""
+    if config.parallel == "none":
+        raise UsageError(
+            f"training.parallel = 'none' is for one process, and {num_processes} were started: use 'ddp' or "
+            "'fsdp'"
+        )
+    if config.optimizer == "muon" and config.parallel != "ddp":
+        raise UsageError(
+            "training.optimizer = 'muon' needs whole matrices: set training.parallel = 'ddp', or "
+            "optimizer = 'adamw'"
+        )
+
+
+def _device_bytes(device: torch.device, world: World) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    on_machine = world.size // world.num_nodes
+    return _machine_bytes() // on_machine
+
+
+def _machine_bytes() -> int:
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**34
+    return min(int(text), physical) if text.isdigit() else physical

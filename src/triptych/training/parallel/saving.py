@@ -47,7 +47,12 @@ class ShardedStates:
         self.finish()
         self._number += 1
         path = shards_folder(self._folder, self._number)
-        self._world.on_first(lambda: _make_empty(path))
+
+        def make_empty() -> None:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+
+        self._world.on_first(make_empty)
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
         # The writer copies them first, because training changes them while they are written.
         held: dict[str, Any] = {name: value.detach() for name, value in tensors.items()}
@@ -122,11 +127,6 @@ def read_shards(path: Path, model: OwnModel, optimizer: Optimizer, world: World)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
     optimizer.load(wanted)
-
-
-def _make_empty(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
 
 
 def _number_of(path: Path) -> int:

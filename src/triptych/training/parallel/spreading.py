@@ -26,7 +26,7 @@ from triptych.models.blocks import OffsetNorm
 from triptych.models.storage import OwnModel, model_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.computing import Computing, Kind, LossOfBatch, Unmade
+from triptych.training.parallel.computing import Computing, Kind, LazyParameters, LossOfBatch
 from triptych.training.parallel.world import World
 
 
@@ -36,15 +36,15 @@ def spread(
     precision: str,
     world: World,
     shard_size: int | None = None,
-    unmade: Unmade | None = None,
+    parameters: LazyParameters | None = None,
 ) -> Computing:
     """Lay a model on the processes."""
-    device = next(objective.model.parameters()).device if unmade is None else unmade.device
+    device = next(objective.model.parameters()).device if parameters is None else parameters.device
     mesh = make_mesh(kind, precision, device.type, world, shard_size)
     computing = lay(objective, mesh, precision, world)
-    if unmade is not None:
+    if parameters is not None:
         assert isinstance(computing, Shards), "copies are made whole"
-        computing.make(unmade.values)
+        computing.make(parameters.values)
     return computing
 
 

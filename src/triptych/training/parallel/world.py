@@ -9,6 +9,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from triptych.errors import ElsewhereError, TriptychError, UsageError
 from triptych.launch import num_launched, num_on_machine, num_restarts, place_on_machine
-from triptych.training.parallel.turns import Turns, counts_of_one_process
 
 T = TypeVar("T")
 
@@ -63,20 +63,16 @@ class World(ABC):
         """The largest of the processes' numbers."""
 
     @abstractmethod
-    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of each process, by its rank."""
+    def gathered(self, value: T) -> list[T]:
+        """What each process has, by its rank."""
 
     @abstractmethod
-    def gathered_texts(self, text: str) -> list[str]:
-        """The text of each process, by its rank."""
-
-    @abstractmethod
-    def turns(self, count: int) -> Turns:
+    def turns(self, count: int) -> "Turns":
         """Numbers of pieces of work, each of which one process takes; the same call in every process."""
 
     @abstractmethod
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
-        """Act in the first process alone, and give its result (anything JSON can hold) to all."""
+        """Act in the first process alone, and give its result to all."""
 
     @abstractmethod
     def on_all(self, action: Callable[[], T]) -> T:
@@ -87,10 +83,10 @@ class World(ABC):
         """All processes have the same texts, recipe and code."""
 
 
-class AskingNone(World):
-    """A first process that asks no others: what it has itself stands for all."""
+class SingleProcess(World):
+    """One process, which asks no others."""
 
-    rank, seconds_waited = 0, 0.0
+    rank, size, num_nodes, seconds_waited = 0, 1, 1, 0.0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
@@ -98,14 +94,17 @@ class AskingNone(World):
     def largest(self, number: int) -> int:
         return number
 
-    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        return [list(numbers)] * self.size
+    def gathered(self, value: T) -> list[T]:
+        return [value]
 
-    def gathered_texts(self, text: str) -> list[str]:
-        return [text] * self.size
+    def turns(self, count: int) -> "Turns":
+        counts = Counter[str]()
 
-    def turns(self, count: int) -> Turns:
-        return Turns(counts_of_one_process(), count)
+        def add(name: str, more: int) -> int:
+            counts[name] += more
+            return counts[name]
+
+        return Turns(add, count)
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         del patiently
@@ -116,13 +115,6 @@ class AskingNone(World):
 
     def require_same(self, what: Mapping[str, str]) -> None:
         del what
-
-
-@final
-class Alone(AskingNone):
-    """One process."""
-
-    size, num_nodes = 1, 1
 
 
 @dataclass(frozen=True)
@@ -166,8 +158,10 @@ class Launched(World):
         self.seconds_waited += time.monotonic() - started
         return values
 
-    def gathered(self, numbers: Sequence[float]) -> list[list[float]]:
-        return [json.loads(text) for text in self.gathered_texts(json.dumps(list(numbers)))]
+    def gathered(self, value: T) -> list[T]:
+        found = [value] * self.size
+        dist.all_gather_object(found, value)
+        return found
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         done, self._num_waits = f"done-{self._num_waits}", self._num_waits + 1
@@ -183,9 +177,7 @@ class Launched(World):
                 if patiently:
                     self._store.set(done, "")
 
-        result = self.on_all(act)
-        text = self.gathered_texts(json.dumps(result))[0]
-        return result if self.rank == 0 else json.loads(text)  # type: ignore[return-value]
+        return self.gathered(self.on_all(act))[0]  # type: ignore[return-value]
 
     def on_all(self, action: Callable[[], T]) -> T:
         own: BaseException | None = None
@@ -194,30 +186,20 @@ class Launched(World):
         except Exception as error:  # noqa: BLE001 - it is raised below, once the others know
             own = error
         failure = None if own is None else _Failure.of(self.rank, own)
-        gathered = self.gathered_texts(json.dumps(None if failure is None else vars(failure)))
-        failures = [_Failure(**json.loads(one)) for one in gathered if json.loads(one) is not None]
+        failures = [one for one in self.gathered(failure) if one is not None]
         if own is not None and (self.rank == 0 or not isinstance(own, TriptychError)):
             raise own
         if failures:
             raise failures[0].error()
         return result
 
-    def gathered_texts(self, text: str) -> list[str]:
-        content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        length = self.largest(len(content))
-        padded = torch.full((length,), ord(" "), dtype=torch.uint8)
-        padded[: len(content)] = content
-        texts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(texts, padded)
-        return [bytes(one.tolist()).decode() for one in texts]
-
-    def turns(self, count: int) -> Turns:
+    def turns(self, count: int) -> "Turns":
         self._num_turns += 1
         key = f"turns-{self._num_turns}"
         return Turns(lambda name, more: self._store.add(f"{key}-{name}", more), count)
 
     def require_same(self, what: Mapping[str, str]) -> None:
-        of_ranks = [json.loads(text) for text in self.gathered_texts(json.dumps(dict(what)))]
+        of_ranks = self.gathered(dict(what))
         for rank, other in enumerate(of_ranks):
             for name in of_ranks[0].keys() | other.keys():
                 if other.get(name) != of_ranks[0].get(name):
@@ -257,11 +239,69 @@ class Launched(World):
         )
 
 
+@final
+class Turns:
+    """Numbers from 0, each of which one process takes: whoever is free takes the next."""
+
+    def __init__(self, add: Callable[[str, int], int], count: int) -> None:
+        self._add, self.count = add, count
+
+    def take(self) -> int | None:
+        """The next number; None if there is none, or a process has given up."""
+        if self._add("given-up", 0):
+            return None
+        number = self._add("taken", 1) - 1
+        return number if number < self.count else None
+
+    def taken(self) -> Iterator[int]:
+        """The numbers that this process gets, one after the other."""
+        while (number := self.take()) is not None:
+            yield number
+
+    def end_one(self) -> None:
+        """Tell that the work of a number that was taken has ended."""
+        self._add("ended", 1)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the work of every number has ended, or a process has given up."""
+        return self._add("ended", 0) >= self.count or self._add("given-up", 0) > 0
+
+    @contextmanager
+    def given_up_on_error(self) -> Iterator[None]:
+        """An error inside the block ends the work of all processes after what they are at."""
+        try:
+            yield
+        except BaseException:
+            self._add("given-up", 1)
+            raise
+
+
+def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> list[T]:
+    """Do a piece of work for each item, each in one of the processes; all get all results."""
+    if world.size == 1:
+        return [work(item) for item in items]
+    said = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
+    world.require_same({"the list of what is to be done": said, **code_digests()})
+    turns, own = world.turns(len(items)), dict[int, T]()
+
+    def do_own() -> None:
+        with turns.given_up_on_error():
+            for number in turns.taken():
+                own[number] = work(items[number])
+
+    world.on_all(do_own)
+    found = dict[int, T]()
+    for one in world.gathered(own):
+        found |= one
+    return [found[number] for number in range(len(items))]
+
+
 @contextmanager
 def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
-    """The processes that `torchrun` started, joined inside the block; `Alone` without a launcher."""
+    """The processes that `torchrun` started, joined inside the block; `SingleProcess` without a launcher."""
     if num_launched() == 1:
-        yield Alone()
+        yield SingleProcess()
         return
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:

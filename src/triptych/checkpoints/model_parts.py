@@ -1,0 +1,370 @@
+"""The parts of a model besides attention, and their tensors: norms, feed-forward layers, the head."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Never, final
+
+import torch
+
+from triptych.checkpoints.layer_map import norm_tensors, tensor_names
+from triptych.checkpoints.model_spec import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec
+from triptych.checkpoints.place import Place
+from triptych.checkpoints.reading import require_shape
+from triptych.checkpoints.specs import NormSpec
+from triptych.checkpoints.tensor_maps import (
+    Alternating,
+    Halves,
+    Named,
+    OnlyRow,
+    Shape,
+    StackRows,
+    TensorMap,
+    Transposed,
+)
+from triptych.errors import DataError
+from triptych.models.architecture import Activation, ExpertsConfig, FeedForwardConfig, HeadConfig, NormConfig
+from triptych.storage.tensors import Tensors
+from triptych.storage.untrusted import shown
+
+Entry = tuple[tuple[str, ...], Named]
+
+
+@final
+class Entries:
+    """The tensors of a model, as far as its parts have entered theirs.
+
+    Attributes:
+        found: names of ours, and what is stored for them.
+        copies: stored tensors that hold the numbers of another one, and that one.
+    """
+
+    def __init__(self, name: str, tensors: Tensors) -> None:
+        self.name, self.tensors = name, tensors
+        self.found: list[Entry] = []
+        self.copies: dict[str, str] = {}
+
+    def enter(self, ours: str, name: str, shape: Shape) -> None:
+        """Enter a tensor that is stored as it is; errors as of `add`."""
+        self.add((ours,), Named((name,), shape))
+
+    def add(self, ours: tuple[str, ...], stored: Named) -> None:
+        """Enter tensors."""
+        for name in stored.names:
+            if name not in self.tensors.infos:
+                raise DataError(f"{self.tensors.name}: there is no tensor {name}")
+            if stored.shape is not None:
+                of = f"{self.tensors.where(name)}, tensor {name}"
+                require_shape(of, [*self.tensors.infos[name].shape], [*stored.shape])
+        self.found.append((ours, stored))
+
+    def norm(self, ours: str, place: Place, norm: NormSpec, module: str, width: int, eps: str) -> NormConfig:
+        """Enter a norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there."""
+        weight, bias = norm_tensors(self.tensors, module)
+        has_bias = norm.kind == "layer" and bias in self.tensors.infos
+        if norm.weight:
+            self.enter(f"{ours}.weight", weight, (width,))
+        if has_bias:
+            self.enter(f"{ours}.bias", bias, (width,))
+        return NormConfig(norm.kind, place.number(norm.eps or eps), norm.weight, has_bias, norm.offset)
+
+    def require_copy(self, name: str, original: str, why: str) -> None:
+        """A tensor that the file may have once more, if it holds the same numbers."""
+        if name not in self.tensors.infos or name == original:
+            return
+        if not torch.equal(self.tensors.read(name), self.tensors.read(original)):
+            self.refuse(f"{name} is not {original}{why}")
+        self.copies[name] = original
+
+    def refuse(self, why: str) -> Never:
+        """Say that the checkpoint cannot be run."""
+        raise DataError(f"{self.name}: {why}")
+
+
+def above(prefix: str, name: str, tensors: Tensors) -> str:
+    """A module or tensor above the names that attention layers share, as far as some of the prefix is."""
+    outer = prefix.split(".")[:-1]
+    names = ["".join(f"{part}." for part in outer[:count]) + name for count in range(len(outer), -1, -1)]
+    infos = tensors.infos
+    return next((found for found in names if found in infos or f"{found}.weight" in infos), names[-1])
+
+
+# By their names in `transformers`. Those of one row are one function, computed by formulas that round apart.
+ACTIVATIONS: Mapping[str, Activation] = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
+    "quick_gelu": "gelu_sigmoid",
+    **dict.fromkeys(("silu", "swish"), "swish"),
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+}  # fmt: skip
+
+
+def activation(place: Place, expression: str) -> Activation:
+    """An activation by the name that the configuration has for it."""
+    name = place.settings.word(expression, place.layer)
+    if name is None or name not in ACTIVATIONS:
+        raise DataError(
+            f"{place.settings.where}: activation {shown(name)!r} is not one of {', '.join(ACTIVATIONS)}: "
+            "the model cannot be run"
+        )
+    return ACTIVATIONS[name]
+
+
+@final
+class FeedForwardMap:
+    """A block's feed-forward layer as the first fitting entry of the family has it.
+
+    Attributes:
+        config: what it is made of.
+        entries: which of our tensors come from which stored ones.
+    """
+
+    config: FeedForwardConfig | ExpertsConfig
+
+    def __init__(
+        self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], d_model: int, tensors: Tensors
+    ) -> None:
+        self.place, self.d_model, self.tensors = place, d_model, tensors
+        self.entries = list[Entry]()
+        spec = next(
+            (spec for spec in specs if place.holds(spec.when) and self._is_there(spec, tensors)), None
+        )
+        if spec is None:
+            raise DataError(
+                f"{tensors.name}: the feed-forward layer of block {place.layer} is of no kind that is known"
+            )
+        self.config = (
+            self._layer(ours, spec) if spec.experts is None else self._mixture(ours, spec, spec.experts)
+        )
+
+    def _is_there(self, spec: FeedForwardSpec, tensors: Tensors) -> bool:
+        return not spec.there or self._name(spec, spec.there) in tensors.infos
+
+    def _name(self, spec: FeedForwardSpec, name: str) -> str:
+        return self.place.beside(f"{spec.at}.{name}", expert=0)
+
+    def _config(self, spec: FeedForwardSpec) -> FeedForwardConfig:
+        place, bias = self.place, self.place.holds(spec.bias)
+        return FeedForwardConfig(
+            place.count(spec.size),
+            activation(place, spec.activation),
+            bool(spec.gate or spec.fused),
+            bias,
+            place.holds(spec.out_bias) if spec.out_bias else bias,
+            beta=place.number(spec.beta) if spec.beta else 1.0,
+            offset=spec.offset,
+            limit=place.optional_number(spec.limit),
+        )
+
+    def _layer(self, ours: str, spec: FeedForwardSpec) -> FeedForwardConfig:
+        config = self._config(spec)
+        self._maps(ours, spec, config, None)
+        return config
+
+    def _mixture(self, ours: str, spec: FeedForwardSpec, experts: ExpertsSpec) -> ExpertsConfig:
+        place, expert = self.place, self._config(spec)
+        count = place.count(experts.number)
+        self._maps(ours, spec, expert, count)
+        router, router_bias = tensor_names(self._name(spec, experts.router))
+        self._add((f"{ours}.router.weight",), (router,), (count, self.d_model))
+        if experts.router_bias:
+            self._add((f"{ours}.router.bias",), (router_bias,), (count,))
+        if experts.correction:
+            self._add((f"{ours}.router.correction",), (self._name(spec, experts.correction),), (count,))
+        shared = experts.shared if experts.shared and place.holds(experts.shared.when) else None
+        grouped = bool(experts.groups) and place.holds(experts.grouped)
+        try:
+            return ExpertsConfig(
+                expert,
+                count,
+                place.count(experts.top),
+                experts.scores,
+                place.holds(experts.normalised),
+                experts.min_sum,
+                place.number(experts.times) if experts.times else 1.0,
+                experts.scale_input,
+                experts.router_bias,
+                bool(experts.correction),
+                place.count(experts.groups) if grouped else 1,
+                place.count(experts.top_groups) if grouped else 1,
+                experts.group_score,
+                place.number(experts.threshold) if experts.threshold else 0.0,
+                None if shared is None else self._layer(f"{ours}.shared", shared),
+            )
+        except ValueError as error:
+            raise DataError(f"{place.settings.where}: {error}") from None
+
+    def _maps(self, ours: str, spec: FeedForwardSpec, config: FeedForwardConfig, experts: int | None) -> None:
+        """The maps of a layer, or of all of its experts."""
+        size, d_model = config.d_ff, self.d_model
+        if spec.fused:
+            split = (Alternating() if spec.alternating else Halves()).along(0 if experts is None else 1)
+            parts = tuple(spec.fused.split())
+            self._map(ours, parts, spec, spec.inner, (2 * size, d_model), config.bias, experts, (split,))
+        else:
+            self._map(ours, ("inner",), spec, spec.inner, (size, d_model), config.bias, experts)
+            if spec.gate:
+                self._map(ours, ("gate",), spec, spec.gate, (size, d_model), config.bias, experts)
+        self._map(ours, ("outer",), spec, spec.outer, (d_model, size), config.out_bias, experts)
+
+    def _map(
+        self,
+        ours: str,
+        parts: tuple[str, ...],
+        spec: FeedForwardSpec,
+        module: str,
+        shape: tuple[int, int],
+        has_bias: bool,
+        experts: int | None,
+        steps: tuple[TensorMap, ...] = (),
+    ) -> None:
+        single = "{expert}" in module or experts is None
+        count: tuple[int, ...] = () if single or experts is None else (experts,)
+        turned: tuple[TensorMap, ...] = (Transposed(),) if spec.transposed else ()
+        stacked: tuple[TensorMap, ...] = (StackRows(),) if "{expert}" in module else ()
+        weights, biases = zip(*self._names(spec, module, experts), strict=True)
+        stored = shape[::-1] if spec.transposed else shape
+        self._add(self._parts(ours, parts, "weight"), weights, (*count, *stored), (*turned, *stacked, *steps))
+        if has_bias:
+            self._add(self._parts(ours, parts, "bias"), biases, (*count, shape[0]), (*stacked, *steps))
+
+    def _parts(self, ours: str, parts: tuple[str, ...], kind: str) -> tuple[str, ...]:
+        return tuple(f"{ours}.{part}.{kind}" for part in parts)
+
+    def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
+        """Names of weight and bias, of every expert where each has its own.
+
+        Up to the first that is not there: a configuration may say any number.
+        """
+        for number in range(experts or 1) if "{expert}" in module else (0,):
+            name = self.place.beside(f"{spec.at}.{module}", expert=number)
+            names = (name, f"{name}_bias") if spec.bare else tensor_names(name)
+            yield names
+            if names[0] not in self.tensors.infos:
+                return
+
+    def _add(
+        self, ours: tuple[str, ...], names: tuple[str, ...], shape: Shape, steps: tuple[TensorMap, ...] = ()
+    ) -> None:
+        self.entries.append((ours, Named(names, shape, steps)))
+
+
+@final
+class HeadMap:
+    """A model's head as the family has it.
+
+    Attributes:
+        config: what it is made of; None if the model ends with the stream.
+    """
+
+    config: HeadConfig | None
+
+    def __init__(
+        self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, table: str, table_width: int
+    ) -> None:
+        self.place, self.spec, self.entries, self.d_model = place, spec, entries, d_model
+        self.table, self.table_width = table, table_width
+        self.settings, self.infos = place.settings, entries.tensors.infos
+        self.config = self._of_decoder(spec.head) if spec.kind == "decoder" else self._of_encoder()
+
+    def _of_decoder(self, spec: HeadSpec) -> HeadConfig:
+        vocab_size = self.infos[self.table].shape[0]
+        module, width, transform = self._above(spec.at), self.d_model, self._above(spec.transform)
+        has_map = bool(spec.transform) and f"{transform}.weight" in self.infos
+        if has_map:
+            width = self._map(transform)
+        tied, bias = self.settings.holds(spec.tied), self.settings.holds(spec.bias)
+        if spec.tied_if_missing:
+            tied = f"{module}.weight" not in self.infos
+        if tied and width != self.table_width:
+            self.entries.refuse(
+                f"{self.table} is {self.table_width} wide, and what reads it as output table {width}"
+            )
+        self._output(module, vocab_size, width, tied=tied)
+        names = [name for name in map(self._above, spec.bias_at) if name in self.infos]
+        if names:
+            bias = True
+            self.entries.add(("head.output.bias",), Named((names[0],), (1, vocab_size), (OnlyRow(),)))
+        elif bias:
+            self.entries.enter("head.output.bias", f"{module}.bias", (vocab_size,))
+        over_root = self.place.factor(self.place.chosen(spec.over_root))
+        cap = self.settings.value(spec.soft_cap) if spec.soft_cap else None
+        return HeadConfig(
+            tied=tied,
+            bias=bias,
+            width=width if has_map else None,
+            transform=has_map,
+            map_bias=not has_map,
+            scale=self.place.factor(spec.scale) * over_root**-0.5,
+            soft_cap=None if cap is None else self.settings.number(spec.soft_cap),
+        )
+
+    def _of_encoder(self) -> HeadConfig | None:
+        for spec in self.spec.heads:
+            first = self._above(spec.transform or spec.at)
+            if self.settings.holds(spec.when) and f"{first}.weight" in self.infos:
+                return self._with_transform(spec, first if spec.transform else "")
+        return None
+
+    def _with_transform(self, spec: HeadSpec, transform: str) -> HeadConfig:
+        place, width, map_bias = self.place, self.d_model, False
+        if transform:
+            width, map_bias = self._map(transform), place.holds(spec.map_bias)
+        if map_bias:
+            self.entries.enter("head.map.bias", f"{transform}.bias", (width,))
+        norm = place.first(spec.norm)
+        outputs = self.settings.count(spec.outputs) if spec.outputs else None
+        count, output = outputs or self.infos[self.table].shape[0], self._above(spec.at)
+        tied = outputs is None and self.settings.holds(spec.tied)
+        if tied and width != self.table_width:
+            self.entries.refuse(
+                f"{transform}.weight leads to {width} channels, and {self.table} has {self.table_width}"
+            )
+        self._output(output, count, width, tied=tied)
+        return HeadConfig(
+            tied=tied,
+            bias=self._output_bias(spec, output, count, tied=tied),
+            width=width,
+            transform=bool(transform),
+            outputs=outputs,
+            map_bias=map_bias,
+            activation=activation(place, spec.activation) if spec.activation else None,
+            norm=None
+            if norm is None
+            else self.entries.norm("head.norm", place, norm, self._above(norm.at), width, self.spec.eps),
+        )
+
+    def _map(self, transform: str) -> int:
+        """Enter the map before the output; the width that it leads to."""
+        width = self.infos[f"{transform}.weight"].shape[0]
+        self.entries.enter("head.map.weight", f"{transform}.weight", (width, self.d_model))
+        return width
+
+    def _output(self, module: str, count: int, width: int, *, tied: bool) -> None:
+        """Enter the output map; a tied one may be in the file as well, if it is the table."""
+        if tied:
+            why = f", though {self.spec.head.tied} says so"
+            self.entries.require_copy(f"{module}.weight", self.table, why)
+        else:
+            self.entries.enter("head.output.weight", f"{module}.weight", (count, width))
+
+    def _output_bias(self, spec: HeadSpec, output: str, count: int, *, tied: bool) -> bool:
+        """Enter the bias of the output, which files may have under two names; one if tied."""
+        if not self.settings.holds(spec.bias):
+            return False
+        own = f"{output}.bias"
+        names = [self._above(name) for name in spec.bias_at] or [own]
+        if not tied and own in self.infos:
+            names = [own, *(name for name in names if name != own)]
+        found = [name for name in names if name in self.infos] or names[:1]
+        self.entries.enter("head.output.bias", found[0], (count,))
+        for other in found[1:]:
+            if tied:
+                self.entries.require_copy(other, found[0], f": both are the bias of {output}")
+            else:
+                self.entries.copies[other] = found[0]
+        return True
+
+    def _above(self, name: str) -> str:
+        return above(self.place.prefix, name, self.entries.tensors)

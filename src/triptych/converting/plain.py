@@ -1,0 +1,240 @@
+"""Models with their heads as other libraries write them: one map each for queries, keys, values and outputs.
+
+What a parameterisation writes in another way is multiplied out, taken apart or repeated, always exactly; a
+head that would not fit is refused. Heads of an encoder-decoder are as wide as d_model over their number, and
+those of a language model as wide as its widest.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from triptych.algebra import rewrites
+from triptych.algebra.positions import RotaryEmbedding
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.weights import AttentionWeights, Link, standard_scale
+from triptych.attention import LearnedPositions, sinusoidal
+from triptych.errors import UsageError
+from triptych.models import EncoderDecoder, attention_weights, with_attention
+from triptych.models.blocks import Block
+from triptych.rewriting.models import WeightsRewrite, rewrite
+
+# Makes the error of a format from the part that does not fit.
+Refused = Callable[[str], UsageError]
+_STEPS: tuple[WeightsRewrite, ...] = (
+    rewrites.expand,
+    rewrites.repeat_kv_heads,
+    partial(rewrites.fold, keep="folded"),
+)
+_ROUNDING = 8
+_STACKS = {"encoder": ("encoder",), "decoder": ("decoder", "cross")}
+
+
+@final
+@dataclass(frozen=True)
+class HeadSizes:
+    """Of every layer's heads in the format.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        width: channels of every head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    width: int
+
+
+def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
+    """One map a side, in heads of these sizes, each but W_O with a bias: zeros fill up."""
+    pad, chains = nn.functional.pad, dict[str, Any]()
+    scaled = weights.with_scale(standard_scale(sizes.width))
+    more_heads = sizes.num_heads - weights.num_heads
+    for side, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
+        link = scaled.multiplied(side).of_heads(weights.num_heads if more_heads else heads)  # type: ignore[arg-type]
+        bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias
+        missing = sizes.width - link.d_out
+        weight = pad(link.weight, (0, missing, 0, 0, 0, more_heads))
+        chains[side] = (Link(weight, pad(bias, (0, missing, 0, more_heads))),)
+    W_O = pad(scaled.W_O, (0, 0, 0, sizes.width - scaled.W_O.shape[1], 0, more_heads))
+    o_bias = W_O.new_zeros(weights.d_model) if weights.o_bias is None else weights.o_bias
+    return replace(scaled, num_heads=sizes.num_heads, o=(Link(W_O),), o_bias=o_bias, **chains)
+
+
+# Encoder-decoders.
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PlainModel:
+    """A model written plainly, and what that took.
+
+    Attributes:
+        model: computes the same; of the same dtype, in evaluation mode.
+        num_heads: of every site of "encoder" and of "decoder", cross-attention included.
+        done: what was done to which sites, in words.
+    """
+
+    model: EncoderDecoder
+    num_heads: dict[str, int]
+    done: tuple[str, ...]
+
+
+def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
+    """Write the heads of a model plainly; the model given is left as it is."""
+    scheme = model.config.positions.scheme
+    if scheme in ("rotary", "alibi"):
+        raise UsageError(
+            f"positions.scheme is {scheme!r}, and {target} has no positions inside attention: a model "
+            "trained with 'sinusoidal' fits"
+        )
+    before = attention_weights(model)
+    plain: dict[str, AttentionWeights] = {}
+    steps: dict[str, list[str]] = {}
+    num_heads = {}
+    for stack, kinds in _STACKS.items():
+        sites = {name: found for name, found in before.items() if name.split(".")[0] in kinds}
+        num_heads[stack] = _number_of_heads(model.config.d_model, sites, target)
+        for name, weights in sites.items():
+            plain[name], steps[name] = _plain_site(name, weights, num_heads[stack], target)
+    sites_of: dict[str, list[str]] = {}
+    for name, taken in steps.items():
+        for step in taken:
+            sites_of.setdefault(step, []).append(name)
+    done = tuple(f"{step}: {', '.join(names)}" for step, names in sites_of.items())
+    return PlainModel(with_attention(model, plain).eval(), num_heads, done)
+
+
+def _number_of_heads(d_model: int, sites: Mapping[str, AttentionWeights], target: str) -> int:
+    """The least that divides d_model and is enough for every site: so heads are as wide as can be."""
+    most = max(weights.num_heads for weights in sites.values())
+    if most > d_model:
+        raise UsageError(f"{most} heads are more than the {d_model} channels that {target} shares among them")
+    return next(number for number in range(most, d_model + 1) if d_model % number == 0)
+
+
+def _plain_site(
+    name: str, weights: AttentionWeights, num_heads: int, target: str
+) -> tuple[AttentionWeights, list[str]]:
+    width = weights.d_model // num_heads
+    wide = weights.to(torch.float64)
+    # What is no more than the rounding of the numbers as they are stored is none.
+    size = max(float(form.norm().max()) for form in (wide.qk, wide.ov))
+    rounding = _ROUNDING * torch.finfo(weights.dtype).eps * size
+    site = _Site(wide)
+    try:
+        for step in _STEPS:
+            site.take(step)
+        if not site.weights.k:
+            site.take(rewrites.factor)
+        if site.weights.multiplied("q").d_out > width:
+            site.take(partial(rewrites.truncate, qk_rank=width))
+        if site.weights.multiplied("v").d_out > width:
+            site.take(partial(rewrites.truncate, ov_rank=width))
+    except RewriteRefusedError as error:
+        raise UsageError(f"{target} cannot hold {name}: {error.at(name)}") from None
+    if site.bound > rounding:
+        raise UsageError(_too_wide(name, weights, num_heads, target))
+    if weights.num_heads < num_heads:
+        site.steps.append(f"{num_heads - weights.num_heads} heads of zeros added")
+    return padded(site.weights, HeadSizes(num_heads, num_heads, width)).to(weights.dtype), site.steps
+
+
+@final
+class _Site:
+    """The weights of a layer on their way, what was done to them, and how far it moved a form."""
+
+    def __init__(self, weights: AttentionWeights) -> None:
+        self.weights = weights
+        self.steps: list[str] = []
+        self.bound = 0.0
+
+    def take(self, step: WeightsRewrite) -> None:
+        outcome = rewrite(self.weights, step)
+        for record in outcome.records["layer"]:
+            self.bound = max(self.bound, record.bound)
+            if record.before != record.after:
+                self.steps.append(record.name)
+        self.weights = outcome.result
+
+
+def _too_wide(name: str, weights: AttentionWeights, num_heads: int, target: str) -> str:
+    width = weights.d_model // num_heads
+    ranks = {"qk": int(weights.qk.rank().max()), "ov": int(weights.ov.rank().max())}
+    found = " and ".join(f"W_{form.upper()} of rank {rank}" for form, rank in ranks.items() if rank > width)
+    advice = ", ".join(f"{form}_rank={width}" for form, rank in ranks.items() if rank > width)
+    return (
+        f"{name} has heads with {found or 'biases that need more channels'}, and {target} has {num_heads} of "
+        f"d_model / {num_heads} = {width} channels: lower the ranks first (triptych.truncate(model, "
+        f"{advice or f'qk_rank={width}'}), which is not exact), or train with heads of that width"
+    )
+
+
+def max_positions(model: EncoderDecoder, max_extra_tokens: int) -> int:
+    """Positions that the longest source with its output takes; those learned, if they are learned."""
+    config = model.config
+    if config.positions.scheme == "learned":
+        return config.positions.max_tokens
+    return config.max_source_tokens + max_extra_tokens + 1
+
+
+def position_table(model: EncoderDecoder, side: Literal["src", "tgt"], length: int) -> Tensor:
+    """What is added to the embeddings of the first tokens, `[length, d_model]`."""
+    positions = model.src_positions if side == "src" else model.tgt_positions
+    some, d_model = model.tgt_embedding.weight, model.config.d_model
+    if isinstance(positions, LearnedPositions):
+        return positions.weight.detach()[:length]
+    if model.config.positions.scheme == "none":
+        return some.new_zeros(length, d_model)
+    return sinusoidal(length, d_model, model.config.positions.sinusoidal_layout).to(some)
+
+
+# Language models.
+
+
+def plain_layer(block: Block, number: int, refused: Refused) -> AttentionWeights:
+    """The maps of a block with one link a side and a map for each."""
+    weights = block.self_attention.weights("causal")
+    unfit = weights.semantics.beyond(("scale", "kind", "rotary", "dropout"))
+    if weights.norms_within:
+        unfit.append("norms between its maps")
+    if unfit:
+        raise refused(f"the attention of block {number} has {unfit[0]}")
+    try:
+        weights = rewrite(weights, rewrites.expand).result
+        if not weights.k:
+            weights = rewrite(weights, rewrites.factor).result
+    except RewriteRefusedError as error:
+        raise refused(str(error.at(f"block {number}"))) from None
+    return weights
+
+
+def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSizes:
+    """Sizes that the heads of all layers fit into."""
+    heads = {weights.num_heads for weights in layers}
+    if len(heads) > 1:
+        raise refused(f"its layers have {' and '.join(map(str, sorted(heads)))} heads")
+    groups = (max(weights.num_key_heads, weights.num_value_heads) for weights in layers)
+    width = max(weights.multiplied(side).d_out for weights in layers for side in ("q", "v"))
+    return HeadSizes(heads.pop(), math.lcm(*groups), width)
+
+
+def rotary_base(rotary: RotaryEmbedding, refused: Refused) -> float:
+    """The base b where channel pair i of n turns by `b^(−i / n)` a position."""
+    frequencies = rotary.frequencies.double()
+    count = len(frequencies)
+    if rotary.start or rotary.factor != 1.0 or rotary.places is not None:
+        raise refused("rotary positions of other channels than the first, or with a factor")
+    if rotary.long is not None:
+        raise refused(f"rotary positions that change in texts of more than {rotary.limit:,} tokens")
+    base = float(frequencies[1]) ** -count if count > 1 else 10_000.0
+    powers = base ** (-torch.arange(count, dtype=torch.float64) / count)
+    if not torch.allclose(frequencies.cpu(), powers, rtol=1e-6, atol=0.0):
+        raise refused("rotary positions whose frequencies are scaled")
+    return base

@@ -1,0 +1,54 @@
+"""Rows of plain values as CSV and Parquet; `pyarrow` comes with the extra `[parquet]`."""
+
+import csv
+import io
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from triptych.extras import require_extra
+from triptych.files import write_atomically, write_text
+
+_GENERATOR = {b"generator": b"triptych"}
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is one that `write_parquet` made."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return False
+    try:
+        with path.open("rb") as file:  # pyarrow takes no name that is not UTF-8
+            metadata = pyarrow.parquet.read_schema(file).metadata or {}
+    except (pyarrow.ArrowException, OSError):
+        return False
+    return bool(metadata.items() >= _GENERATOR.items())
+
+
+def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Collection[str] = ()) -> None:
+    """Write rows, a column for each key of the first."""
+    require_extra("parquet", "pyarrow", what="Parquet")
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist([dict(row) for row in rows])
+    for place, name in enumerate(table.column_names):
+        if name in figures:
+            table = table.set_column(place, name, table.column(place).cast(pyarrow.float64()))
+    table = table.replace_schema_metadata(_GENERATOR)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            pyarrow.parquet.write_table(table, file)
+
+    write_atomically(path, write)
+
+
+def write_csv(rows: Sequence[Mapping[str, object]], path: Path) -> None:
+    """Write rows, a column for each key of the first."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())

@@ -1,0 +1,424 @@
+"""A recipe done again, layers measured again, and what of a certificate that confirms."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+
+from triptych.algebra.rewrites.registry import read_rewrite
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource
+from triptych.errors import TriptychError
+from triptych.opening import Seen, first_line, open_text_model
+from triptych.rewriting.calibration import MOST_TOKENS
+from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, Measured, NormRecord, StepRecord
+from triptych.rewriting.formats import format_of
+from triptych.rewriting.inputs import gather_inputs
+from triptych.rewriting.layers import RewrittenLayer
+from triptych.rewriting.measuring import (
+    Rounding,
+    measure_change,
+    measure_change_on,
+    measure_map,
+    move_of_forms,
+    rounding_of,
+    rounding_of_forms,
+    rounding_of_maps,
+    total_errors,
+)
+from triptych.rewriting.planning import (
+    Costs,
+    Prepared,
+    costs_of,
+    fixed_sizes,
+    prepare,
+    total,
+    total_costs,
+    written_layer,
+)
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
+from triptych.storage.tensors import open_tensors
+
+_MOST_NAMED = 3
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+class Claim(NamedTuple):
+    """A claim: whether it holds (None if it was not checked), and what was found."""
+
+    claim: str
+    held: bool | None
+    found: str
+
+
+def listed(claim: str, wrong: list[str], right: str) -> Claim:
+    """A claim that holds if a list of errors is empty."""
+    said = "; ".join(wrong[:_MOST_NAMED]) + (f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else "")
+    return Claim(claim, not wrong, said or right)
+
+
+def stated(claim: str, what: str) -> Claim:
+    """A claim that is stated in the certificate and was not checked."""
+    return Claim(claim, None, f"stated, not checked: {what}")
+
+
+def near(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:
+    """Whether two numbers are close, or both are None."""
+    if one is None or other is None:
+        return one is other
+    return math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
+
+
+def same_words(one: str, other: str) -> bool:
+    """Whether two texts are equal, up to one unit in the last digit of their numbers."""
+    if _NUMBER.split(one) != _NUMBER.split(other):
+        return False
+    return all(
+        a == b or abs(float(a) - float(b)) <= 1.01 * max(_last_digit(a), _last_digit(b))
+        for a, b in zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=True)
+    )
+
+
+def _last_digit(number: str) -> float:
+    """What one unit in its last printed digit is worth; 0 for whole numbers, which are counted."""
+    mantissa, _, exponent = number.partition("e")
+    if "." not in mantissa and not exponent:
+        return 0.0
+    return float(10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2])))
+
+
+# Measured again on another machine, float64 sums come out in another order, and products of the checkpoint's
+# own dtype by another kernel.
+_SAME, _SAME_RATIO = 1e-6, 0.5
+# Of inputs that the original made in float32 once more.
+_SAME_INPUTS = 1e-3
+# Exact steps after which biases, which are rows of the forms, stand elsewhere or are gone.
+_MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
+
+
+class CheckpointPair:
+    """The layers of the original and of the rewritten checkpoint, by their modules."""
+
+    def __init__(
+        self, certificate: Certificate, original: AttentionSource, written: AttentionSource, folder: Path
+    ) -> None:
+        self.certificate, self.original, self.written = certificate, original, written
+        self.before = {site.module: site for site in original.sites}
+        self.after = {site.module: site for site in written.sites}
+        self.form, self.written_form = format_of(original), format_of(written)
+        self._tensors = open_tensors(folder)
+
+    def read(self, module: str) -> tuple[AttentionLayer, AttentionLayer]:
+        return self.original.read(self.before[module]), self.written.read(self.after[module])
+
+    def layers(self) -> Iterator[LayerRecord]:
+        """Layers of the certificate that are in both."""
+        for layer in self.certificate.layers:
+            if layer.module in self.before and layer.module in self.after:
+                yield layer
+
+    def stored(self, layer: LayerRecord) -> torch.dtype | None:
+        """The coarsest dtype of what a layer changed; None where numbers only changed their places."""
+        if layer.tier == "bit-exact":
+            return None
+        names = self.form.rewritable_names(self.before[layer.module])
+        known = self._tensors.infos if names is None else set(names)
+        records = {name: record for name, record in self.certificate.tensors.items() if name in known}
+        return coarsest_changed(records, self._tensors)
+
+
+def layers_again(pair: CheckpointPair) -> Iterator[Claim]:
+    """Errors on the probes, tiers and bounds."""
+    certificate = pair.certificate
+    off, outside = list[str](), list[str]()
+    worst, counted = 0.0, 0
+    there = {layer.module for layer in pair.layers()}
+    off += [f"{layer.module} is not there" for layer in certificate.layers if layer.module not in there]
+    for layer in pair.layers():
+        if layer.measured is None:
+            continue
+        one, other = pair.read(layer.module)
+        found = measure_change(one, other, certificate.probes, bounded=layer.tier == "bounded")
+        counted += 1
+        worst = max(worst, found.relative)
+        off += _unlike(layer.module, layer.measured, found)
+        if layer.tier == "bounded":
+            outside += _beyond_bound(layer, one, other, pair.stored(layer))
+        else:
+            rounding = rounding_of(one, other, pair.stored(layer), probes=certificate.probes)
+            outside += _beyond_tier(layer, found, rounding)
+    norms = [norm for norm in certificate.norms if norm.measured is not None]
+    for norm in norms:
+        again = _norm_again(norm, pair)
+        if again is None:
+            off.append(f"{norm.module} is no norm that maps outside the attention read")
+            continue
+        found, rounding = again
+        worst = max(worst, found.relative)
+        if norm.measured is not None:
+            off += _unlike(norm.module, norm.measured, found)
+        outside += _beyond_tier(norm, found, rounding)
+    counted_norms = f" and {len(norms)} norms" if norms else ""
+    yield listed(
+        "errors measured on the probes",
+        off,
+        f"{counted} layers{counted_norms}, at most {worst:.3g} of the output",
+    )
+    yield listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
+
+
+def layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
+    """Layers on what the original was given for some positions of the text, with no model around them."""
+    wrong, worst, counted = list[str](), 0.0, 0
+    for layer in pair.layers():
+        certified, given = layer.measured_on_text, inputs.get(pair.before[layer.module].name)
+        if layer.measured is not None and (certified is None) != (given is None):
+            wrong.append(f"{layer.module}: inputs or what was measured on them are missing")
+        if certified is None or given is None:
+            continue
+        one, other = pair.read(layer.module)
+        found = measure_change_on(one, other, given)
+        counted += 1
+        worst = max(worst, found.relative)
+        wrong += _unlike(layer.module, certified, found)
+        if layer.tier != "bounded":
+            wrong += _beyond_tier(layer, found, rounding_of(one, other, pair.stored(layer), given))
+    said = f"{counted} layers, at most {worst:.3g} of the output"
+    return listed("errors measured on what the text gives", wrong, said)
+
+
+def _unlike(module: str, certified: Measured, found: Measured) -> Iterator[str]:
+    """Measurements that differ from the certificate."""
+    for name in Measured.model_fields:
+        one, other = getattr(certified, name), getattr(found, name)
+        if isinstance(one, str):
+            same = one == other
+        elif name == "error_ratio":
+            same = near(one, other, _SAME_RATIO, _SAME_RATIO)
+        else:
+            same = near(one, other, _SAME, 1e-13)
+        if not same:
+            yield f"{module}: {name} {_shown(other)}, certified {_shown(one)}"
+
+
+def _shown(value: float | str | None) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rounding) -> Iterator[str]:
+    """Why a layer moved more than its exact tier allows."""
+    if not rounding.explains(found):
+        yield (
+            f"{layer.module}: {found.relative:.3g} of the output, and {found.error_ratio:.3g} times the "
+            f"original's error, is more than {layer.tier} allows: rounding moves it by "
+            f"{rounding.of_weights:.3g}"
+        )
+
+
+def _keeps_forms(step: StepRecord) -> bool:
+    """Whether a step's bound is all by which a form may move, each head in its place."""
+    if step.rewrite in ("sort_heads", "permute_heads", "prune_heads"):
+        return bool(step.refused) or not step.choice
+    return step.rewrite not in _MOVE_FORMS or bool(step.refused) or step.tier == "bit-exact"
+
+
+def _beyond_bound(
+    layer: LayerRecord, one: AttentionLayer, other: AttentionLayer, stored: torch.dtype | None
+) -> Iterator[str]:
+    """Why forms moved farther than the steps' bounds, where heads can be compared one by one."""
+    moved = move_of_forms(one, other) if all(map(_keeps_forms, layer.steps)) else None
+    if moved is None:
+        return
+    allowed = sum(step.bound for step in layer.steps)
+    rounding = MOST_TIMES_OF_LAYER * rounding_of_forms(one, other, stored)
+    if moved > allowed * (1 + _SAME) + rounding:
+        yield f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}"
+
+
+def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Claim:
+    """Check that the stored inputs are the original's inputs for this text."""
+    claim = "inputs kept of the text"
+    try:
+        model = open_text_model(original)
+        found = gather_inputs(model, source, model.windows(text, MOST_TOKENS))
+    except TriptychError as error:
+        return Claim(claim, False, str(error))
+    wrong = [
+        f"those of {name} are others"
+        for name in inputs.keys() | found.keys()
+        if name not in inputs or name not in found or not _are_near(inputs[name], found[name])
+    ]
+    return listed(claim, sorted(wrong), f"{len(found)} layers")
+
+
+def _are_near(one: Seen, other: Seen) -> bool:
+    """Whether inputs are equal up to the order of float32 sums."""
+    for a, b in ((one.x, other.x), (one.memory, other.memory)):
+        if a is None or b is None:
+            if a is not b:
+                return False
+        elif a.shape != b.shape or float((a - b).norm()) > _SAME_INPUTS * float(b.norm()):
+            return False
+    return True
+
+
+def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Rounding] | None:
+    """What the maps that took up a norm do now; None if there is no such norm."""
+    site = next((site for site in pair.form.norm_sites() if site.module == norm.module), None)
+    if site is None or not site.readers or {reader.module for reader in site.readers} != set(norm.maps):
+        return None
+    one, other = pair.form.tensors, pair.written_form.tensors
+    if (
+        one is None
+        or other is None
+        or any(name in one.infos and name not in other.infos for name in site.all_tensors)
+    ):
+        return None
+    before, after = site.read(one), site.read(other)
+    errors = [
+        measure_map(before, after, reader.read(one), reader.read(other), pair.certificate.probes)
+        for reader in site.readers
+    ]
+    return total_errors(errors), rounding_of_maps(errors)
+
+
+_CLAIM = "the recipe, done again"
+# Singular values come out in another order of sums on another machine; inputs that a text makes in float32.
+_SAME, _SAME_ON_TEXT = 1e-6, 1e-2
+
+
+def recipe_again(
+    pair: CheckpointPair, folder: Path, calibration: Path | None, *, words: bool
+) -> Iterator[Claim]:
+    """Check steps, costs, settings and bounded layers by repeating the recipe on the original."""
+    certificate = pair.certificate
+    try:
+        steps = tuple(read_rewrite(step) for step in certificate.recipe)
+        recipe = RewriteRecipe(step=steps, skip_refused=True, calibration=calibration)
+        needs_text = any(step.needs_text for step in steps)
+        if needs_text != (certificate.calibration is not None):
+            wanted = "a" if needs_text else "no"
+            yield Claim(_CLAIM, False, f"its steps look at {wanted} text, and calibration says otherwise")
+            return
+        if needs_text and calibration is None:
+            yield stated(_CLAIM, "its steps look at a text: give it with --calibrate")
+            yield _without_text(pair)
+            return
+        same = _SAME_ON_TEXT if needs_text else _SAME
+        yield from _again(pair, prepare(pair.original, folder, recipe), words, same)
+    except (TriptychError, ValidationError, ValueError) as error:
+        yield Claim(_CLAIM, False, first_line(error))
+
+
+def _without_text(pair: CheckpointPair) -> Claim:
+    """Check what needs no text: the steps of each layer, and its cost before."""
+    certificate, wrong, before = pair.certificate, list[str](), list[Cost]()
+    for layer in certificate.layers:
+        if layer.module not in pair.before:
+            continue
+        site = pair.before[layer.module]
+        read = pair.original.read(site)
+        before.append(costs_of(read, RewrittenLayer(read.weights, None, ())).before)
+        wanted = [
+            str(step["rewrite"])
+            for step in certificate.recipe
+            if step["rewrite"] != "fold_other_norms"
+            and (step.get("layers") is None or site.layer in step["layers"])
+        ]
+        if [step.rewrite for step in layer.steps] != wanted:
+            wrong.append(f"{layer.module}: its steps are not those of the recipe")
+    if total(before) != certificate.before:
+        wrong.append(f"before is {certificate.before}, and the original has {total(before)}")
+    return listed("steps of the recipe, and costs before", wrong, f"{len(certificate.layers)} layers")
+
+
+def _again(pair: CheckpointPair, prepared: Prepared, words: bool, same: float) -> Iterator[Claim]:
+    """Compare every layer, the norms and the costs with what the recipe makes of the original."""
+    certificate = pair.certificate
+    steps, functions, all_costs = list[str](), list[str](), list[Costs]()
+    settings: dict[str, object] = {}
+    folded = set[str]()
+    stay = fixed_sizes(pair.form, prepared)
+    for layer in pair.layers():
+        one, other = pair.read(layer.module)
+        done = prepared.through(pair.original, one)
+        done, written = written_layer(pair.form, one, done, True, one.site.name in stay)
+        settings |= written.settings
+        if done.took_up_norm:
+            folded.add(layer.module)
+        all_costs.append(costs_of(one, done, written.shapes))
+        steps += _unlike_steps(layer.module, layer.steps, done.records, words, same)
+        if layer.measured is not None and done.bounded:
+            functions += _other_function(pair, layer, one, other, done, 0.0 if same == _SAME else same)
+        elif done.changed != (layer.measured is not None):
+            functions.append(f"{layer.module}: measured is {'missing' if done.changed else 'too much'}")
+    norms = prepared.norms.records(lambda site: site.module in folded)
+    if [(norm.module, norm.maps) for norm in certificate.norms] == [
+        (norm.module, norm.maps) for norm in norms
+    ]:
+        for certified, found in zip(certificate.norms, norms, strict=True):
+            steps += _unlike_steps(certified.module, certified.steps, found.steps, words, same)
+    else:
+        steps.append("norms are not those that come out")
+    if dict(certificate.settings) != settings:
+        steps.append(f"settings are {certificate.settings}, and come out as {settings}")
+    costs = total_costs(all_costs)
+    wrong = [
+        f"{name} is {getattr(certificate, name)}, and comes out as {getattr(costs, name)}"
+        for name in ("before", "after", "unpadded")
+        if getattr(certificate, name) != getattr(costs, name)
+    ]
+    number = len(certificate.layers)
+    yield listed(_CLAIM, steps, f"{len(certificate.recipe)} steps of {number} layers")
+    parameters = f"{certificate.before.parameters:,} → {certificate.after.parameters:,}"
+    yield listed("costs", wrong, parameters)
+    yield listed("layers compute what the recipe makes", functions, f"{number} layers")
+
+
+def _other_function(
+    pair: CheckpointPair,
+    layer: LayerRecord,
+    one: AttentionLayer,
+    other: AttentionLayer,
+    done: RewrittenLayer,
+    allowed: float,
+) -> Iterator[str]:
+    """Why a bounded layer differs from the result of the recipe."""
+    probes = pair.certificate.probes
+    found = measure_change(replace(one, weights=done.weights), other, probes).relative
+    rounding = rounding_of(one, other, pair.stored(layer), probes=probes).of_weights
+    if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:
+        yield (
+            f"{layer.module}: {found:.3g} of the output is other than the recipe makes it, and rounding "
+            f"moves it by {rounding:.3g}"
+        )
+
+
+def _unlike_steps(
+    module: str, certified: Sequence[StepRecord], found: Sequence[StepRecord], words: bool, same: float
+) -> Iterator[str]:
+    if [step.rewrite for step in certified] != [step.rewrite for step in found]:
+        yield f"{module}: its steps are not those of the recipe"
+        return
+    for one, other in zip(certified, found, strict=True):
+        for name in StepRecord.model_fields:
+            mine, theirs = getattr(one, name), getattr(other, name)
+            if not _alike(name, mine, theirs, words, same):
+                yield f"{module}, {one.rewrite}: {name} is {mine!r}, and comes out as {theirs!r}"
+                break
+
+
+def _alike(name: str, mine: Any, theirs: Any, words: bool, same: float) -> bool:
+    if name in ("bound", "error"):
+        return near(mine, theirs, same, 1e-12)
+    if name in ("choice", "refused", "notes", "checked"):
+        if not words:
+            return bool(mine) == bool(theirs) or name != "refused"
+        mine, theirs = ((found,) if isinstance(found, str) else found for found in (mine, theirs))
+        return len(mine) == len(theirs) and all(map(same_words, mine, theirs))
+    return bool(mine == theirs)

@@ -1,0 +1,332 @@
+"""Verification of the claims of a certificate."""
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.family import Family, read_family
+from triptych.checkpoints.layer import AttentionSource
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.files import file_hash, leads_to
+from triptych.opening import first_line, open_text_model, read_whole_text, why_not_run
+from triptych.rewriting.calibration import MOST_TOKENS
+from triptych.rewriting.certificate import (
+    MODEL_CARD,
+    RANDOM_TOKENS,
+    Certificate,
+    EndToEnd,
+    Probes,
+    card,
+    read_certificate,
+)
+from triptych.rewriting.checking import (
+    CheckpointPair,
+    Claim,
+    inputs_of_text,
+    layers_again,
+    layers_on_text,
+    listed,
+    near,
+    recipe_again,
+    stated,
+)
+from triptych.rewriting.comparing import why_no_rounding
+from triptych.rewriting.formats import Format
+from triptych.rewriting.inputs import INPUTS, read_inputs
+from triptych.rewriting.measuring import PROBES
+from triptych.rewriting.planning import local_folder
+from triptych.rewriting.rounding import coarsest_changed
+from triptych.rewriting.running import Compared, compared
+from triptych.storage.copying import CERTIFICATE
+from triptych.storage.shards import tensor_hash
+from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
+from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown, stays_in_folder
+
+
+def verify(
+    folder: str | Path,
+    against: str | Path | None = None,
+    text: str | Path | None = None,
+    family: Family | str | Path | None = None,
+    calibration: str | Path | None = None,
+) -> list[Claim]:
+    """Verify the claims of the certificate in a folder.
+
+    Args:
+        folder: a rewritten checkpoint: its folder or its certificate.json.
+        against: the original, local or on the Hub. Default: the folder that the certificate names, if it
+            exists. Without it, fewer claims are checked.
+        text: the text that the models were compared on. They are compared on it again.
+        family: a family file that describes both checkpoints.
+        calibration: the calibration text of the rewrite. The steps that used it are repeated.
+
+    Raises:
+        DataError: there is no certificate, or it was changed after it was written.
+        UsageError: `text` is given without an original, cannot be read, or is not the text that the models
+            were compared on; the original cannot be run on it; likewise for `calibration`.
+    """
+    folder, text = Path(folder), None if text is None else Path(text)
+    calibration = None if calibration is None else Path(calibration)
+    family = read_family(family) if isinstance(family, str | Path) else family
+    for given in (text, calibration):
+        if given is not None:
+            read_whole_text(given)
+    certificate = read_certificate(folder)
+    original = None if against is None else local_folder(str(against))
+    if original is None and Path(certificate.source).is_dir():
+        original = Path(certificate.source)
+    if text is not None:
+        if original is None:
+            raise UsageError("--text needs the original: give it with --against")
+        _require_text(certificate, text)
+    if calibration is not None:
+        _require_calibration(certificate, original, calibration)
+    folder = folder.parent if folder.is_file() else folder
+    if not _as_hard(certificate.probes):
+        raise DataError(
+            f"{folder}: its probes are {certificate.probes}, and layers are tried on {PROBES} at least"
+        )
+    checks = [Claim("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
+    checks.append(files_as_written(certificate, folder))
+    checks.append(hashes(certificate, open_tensors(folder), "written", "tensors as written"))
+    if original is None:
+        return [*checks, *_not_tried(certificate, "give the original with --against")]
+    checks.append(hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
+    if not all(check.held for check in checks):
+        return [*checks, *_not_tried(certificate, "these are other files than those certified")]
+    one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
+    pair, words = CheckpointPair(certificate, one, other, folder), certificate.tool == _tool()
+    checks += [
+        _origin(certificate, one),
+        nothing_else(certificate, original, folder, pair.form, pair.written_form),
+    ]
+    checks += layers_again(pair)
+    checks += recipe_again(pair, original, calibration, words=words)
+    if INPUTS in certificate.files:
+        inputs = read_inputs(folder / INPUTS)
+        checks.append(layers_on_text(pair, inputs))
+        if text is not None:
+            checks.append(inputs_of_text(inputs, original, one, text))
+    checks += _only_stated(certificate, words)
+    return [*checks, *models_again(certificate, original, folder, one, text)]
+
+
+def _tool() -> str:
+    return f"triptych {version('triptych')}"
+
+
+def _not_tried(certificate: Certificate, reason: str) -> Iterator[Claim]:
+    yield stated("all that the original tells", reason)
+    yield from not_compared(certificate, reason)
+
+
+def _only_stated(certificate: Certificate, words: bool) -> Iterator[Claim]:
+    """Entries of a certificate that neither checkpoint can confirm."""
+    yield stated("tool", shown(certificate.tool))
+    yield stated("source, as it was named", shown(certificate.source))
+    if not words:
+        yield stated("checked, choice, notes of steps", f"another version wrote them, this is {_tool()}")
+    if certificate.not_compared:
+        yield stated("not_compared", shown(certificate.not_compared))
+    if certificate.not_on_text:
+        yield stated("not_on_text", shown(certificate.not_on_text))
+    if (found := certificate.end_to_end) is not None:
+        yield stated("what ran whole models, and on what", f"{shown(found.by)}, {shown(found.text)}")
+
+
+def _origin(certificate: Certificate, source: AttentionSource) -> Claim:
+    dtype = str(source.read(source.sites[0]).weights.dtype).removeprefix("torch.")
+    wrong = [
+        f"{name} is {shown(said)}, and the original's is {found}"
+        for name, said, found in (
+            ("family", certificate.family, source.written_as),
+            ("dtype", certificate.dtype, dtype),
+        )
+        if said != found
+    ]
+    return listed("family and dtype", wrong, f"{source.written_as}, {dtype}")
+
+
+def _require_calibration(certificate: Certificate, original: Path | None, calibration: Path) -> None:
+    """Check that a text is the calibration text of the certificate."""
+    if original is None:
+        raise UsageError("--calibrate needs the original: give it with --against")
+    if certificate.calibration is None:
+        raise UsageError(f"{calibration}: no step used a text: leave out --calibrate")
+    if certificate.calibration != file_hash(calibration):
+        raise UsageError(
+            f"{calibration} is not the calibration text, whose sha256 is "
+            f"{shown(certificate.calibration)[:16]}…"
+        )
+
+
+def _require_text(certificate: Certificate, text: Path) -> None:
+    """Check that a text is the one that both models were compared on."""
+    found = certificate.end_to_end
+    if found is None:
+        raise UsageError(
+            f"{text}: no whole models were compared ({certificate.not_compared}): leave out --text"
+        )
+    if on_random_tokens(found):
+        raise UsageError(f"{text}: the models were compared on random tokens: leave out --text")
+    if found.text_sha256 is not None and found.text_sha256 != file_hash(text):
+        raise UsageError(
+            f"{text} is another text than both models were compared on: that was {shown(found.text)}, with "
+            f"sha256 {shown(found.text_sha256)[:16]}…"
+        )
+
+
+def _as_hard(probes: Probes) -> bool:
+    """Whether layers were tried on no less than they would be now."""
+    return probes.seed == PROBES.seed and probes.count >= PROBES.count and probes.length >= PROBES.length
+
+
+_NOTHING_ELSE = "nothing else is other than it was"
+
+
+def files_as_written(certificate: Certificate, folder: Path) -> Claim:
+    """Check the hashes of the files beside the tensors, and the section of the model card."""
+    wrong = []
+    for name, wanted in certificate.files.items():
+        path = folder / name
+        if not stays_in_folder(name) or not leads_to(path).is_relative_to(leads_to(folder)):
+            wrong.append(f"{shown(name)} leads out of the folder")
+        elif not path.is_file():
+            wrong.append(f"{shown(name)} is missing")
+        elif file_hash(path) != wanted:
+            wrong.append(f"{shown(name)} was changed")
+    known = {*certificate.files, CERTIFICATE, MODEL_CARD, *_files_of_tensors(folder)}
+    wrong += [
+        f"{shown(name)} is not in the certificate"
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and (name := path.relative_to(folder).as_posix()) not in known
+    ]
+    readme = folder / MODEL_CARD
+    text = read_limited(readme, LONGEST_TEXT).decode(errors="replace") if readme.is_file() else ""
+    if card(certificate).strip() not in text:
+        wrong.append(f"{MODEL_CARD} does not say what the certificate does")
+    return listed("other files as written", wrong, f"{len(certificate.files)} files")
+
+
+def _files_of_tensors(folder: Path) -> set[str]:
+    """Names of the files that the tensors of a folder are read from."""
+    if (folder / SAFETENSORS).is_file() or not (folder / SAFETENSORS_INDEX).is_file():
+        return {SAFETENSORS}
+    named = read_json(folder / SAFETENSORS_INDEX).get("weight_map")
+    return {str(name) for name in named.values()} if isinstance(named, dict) else set()
+
+
+def hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Claim:
+    """Hashes of all tensors, as `read` or `written`."""
+    wanted = {
+        name: found
+        for name, record in certificate.tensors.items()
+        if (found := getattr(record, which)) is not None
+    }
+    wrong = [f"{name} is missing" for name in wanted if name not in tensors.infos]
+    wrong += [f"{name} is not in the certificate" for name in tensors.infos if name not in wanted]
+    for name in wanted:
+        if name in tensors.infos and tensor_hash(tensors.read(name)) != wanted[name]:
+            wrong.append(f"{name} was changed")
+    return listed(claim, wrong, f"{len(wanted)} tensors")
+
+
+def nothing_else(
+    certificate: Certificate, original: Path, folder: Path, source: Format, written: Format
+) -> Claim:
+    """Check that only the measured layers and the listed settings changed."""
+    named = [layer.module for layer in certificate.layers]
+    sites = source.source.sites
+    wrong = [f"{site.module} is not in the certificate" for site in sites if site.module not in named]
+    wrong += [f"{module} is in the certificate twice" for module in set(named) if named.count(module) > 1]
+    wrong += source.other_than(certificate, original, folder, written.source)
+    measured = sum(layer.measured is not None for layer in certificate.layers)
+    return listed(_NOTHING_ELSE, wrong, f"{measured} layers were changed")
+
+
+# Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another
+# machine's kernels cancels; the largest difference of a logit is one number and does not. Where nothing but
+# rounding moves, that difference is rounding itself: only its size can be held against.
+_SAME_LOSS_NATS = 1e-4
+_SAME_DIVERGENCE, _DIVERGENCE_NATS = 1e-3, 1e-7
+_SAME_LOGIT, _LOGIT = 1e-3, 1e-3
+_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT = 0.5, 1e-4
+_WHOLE_MODELS = "whole models compared"
+
+
+def on_random_tokens(certified: EndToEnd) -> bool:
+    """Whether models were compared on tokens that can be drawn again."""
+    return certified.text == RANDOM_TOKENS and certified.text_sha256 is None
+
+
+def not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]:
+    """Claims about whole models that were not checked."""
+    if certificate.end_to_end is not None:
+        yield Claim(_WHOLE_MODELS, None, f"not tried again: {reason}")
+
+
+def models_again(
+    certificate: Certificate, original: Path, folder: Path, source: AttentionSource, text: Path | None
+) -> Iterator[Claim]:
+    """Run both models again, on random tokens or on the text; or say why not."""
+    certified = certificate.end_to_end
+    if certified is None:
+        return
+    if text is None and not on_random_tokens(certified):
+        yield from not_compared(certificate, f"give the text, {shown(certified.text)}, with --text")
+        return
+    if text is None and (reason := why_not_run(original)):
+        yield from not_compared(certificate, reason)
+        return
+    try:
+        one = open_text_model(original)
+    except TriptychError as error:
+        if text is not None:
+            raise
+        yield from not_compared(certificate, str(error))
+        return
+    try:
+        windows = (
+            one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
+        )
+        other = open_text_model(folder)
+        found = compared(one, other, windows)
+    except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        yield Claim(_WHOLE_MODELS, False, first_line(error))
+        return
+    exact = certificate.tier != "bounded"
+    wrong = list(_other_than(certified, found, exact=exact))
+    if exact:
+        stored = coarsest_changed(certificate.tensors, open_tensors(folder))
+        if reason := why_no_rounding(found, one, other, source, stored):
+            wrong.insert(0, reason)
+    said = f"{found.tokens:,} tokens, logits within {found.worst_logit:.3g}, {found.divergence_nats:.3g} nats"
+    if found.loss_before_nats is not None and found.loss_after_nats is not None:
+        said += f", loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f}"
+    yield listed(_WHOLE_MODELS, wrong, said)
+
+
+def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterator[str]:
+    """Figures of whole models that differ from the certificate."""
+    if certified.tokens != found.tokens:
+        yield f"{found.tokens:,} tokens, certified {certified.tokens:,}"
+    relative, absolute = (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)
+    for name, wanted, got, share, most in (
+        ("logits", certified.worst_logit, found.worst_logit, relative, absolute),
+        (
+            "divergence",
+            certified.divergence_nats,
+            found.divergence_nats,
+            _SAME_DIVERGENCE,
+            _DIVERGENCE_NATS,
+        ),
+        ("loss before", certified.loss_before_nats, found.loss_before_nats, 0.0, _SAME_LOSS_NATS),
+        ("loss after", certified.loss_after_nats, found.loss_after_nats, 0.0, _SAME_LOSS_NATS),
+    ):
+        if not near(wanted, got, share, most):
+            yield f"{name} {_number(got)}, certified {_number(wanted)}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"

@@ -1,0 +1,175 @@
+"""What a run needs that goes on with the language model of a checkpoint.
+
+Its folder is a checkpoint of the same family, in float32: `config.json`, `model.safetensors` and the
+tokenizer's files are what `transformers` reads. Beside them lies what every run has.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.model_writing import changed_tensors, tie_shared, why_not_written
+from triptych.checkpoints.models import LoadedModel, load_language_model
+from triptych.checkpoints.source import is_own
+from triptych.errors import ConfigurationWarning, DataError, UsageError
+from triptych.files import write_text
+from triptych.models import LanguageModel
+from triptych.models.device import find_device
+from triptych.models.storage import OwnModel, write_weights
+from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside
+from triptych.storage.tensors import SAFETENSORS
+from triptych.storage.untrusted import LONGEST_JSON, read_json, read_limited
+from triptych.text import PretrainedTokenizer, TokenShards, load_tokenizer
+from triptych.training import ContinuedRecipe
+from triptych.training.fitting import choices, fit_continued_training
+from triptych.training.folder import Prepared, holds_run, settings
+from triptych.training.language import TextOfRun, fingerprints_of, tokens_of_text
+from triptych.training.objectives import TokensOfText
+from triptych.training.progress import Display
+from triptych.training.state import RUN_FILES, save_or_explain
+
+_TOKENIZER_JSON = "tokenizer.json"
+# Of a run that is gone on with, these say nothing of the new one.
+_NOT_TAKEN = {*RUN_FILES["."], CERTIFICATE} - {_TOKENIZER_JSON}
+_DTYPE = ("dtype", "torch_dtype")
+
+
+def prepare_continued(recipe: ContinuedRecipe, base: Path, display: Display) -> Prepared:
+    """A new run: read the checkpoint, and choose what the recipe leaves out."""
+    path = base / recipe.model.checkpoint
+    loaded = _loaded(path if path.exists() else recipe.model.checkpoint)
+    model, tokenizer = loaded.model, load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
+    _require_task(recipe, loaded)
+    checkpoint = _checkpoint(path if path.is_file() else loaded.folder)
+    if why := why_not_written(checkpoint):
+        raise DataError(f"{loaded.name} cannot be trained further: {why}")
+    display.say(f"going on with {loaded.name}: {loaded.family}, {tokenizer.vocab_size:,} tokens")
+    text = TextOfRun(recipe, base)
+    train, valid = text.shards(tokenizer, display)
+    given, device = recipe, find_device(recipe.training.device).type
+    width, longest = model.architecture.d_model, model.max_tokens
+    recipe = fit_continued_training(recipe, train.num_tokens, device, width, longest)
+    if chosen := ", ".join(choices(given, recipe)):
+        display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens: {chosen}")
+    if longest is not None and recipe.model.context > longest:
+        given_context = f"model.context is {recipe.model.context}"
+        raise UsageError(f"{given_context}, and {loaded.name} has {longest} positions: give no more")
+    config = _config_in_float32(loaded.folder)
+
+    def begin(model: OwnModel, folder: Path) -> None:
+        del model
+        _copy_beside(loaded.folder, folder)
+        write_text(folder / CONFIG, config)
+        tensors = checkpoint.tensors
+        write_weights({name: _in_float32(tensors.read(name)) for name in tensors.infos}, folder / SAFETENSORS)
+
+    return _prepared(recipe, text, tokenizer, (train, valid), loaded, checkpoint, begin, config)
+
+
+def take_up_continued(recipe: ContinuedRecipe, folder: Path, base: Path, display: Display) -> Prepared:
+    """A run that has begun; arguments as those of `prepare_continued`, and its folder."""
+    loaded = _loaded(folder)
+    tokenizer = load_tokenizer(folder, vocab_size=loaded.model.vocab_size)
+    text, config = TextOfRun(recipe, base), read_limited(folder / CONFIG, LONGEST_JSON).decode()
+
+    def begin(model: OwnModel, folder: Path) -> None:
+        raise AssertionError("the run has begun")
+
+    shards = text.shards(tokenizer, display)
+    return _prepared(recipe, text, tokenizer, shards, loaded, _checkpoint(folder), begin, config)
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether a folder is that of a run that goes on with a checkpoint."""
+    return holds_run(folder) and not is_own(settings(folder))
+
+
+def holds_language_model(folder: Path) -> bool:
+    """Whether a folder is that of a run which learned the tokens of a text."""
+    record = settings(folder)
+    return goes_on(folder) or (is_own(record) and record.get("model_type") == "triptych")
+
+
+def copy_checkpoint(folder: Path, target: Path) -> None:
+    """Copy from a run's folder what is the checkpoint: weights, configuration, tokenizer."""
+    _copy_beside(folder, target)
+    for name in (CONFIG, SAFETENSORS):
+        shutil.copyfile(folder / name, target / name)
+
+
+def _prepared(
+    recipe: ContinuedRecipe,
+    text: TextOfRun,
+    tokenizer: PretrainedTokenizer,
+    shards: tuple[TokenShards, TokenShards],
+    loaded: LoadedModel,
+    checkpoint: Checkpoint,
+    begin: Callable[[OwnModel, Path], None],
+    config: str,
+) -> Prepared:
+    def objective() -> TokensOfText:
+        model = loaded.model
+        for parameter in model.parameters():  # which are mapped from a file where they can be
+            parameter.data = parameter.data.contiguous()
+        tie_shared(model, checkpoint)
+        return tokens_of_text(recipe, model, tokenizer, *shards)
+
+    def fingerprints() -> dict[str, str]:
+        return fingerprints_of(recipe, text, tokenizer, config)
+
+    return Prepared(recipe, objective, begin, fingerprints, _publish)
+
+
+def _publish(model: OwnModel, path: Path) -> None:
+    """Write a model's weights into a run's folder, by the names of its family."""
+    assert isinstance(model, LanguageModel)
+    checkpoint = _checkpoint(path.parent)
+    tensors = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
+    save_or_explain({**tensors, **dict(changed_tensors(model, checkpoint))}, path, {"format": "pt"})
+
+
+def _loaded(path: Path | str) -> LoadedModel:
+    with warnings.catch_warnings():  # the checkpoint is opened again, which says it once more
+        warnings.simplefilter("ignore", ConfigurationWarning)
+        return load_language_model(path, dtype=torch.float32)
+
+
+def _checkpoint(path: Path) -> Checkpoint:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigurationWarning)
+        checkpoint = open_checkpoint(path, mapped=True)
+    assert isinstance(checkpoint, Checkpoint), "runs of ours are refused when they are read"
+    return checkpoint
+
+
+def _require_task(recipe: ContinuedRecipe, loaded: LoadedModel) -> None:
+    """The model learns what the recipe is about."""
+    kind, head = loaded.model.architecture.kind, loaded.model.head
+    if kind != recipe.kind:
+        needed = f"task is {recipe.task!r}: it needs a model of another kind"
+        raise UsageError(f"{needed}, and {loaded.name} is one of kind {kind!r}")
+    if head is None or head.config.outputs is not None:
+        raise UsageError(f"{loaded.name} predicts no tokens: give a checkpoint with the head that does")
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Copy a checkpoint's files beside its weights, such as those of its tokenizer."""
+    for name in names_beside(source)[1]:
+        if "/" not in name and name not in _NOT_TAKEN:
+            shutil.copyfile(source / name, folder / name)
+
+
+def _config_in_float32(folder: Path) -> str:
+    """A checkpoint's `config.json` for weights in float32."""
+    record = read_json(folder / CONFIG)
+    return json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor

@@ -1,0 +1,93 @@
+"""Run folders: what lies in one.
+
+A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if
+the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. A model that was
+converted has no recipe: `decoding.toml` says how it is searched.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.checkpoints.source import is_own
+from triptych.errors import DataError, UsageError
+from triptych.models.storage import OwnModel
+from triptych.storage.untrusted import read_json
+from triptych.text import TokenizerPair
+from triptych.training import AnyRecipe, Recipe
+from triptych.training.objectives import Objective
+from triptych.training.state import RUN_FILES, Publish, own_files, publish_weights
+
+RECIPE, DECODING, SUMMARY = "recipe.toml", "decoding.toml", "summary.json"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is a run's: its recipe and its configuration, ours or a checkpoint's, are there."""
+    return (folder / RECIPE).exists() and (is_own(record := settings(folder)) or "model_type" in record)
+
+
+def require_place(folder: Path, *, force: bool) -> None:
+    """A run can be made here, and nothing is lost by it."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file: give a folder for the run (--out)")
+    if holds_run(folder):
+        raise UsageError(
+            f"{folder} already has a run: continue it (--resume {folder}) or give another folder (--out)"
+        )
+    if (folder / DECODING).exists() and is_own(settings(folder)):
+        raise UsageError(f"{folder} has a converted model: give another folder (--out)")
+    found = sorted(path.name for path in folder.iterdir())
+    if found and not force:
+        shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
+        raise UsageError(
+            f"{folder} holds other files ({shown}): name a folder that is new or empty (--out); --force puts "
+            "the run among them, and replaces those with the name of a run's file"
+        )
+    for name in RUN_FILES:
+        place = folder / name
+        if name != "." and place.exists() and not (place.is_dir() and not any(place.iterdir())):
+            raise UsageError(f"{place} is in the way: give another folder (--out)")
+    if taken := [path for path in own_files(folder) if path.is_dir()]:
+        raise UsageError(f"{taken[0]} is a folder, where a run needs a file: give another folder (--out)")
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """What a folder's `config.json` says; nothing if it is none."""
+    try:
+        return read_json(folder / "config.json")
+    except DataError:
+        return {}
+
+
+def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:
+    """Check that a run's folder has as many tokenizers as its recipe says."""
+    if tokenizers.joint != recipe.tokenizer.joint:
+        state = "left over" if recipe.tokenizer.joint else "missing"
+        raise DataError(
+            f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
+            f"{str(recipe.tokenizer.joint).lower()}"
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose input has been read, before anything is written."""
+
+    recipe: AnyRecipe  # every choice made
+    # Makes the objective, and draws the initial weights; those that are read may still be mapped from their
+    # file.
+    objective: Callable[[], Objective[Any, Any]]
+    # Writes into a folder what lies there from the start of the run: configuration and tokenizers.
+    begin: Callable[[OwnModel, Path], None]
+    # Hashes of what must not change before a run is resumed, by the words that name it.
+    fingerprints: Callable[[], dict[str, str]]
+    publish: Publish = publish_weights  # writes `model.safetensors`
+
+
+def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:
+    """A hash of each part."""
+    return {name: hashlib.sha256(b"\0".join(part)).hexdigest() for name, part in parts.items()}

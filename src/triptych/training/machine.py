@@ -1,0 +1,209 @@
+"""What training does with the machine: batches made ahead, signals, compiled blocks, rates and waiting.
+
+`torch.compile` generates kernels that join what lies between the matrix products, for every shape of batch
+at once. That takes about a minute at the start. On the CPUs measured it does not win (docs/log.md); on GPUs,
+where launching small kernels costs most, it is meant to.
+"""
+
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from threading import Event, Semaphore, Thread
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, final
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from triptych.errors import UsageError
+from triptych.training.parallel import World
+
+T = TypeVar("T")
+
+
+def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+    """The items in their order, made in a thread of their own up to `depth` ahead of their use.
+
+    The thread lives from the first item asked for until the last one is taken, an error, or `close`, which
+    waits for the item being made. Who may stop before the end should close, with `contextlib.closing`.
+    """
+    made: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+    room, closed = Semaphore(depth), Event()
+
+    def make() -> None:
+        ending: BaseException | None = None
+        try:
+            iterator = iter(items)
+            while room.acquire() and not closed.is_set():
+                made.put((next(iterator),))
+        except StopIteration:
+            pass
+        except BaseException as error:  # noqa: BLE001 - it is raised where the item is used
+            ending = error
+        made.put(ending)
+
+    maker = Thread(target=make, name="triptych-ahead", daemon=True)
+    maker.start()
+    try:
+        while isinstance(item := made.get(), tuple):
+            room.release()
+            yield item[0]
+        if item is not None:
+            raise item
+    finally:
+        closed.set()
+        room.release()
+        maker.join()
+
+
+@final
+class StopRequest:
+    """While entered, notes the first signal; a second one of either kind interrupts at once.
+
+    Attributes:
+        signal_number: of the signal that came; None as long as none has.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python hands signals to the main thread alone
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_number is not None:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+
+def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor") -> None:
+    """Compile each block in place; weights and their names stay."""
+    on_cpu = device.type == "cpu"
+    if backend == "inductor" and on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise UsageError(
+            "training.compile needs a C++ compiler on a CPU (g++ or clang++): install one or leave it"
+        )
+    for block in blocks:
+        block.compile(dynamic=True, backend=backend)
+    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
+
+
+_aten = torch.ops.aten
+# Of the matrices that are multiplied: large enough for the full rate, and over in some 50 ms on a CPU.
+_SIZE = {"cpu": 768, "cuda": 8192}
+_TIMES = 4
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a product of two square matrices, the best of four."""
+    size = _SIZE.get(device.type, 1024)
+    one = torch.ones(size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(_TIMES):
+        started = time.perf_counter()
+        product = one @ one
+        product[0, 0].item()  # waits for a GPU
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / max(min(seconds), 1e-9)
+
+
+def count_operations(work: Callable[[], None]) -> int:
+    """Floating-point operations of the matrix products and the attention in a piece of work."""
+    with FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
+        work()
+    return int(counter.get_total_flops())
+
+
+def _product(own: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+    """Of `own += left @ right`."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(
+    gradient: Sequence[int],
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+
+
+# What torch's counter does not know: products in place, and the attention kernels of a CPU.
+_MORE = {
+    _aten.addmm_: _product,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@final
+class Throughput:
+    """Tokens and times of this process since the last line of metrics."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tokens = 0
+        self._seconds = self._for_data = self._for_others = 0.0
+
+    def taken(self, items: Iterable[T]) -> Iterator[T]:
+        """The items; the time until each comes is that of waiting for data."""
+        iterator, end = iter(items), object()
+        while True:
+            started = time.monotonic()
+            item = next(iterator, end)
+            waited = time.monotonic() - started
+            if item is end:
+                return
+            self._for_data += waited
+            self._seconds += waited
+            yield item  # type: ignore[misc]
+
+    def add(self, own_tokens: int, seconds: float, for_others: float) -> None:
+        """Count an update."""
+        self._tokens += own_tokens
+        self._seconds += seconds
+        self._for_others += for_others
+
+    def figures(self) -> dict[str, list[float]]:
+        """A figure of each process by its rank, since the last call; nothing of one process.
+
+        `ranks_tokens_per_second` is of its own part of the batches; `ranks_waiting_for_data` and
+        `ranks_waiting_for_others` are shares of its time. Gradients are exchanged while others are computed,
+        which counts as computing. All processes must call it.
+        """
+        if self._world.size == 1:
+            return {}
+        seconds = max(self._seconds, 1e-9)
+        own = [self._tokens / seconds, self._for_data / seconds, self._for_others / seconds]
+        self._forget()
+        of_ranks = self._world.gathered(own)
+        names = "ranks_tokens_per_second", "ranks_waiting_for_data", "ranks_waiting_for_others"
+        return {name: [round(of[i], 4) for of in of_ranks] for i, name in enumerate(names)}

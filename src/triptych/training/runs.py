@@ -1,0 +1,375 @@
+"""From a recipe to a trained model (`train`, `resume`), and what that is worth (`validate`)."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triptych.errors import UsageError
+from triptych.files import NewFolder, hold_folder, write_text
+from triptych.launch import num_restarts
+from triptych.models.device import find_device, to_device
+from triptych.models.initial import Draws, Later
+from triptych.models.storage import OwnModel, read_own_model
+from triptych.storage.copying import CERTIFICATE
+from triptych.threads import torch_threads
+from triptych.training import (
+    AnyRecipe,
+    ContinuedRecipe,
+    LanguageRecipe,
+    Recipe,
+    Trainer,
+    TrainingResult,
+    read_recipe,
+)
+from triptych.training.card import write_card
+from triptych.training.continuing import prepare_continued, take_up_continued
+from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
+from triptych.training.language import prepare_language, take_up_language
+from triptych.training.objectives import Objective
+from triptych.training.parallel import (
+    ONE_PROCESS,
+    Layout,
+    LazyParameters,
+    OneProcess,
+    World,
+    choose_parallel,
+    code_digests,
+    launched,
+)
+from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
+from triptych.training.state import Counters, find_state, own_files, read_counters
+from triptych.training.translation import prepare_translation, take_up_translation
+from triptych.user_code import use_code
+
+# Of a resumed run: where it ends, how processes share the work, and what they keep of it.
+_MAY_CHANGE = {
+    "training.activation_checkpointing",
+    "training.early_stopping",
+    "training.max_epochs",
+    "training.max_steps",
+    "training.parallel",
+    "training.shard_size",
+    "training.timeout_minutes",
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A finished or interrupted run."""
+
+    outcome: TrainingResult  # how it ended
+    num_parameters: int  # of the model
+    padding_waste: float  # share of padding in the training batches
+    task: str = "translation"  # what was learned, as the recipe has it
+
+    def figures(self) -> dict[str, Any]:
+        counters = self.outcome.counters
+        return {
+            "task": self.task,
+            "steps": counters.step,
+            "tokens": counters.tokens,
+            "seconds": round(counters.seconds, 3),
+            "tokens_per_second": round(counters.tokens / max(counters.seconds, 1e-9), 1),
+            "parameters": self.num_parameters,
+            "padding_waste": round(self.padding_waste, 4),
+            "chosen": self.outcome.chosen,
+            "best_step": counters.best_step,
+            "best_by": counters.best_by,
+            "best_score": None if counters.best_score is None else abs(counters.best_score),
+            "average_scores": self.outcome.scores,
+        }
+
+
+def train(
+    recipe: AnyRecipe | str | Path,
+    folder: str | Path,
+    display: Display | None = None,
+    *,
+    force: bool = False,
+) -> Summary:
+    """Start a run.
+
+    Args:
+        recipe: what to do, its file, or the name of a built-in one; relative paths in it are relative to the
+            current folder.
+        folder: the run folder, made here once the input is known to be good; new or empty.
+        display: shows how it goes; lines on standard error if None.
+        force: the folder may hold other files; those with the name of a run's are replaced.
+
+    Raises:
+        TriptychError: a folder that is taken, input that is not as it should be, a loss no longer finite, a
+            full disk.
+    """
+    if isinstance(recipe, str | Path):
+        recipe = read_recipe(recipe)
+    return _begin(recipe, Path(folder), display or LineDisplay(), force=force)
+
+
+def _begin(recipe: AnyRecipe, folder: Path, shown: Display, *, force: bool) -> Summary:
+    with launched(recipe.training.device, recipe.training.timeout_minutes) as world, ExitStack() as held:
+        if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
+            # torchrun starts the processes of a run that failed with the arguments of the first time.
+            return _go_on(folder, (), shown, world)
+        base = Path.cwd()
+        prepared: list[Prepared] = []
+
+        def begin() -> None:
+            require_place(folder, force=force)
+            new = prepare(recipe, base, shown)
+            if world.size > 1:
+                with _threads_and_seed(new.recipe):
+                    _make_folder(folder, new, _without_memory(new)[0].model, held, force=force)
+            # What was read of a checkpoint is let go: each process maps what the folder holds of it.
+            if world.size == 1 or not isinstance(recipe, ContinuedRecipe):
+                prepared.append(new)
+
+        world.on_first(begin, patiently=True)
+
+        def take_up() -> Prepared:
+            if prepared:
+                return prepared[0]
+            return _taken_up(read_recipe(folder / RECIPE), folder, base, SilentDisplay())
+
+        own = world.on_all(take_up)
+        shown = _logged(shown, folder, world)
+        with _threads_and_seed(own.recipe):
+            trainer = _trainer(own, folder, base, world, shown)
+            if world.size == 1:
+                # No run folder is made, and nothing replaced, before all that can be checked has been.
+                _make_folder(folder, own, trainer.model, held, force=force)
+            return _run(own.recipe, trainer, shown)
+
+
+def resume(
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    display: Display | None = None,
+    *,
+    code: str | Path | None = None,
+) -> Summary:
+    """Go on with a run from its last saved state, or from its beginning if it has none.
+
+    Args:
+        folder: the run folder.
+        overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel`, `shard_size`,
+            `timeout_minutes` and `activation_checkpointing` may change, nothing else.
+        display: shows how it goes; lines on standard error if None.
+        code: the file whose classes the run's recipe names, the very one that it began with.
+
+    Raises:
+        TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
+    """
+    folder = Path(folder)
+    if code is not None:
+        use_code(code)
+    recipe = _recipe_of(folder, overrides)
+    with launched(recipe.training.device, recipe.training.timeout_minutes) as world:
+        return _go_on(folder, overrides, display or LineDisplay(), world)
+
+
+def validate(folder: Path) -> dict[str, float]:
+    """The figures of a run's model on its validation text, as training measures them."""
+    recipe = read_recipe(folder / RECIPE)
+    with _threads_and_seed(recipe):
+        objective = _taken_up(recipe, folder, Path.cwd(), SilentDisplay()).objective()
+        if not isinstance(recipe, ContinuedRecipe):
+            # Not of the recipe's sizes, where it was rewritten.
+            objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
+        computing = OneProcess(objective, recipe.training.precision)
+        computing.set_mode(training=False)
+        text = objective.valid
+        loss, tokens = computing.judge_all(text.collate(indices) for indices in text.plan(0))
+        with torch.no_grad():
+            return objective.figures(loss / tokens, objective.model)
+
+
+def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: World) -> Summary:
+    display = _logged(display, folder, world)
+    with ExitStack() as held:
+        # No other launch trains in the folder meanwhile.
+        world.on_first(lambda: held.enter_context(hold_folder(folder, wait=False)))
+        recipe = world.on_all(lambda: _recipe_of(folder, overrides))
+        has_state = world.on_first(lambda: find_state(folder / "state") is not None)
+        base = world.on_all(
+            lambda: Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
+        )
+        prepared = world.on_all(lambda: _taken_up(recipe, folder, base, display))
+        with _threads_and_seed(recipe):
+            trainer = _trainer(prepared, folder, base, world, display)
+            if has_state:
+                trainer.resume()
+                display.say(f"resuming {folder} after step {trainer.counters.step:,}")
+            if overrides:
+                world.on_first(lambda: write_text(folder / RECIPE, recipe.to_toml()))
+            return _run(prepared.recipe, trainer, display)
+
+
+def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
+    """The recipe of a run that can be resumed."""
+    if not (folder / RECIPE).exists():
+        raise UsageError(f"{folder} has no run to resume: there is no {RECIPE}")
+    if (folder / CERTIFICATE).exists():
+        raise UsageError(f"{folder} was rewritten: resume the original run instead")
+    for override in overrides:
+        if override.partition("=")[0].strip() not in _MAY_CHANGE:
+            raise UsageError(
+                f"--set {override}: a resumed run keeps its recipe; "
+                f"only {', '.join(sorted(_MAY_CHANGE))} may change"
+            )
+    recipe = read_recipe(folder / RECIPE, overrides)
+    if not holds_run(folder):
+        raise UsageError(f"{folder} has no run to resume: there is no config.json of one")
+    return recipe
+
+
+def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitStack, *, force: bool) -> None:
+    """Make the folder of a new run, and hold it until `held` is closed.
+
+    Nothing that is there is replaced before the folder is held and `require_place` has been asked under that:
+    while the text was read, another process may have made a run there.
+    """
+
+    def fill(place: Path) -> None:
+        prepared.begin(model, place)
+        # The recipe comes last: a folder that has one is a run that can be resumed.
+        write_text(place / RECIPE, prepared.recipe.to_toml())
+
+    if not folder.exists():
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        made = held.enter_context(NewFolder(folder))
+        fill(made.path)
+        try:
+            made.finish()
+        except FileExistsError:
+            require_place(folder, force=False)
+            raise
+        return
+    held.enter_context(hold_folder(folder, wait=False))
+    require_place(folder, force=force)
+    for path in own_files(folder):
+        path.unlink()
+    fill(folder)
+
+
+def _logged(display: Display, folder: Path, world: World) -> Display:
+    """The display of the first process; each of several processes has a log too."""
+    if world.size == 1:
+        return display
+    shown = display if world.is_first else SilentDisplay()
+    return LoggedDisplay(folder / "logs" / f"rank-{world.rank}.log", shown)
+
+
+def prepare(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:
+    """Read what a new run needs, and choose what its recipe leaves out; nothing is written."""
+    match recipe:
+        case Recipe():
+            return prepare_translation(recipe, base, display)
+        case LanguageRecipe():
+            return prepare_language(recipe, base, display)
+        case ContinuedRecipe():
+            return prepare_continued(recipe, base, display)
+
+
+def _taken_up(recipe: AnyRecipe, folder: Path, base: Path, display: Display) -> Prepared:
+    match recipe:
+        case Recipe():
+            return take_up_translation(recipe, folder, base, display)
+        case LanguageRecipe():
+            return take_up_language(recipe, folder, base, display)
+        case ContinuedRecipe():
+            return take_up_continued(recipe, folder, base, display)
+
+
+@contextmanager
+def _threads_and_seed(recipe: AnyRecipe) -> Iterator[None]:
+    """Those of the recipe inside the block; afterwards threads and random numbers are as they were."""
+    device = find_device(recipe.training.device)
+    drawn_on = [device] if device.type == "cuda" else []
+    with torch_threads(recipe.training.threads), torch.random.fork_rng(drawn_on):
+        torch.manual_seed(recipe.seed)
+        yield
+
+
+def _trainer(prepared: Prepared, folder: Path, base: Path, world: World, display: Display) -> Trainer:
+    recipe = prepared.recipe
+    fingerprints = world.on_all(prepared.fingerprints)
+    if world.size > 1:
+        digest = hashlib.sha256(recipe.to_toml().encode()).hexdigest()
+        world.require_same({**fingerprints, "the recipe": digest, **code_digests()})
+    objective, layout = _laid_out(prepared, world, display)
+    counters = Counters(fingerprints=fingerprints, started_in=str(base))
+    every = recipe.validation.every_steps
+    return Trainer(recipe.training, every, objective, folder, counters, prepared.publish, layout)
+
+
+def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objective[Any, Any], Layout]:
+    """What is learned, and how its model lies on the processes; in shards it has no memory yet."""
+    recipe = prepared.recipe
+    if world.size == 1:
+        return _objective(prepared), ONE_PROCESS
+    objective, later = world.on_all(lambda: _without_memory(prepared))
+    kind, why = choose_parallel(recipe.training, objective.model, world)
+    display.say(why)
+    if kind == "ddp":
+        return world.on_all(lambda: _objective(prepared)), Layout(world, kind)
+    if later is None:
+        return objective, Layout(world, kind)
+    values = later.values(objective.model, _seed_by_name(recipe))
+    return objective, Layout(world, kind, LazyParameters(find_device(recipe.training.device), values))
+
+
+def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], Later | None]:
+    """With a model whose values are made later; with one that is mapped from its files if it is read."""
+    if isinstance(prepared.recipe, ContinuedRecipe):
+        return prepared.objective(), None
+    with Later() as later:
+        return prepared.objective(), later
+
+
+def _objective(prepared: Prepared) -> Objective[Any, Any]:
+    """With a model that has its first values, in memory of its own."""
+    by_name = _seed_by_name(prepared.recipe)
+    if by_name is not None:
+        with Draws() as draws:
+            objective = prepared.objective()
+        draws.again_by_name(objective.model, by_name)
+        torch.manual_seed(by_name)  # dropout begins alike, too
+        return objective
+    objective = prepared.objective()
+    if isinstance(prepared.recipe, ContinuedRecipe):
+        for parameter in objective.model.parameters():
+            parameter.data = parameter.data.clone()
+    return objective
+
+
+def _seed_by_name(recipe: AnyRecipe) -> int | None:
+    """Of values that depend on names; None if they are drawn one after the other, or read."""
+    if isinstance(recipe, ContinuedRecipe) or recipe.initial_values != "by_name":
+        return None
+    return recipe.seed
+
+
+def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
+    num_parameters = sum(p.numel() for p in trainer.model.parameters())
+    waste = trainer.objective.padding_waste()
+    display.say(
+        f"model: {num_parameters:,} parameters; padding {waste:.1%} of the batches; "
+        f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"
+    )
+    if plan := trainer.describe_plan():
+        display.say(plan)
+    summary = Summary(trainer.run(display), num_parameters, waste, recipe.task)
+    if summary.outcome.signal_number is None:
+
+        def write() -> None:
+            write_card(trainer.folder, recipe, summary.outcome, num_parameters, display)
+            write_text(trainer.folder / SUMMARY, json.dumps(summary.figures(), indent=2) + "\n")
+
+        trainer.world.on_first(write)
+    return summary

@@ -1,0 +1,208 @@
+"""What a run that learns to translate needs: its texts, tokenizers and objective."""
+
+import json
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from triptych.decoding import SearchOptions, Translator, score_bleu
+from triptych.errors import DataError
+from triptych.models import EncoderDecoder
+from triptych.models.device import find_device, to_device
+from triptych.models.storage import OwnModel, write_config
+from triptych.text import (
+    ByteLevelTokenizer,
+    EncodedCorpus,
+    ParallelCorpus,
+    TokenBatches,
+    TokenizerPair,
+    encode_corpus,
+    read_parallel,
+    train_tokenizers,
+    trained_once,
+)
+from triptych.training import Recipe
+from triptych.training.fitting import choices, fit_tokenizer, fit_training
+from triptych.training.folder import Prepared, check_tokenizers, digests
+from triptych.training.objectives import Bleu, Scorer, Translation
+from triptych.training.progress import Display
+
+
+def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepared:
+    """A new run: train the tokenizers, and choose what the recipe leaves out."""
+    device = find_device(recipe.training.device).type
+    train_text, valid_text = _read_texts(recipe, base, display)
+    num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
+    given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
+    tokenizers = _tokenizers(recipe, train_text, _cache_folder(recipe, base), display)
+    texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
+    num_tokens = int((texts.train.target.lengths + 1).sum())
+
+    def steps_per_epoch(recipe: Recipe) -> int:
+        batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
+        return -(-batches // recipe.training.accumulate_batches)
+
+    recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
+    if chosen := ", ".join(choices(given, recipe)):
+        display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
+    return _prepared(recipe, tokenizers, texts)
+
+
+def take_up_translation(recipe: Recipe, folder: Path, base: Path, display: Display) -> Prepared:
+    """Prepare to go on with the run in a folder; other arguments as those of `prepare_translation`."""
+    tokenizers = TokenizerPair.load(folder)
+    check_tokenizers(tokenizers, recipe, folder)
+    train_text, valid_text = _read_texts(recipe, base, display)
+    return _prepared(recipe, tokenizers, _encode(recipe, base, tokenizers, train_text, valid_text, display))
+
+
+def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Prepared:
+    def objective() -> Translation:
+        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+        model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
+        return Translation(
+            to_device(model, find_device(recipe.training.device)),
+            _batches(recipe, texts.train, tokenizers, shuffle=True),
+            _batches(recipe, texts.valid, tokenizers, shuffle=False),
+            recipe.training,
+            recipe.validation,
+            _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
+            _bytes_per_token(texts),
+        )
+
+    def begin(model: OwnModel, folder: Path) -> None:
+        tokenizers.save(folder)
+        write_config(model, folder)
+
+    return Prepared(recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers))
+
+
+def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
+    texts = []
+    for part, spec in (("training", recipe.data.train), ("validation", recipe.data.valid)):
+        text = read_parallel(spec, max_line_chars=recipe.data.max_line_chars, base=base)
+        display.say(f"{part} text: {text.counts.describe()}")
+        texts.append(text)
+    return texts[0], texts[1]
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The training text, the validation text for the loss, and the validation text to translate."""
+
+    train: EncodedCorpus
+    valid: EncodedCorpus
+    translated: ParallelCorpus
+
+
+def _encode(
+    recipe: Recipe,
+    base: Path,
+    tokenizers: TokenizerPair,
+    train_text: ParallelCorpus,
+    valid_text: ParallelCorpus,
+    display: Display,
+) -> _Texts:
+    cache = _cache_folder(recipe, base)
+    display.say(f"tokenizing with {tokenizers.target.vocab_size:,} tokens")
+    encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
+    kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
+    if num_long:
+        display.say(f"{num_long:,} training pairs past {recipe.data.max_sentence_tokens} tokens left out")
+    if not len(kept):
+        raise DataError(
+            f"no training pair has at most {recipe.data.max_sentence_tokens} tokens a side: "
+            "raise data.max_sentence_tokens"
+        )
+    judged, _ = encode_corpus(valid_text, tokenizers, cache_folder=cache).within(
+        recipe.data.max_sentence_tokens
+    )
+    if not len(judged):
+        raise DataError("no validation pair is within data.max_sentence_tokens")
+    return _Texts(kept, judged, valid_text)
+
+
+def _tokenizers(recipe: Recipe, text: ParallelCorpus, cache: Path | None, display: Display) -> TokenizerPair:
+    def train() -> list[str]:
+        display.say(f"training a {recipe.tokenizer.kind} tokenizer")
+        pair = train_tokenizers(recipe.tokenizer, text.source, text.target)
+        return [one.to_json() for one in ([pair.source] if pair.joint else [pair.source, pair.target])]
+
+    found = trained_once(
+        recipe.tokenizer,
+        lambda: chain(text.source, text.target),
+        train,
+        purpose="translator",
+        cache_folder=cache,
+    )
+    pieces = [ByteLevelTokenizer.from_json(one, "the tokenizer") for one in found]
+    return TokenizerPair(pieces[0], pieces[-1])
+
+
+def _cache_folder(recipe: Recipe, base: Path) -> Path | None:
+    return base / recipe.data.cache if recipe.data.cache else None
+
+
+def _bytes_per_token(texts: _Texts) -> float:
+    """Bytes per token of the target sentences whose loss is measured; each has a token for its end."""
+    judged = set(texts.valid.line_numbers.tolist())
+    lines = zip(texts.translated.line_numbers, texts.translated.target, strict=True)
+    num_bytes = sum(len(line.encode()) for number, line in lines if number in judged)
+    return num_bytes / int((texts.valid.target.lengths + 1).sum())
+
+
+def _batches(
+    recipe: Recipe, corpus: EncodedCorpus, tokenizers: TokenizerPair, *, shuffle: bool
+) -> TokenBatches:
+    target = tokenizers.target
+    return TokenBatches(
+        corpus,
+        max_tokens=recipe.training.batch_tokens,
+        seed=recipe.order_seed,
+        pad_id=target.pad_id,
+        bos_id=target.bos_id,
+        eos_id=target.eos_id,
+        shuffle=shuffle,
+    )
+
+
+def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) -> Scorer:
+    count = recipe.validation.max_sentences
+    sources, references = valid.source[:count], valid.target[:count]
+    options = SearchOptions(
+        beam_size=recipe.validation.beam_size,
+        alpha=recipe.decoding.alpha,
+        max_extra_tokens=recipe.decoding.max_extra_tokens,
+    )
+
+    def score(model: EncoderDecoder) -> Bleu:
+        translated = Translator(model, tokenizers, options).translate(sources)
+        found = score_bleu([translation.text for translation in translated], references, num_resamples=200)
+        return Bleu(found.value, found.low)
+
+    return score
+
+
+def _fingerprints(recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair) -> dict[str, str]:
+    """What a resumed run must find as it was, by the words that name it."""
+    ids = [
+        array
+        for s in (texts.train.source, texts.train.target)
+        for array in (s.ids.tobytes(), s.offsets.tobytes())
+    ]
+    # As read, not as tokens: pairs too long for the loss are translated all the same.
+    lines = [json.dumps(list(side)).encode() for side in (texts.translated.source, texts.translated.target)]
+    both = [tokenizer.to_json().encode() for tokenizer in (tokenizers.source, tokenizers.target)]
+    judged = [
+        recipe.validation.model_dump_json(exclude={"every_steps"}).encode(),
+        recipe.decoding.model_dump_json(include={"alpha", "max_extra_tokens"}).encode(),
+        str(recipe.data.max_sentence_tokens).encode(),
+    ]
+    parts = {
+        "the training text (data.train)": ids,
+        "the validation text (data.valid)": lines,
+        "the tokenizers": both,
+        "the model": [recipe.model.model_dump_json().encode()],
+        "how it is validated (validation, decoding, data.max_sentence_tokens)": judged,
+    }
+    return digests(parts)

@@ -1,0 +1,36 @@
+"""Layers and heads as a person holds them, of models of several kinds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints.test_families import made
+from triptych import Model, load
+
+transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tiny(name: str, folder: Path) -> tuple[Model, Any]:
+    """A tiny model of `transformers`, and the same opened by us."""
+    theirs = made(name, folder)
+    return load(folder, device="cpu"), theirs
+
+
+def test_a_layer_without_keys_of_its_own_says_whose_it_uses(tmp_path: Path) -> None:
+    model, theirs = tiny("gemma3n", tmp_path)
+    assert [layer.borrows for layer in model.layers] == [None, None, None, "1", "2"]
+    maps = theirs.model.layers[1].self_attn
+    head = model[3, 2]
+    assert (head.borrows, head.group) == ("1", (2, 3))
+    assert torch.equal(head.W_K, maps.k_proj.weight[10:20].T.float())
+    assert torch.equal(head.W_V, maps.v_proj.weight[10:20].T.float())
+    assert torch.equal(head.W_Q, theirs.model.layers[3].self_attn.q_proj.weight[20:30].T.float())
+    assert "keys and values of layer 1" in repr(head)
+    assert "keys and values of layer 1" in repr(model[3])
+    costs = model.cost().layers
+    assert costs[3].cache_bytes_per_token == 0 < costs[1].cache_bytes_per_token
+    assert costs[3].parameters < costs[1].parameters
+    assert "cannot be run" in model.why_not_run or "Gemma 3n" in model.why_not_run
