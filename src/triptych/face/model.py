@@ -304,8 +304,9 @@ class Model:
             UsageError: the model was changed, is a run of triptych, or `transformers` is not installed.
             DataError: one of the two does not run it.
         """
-        with self._files() as source:
-            return check_against_transformers(source, text, target)
+        if self._changes:
+            raise UsageError(f"{self.name} was changed ({', '.join(self.changes)}): save it, and check that")
+        return check_against_transformers(self._opened.files, text, target)
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
