@@ -1,8 +1,8 @@
 """The libraries that run a model: ours, or CTranslate2.
 
-CTranslate2 takes the place of our own search. A model is converted once (`converting.ctranslate2`) and kept in
-a cache folder between runs. Scores are ours: CTranslate2 returns plain log-probabilities of a full beam, which
-are put in the order of our length penalty.
+CTranslate2 takes the place of our own search. A model is converted once (`converting.ctranslate2`) and kept
+in a cache folder between runs. Scores are ours: CTranslate2 returns plain log-probabilities of a full beam,
+which are put in the order of our length penalty.
 
 Source: github.com/OpenNMT/CTranslate2, version 4.8.
 """

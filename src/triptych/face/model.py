@@ -17,6 +17,7 @@ from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation
+from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.source import Source, find_source
@@ -167,14 +168,23 @@ class Model:
     @property
     def can(self) -> tuple[str, ...]:
         """What works: read, run, rewrite, translate, generate, fill, convert."""
-        found = ["read", "rewrite"] if self._opened.module is None else ["read"]
+        source, found = self._opened.attention, ["read"]
+        writable = not isinstance(source, Checkpoint) or any(
+            not source.place(site).spec.why_kept for site in source.sites
+        )
+        if writable and not any(change.unsayable for change in self._changes):
+            found.append("rewrite")
         if self._opened.why_not_run:
             return tuple(found)
         model = self._opened.model
         found.append("run")
         if model.is_searched:
             found.append("translate")
-        elif isinstance(model.model, LanguageModel) and model.model.head is not None:
+        elif (
+            isinstance(model.model, LanguageModel)
+            and model.model.head is not None
+            and model.model.head.config.outputs is None
+        ):
             found.append("generate" if model.model.causal else "fill")
         if not self._changes and (not model.translates or model.encoder_decoder.recipe is not None):
             found.append("convert")
@@ -308,12 +318,11 @@ class Model:
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: the model was changed, is a run of triptych, or `transformers` is not installed.
+            UsageError: a run of triptych, or a change that weights cannot say; or there is no `transformers`.
             DataError: one of the two does not run it.
         """
-        if self._changes:
-            raise UsageError(f"{self.name} was changed ({', '.join(self.changes)}): save it, and check that")
-        return check_against_transformers(self._opened.files, text, target)
+        with self._files() as source:
+            return check_against_transformers(source, text, target)
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
