@@ -76,8 +76,6 @@ MAY_IMPORT: dict[str, set[str]] = {
             "training",
         ),
     },
-    # a model by the library that is to run it
-    "engines": {"checkpoints", "converting", "decoding", "models", "opening"},
     # one model, its layers, its heads: what all commands are thin over
     "face": {
         *(
@@ -87,7 +85,6 @@ MAY_IMPORT: dict[str, set[str]] = {
             "checkpoints",
             "converting",
             "decoding",
-            "engines",
             "inspection",
         ),
         *("models", "opening", "rewriting", "storage", "text"),

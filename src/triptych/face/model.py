@@ -36,7 +36,6 @@ from triptych.decoding import (
     evaluate_translations,
     fill_masks,
 )
-from triptych.engines import EngineName, evaluate_text, make_generator, make_translator, require_ctranslate2
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.face.changes import (
     SIDE_OF,
@@ -55,6 +54,13 @@ from triptych.face.changes import (
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
+from triptych.face.engines import (
+    EngineName,
+    evaluate_text,
+    make_generator,
+    make_translator,
+    require_ctranslate2,
+)
 from triptych.face.heads import Head, Layer, Layers, Stack
 from triptych.face.opened import ChangedSource, Opened, Options, open_source
 from triptych.face.places import Places, stack_of
