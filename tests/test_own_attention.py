@@ -130,6 +130,18 @@ def logits_of(model: EncoderDecoder) -> Searcher:
     return lambda sentences: []
 
 
+def test_a_rewrite_keeps_the_class_or_writes_another_or_is_refused_in_one_line(run: Path) -> None:
+    model = triptych.load(run, code="mine.py")
+    text = "the cat sat"
+    for step, kept in (("expand()", False), ("drop_key_bias()", True)):
+        changed = model.rewrite(step)
+        layer = changed.opened.language_model.blocks[0].self_attention
+        assert user_code.is_own(layer.parameterisation.name) == kept
+    torch.testing.assert_close(model.rewrite("expand()").run(text).logits, model.run(text).logits)
+    with pytest.raises(UsageError, match=r"decoder\.0: mine\.py:TurnedValues does not write what was made"):
+        model.rewrite("truncate(rank=4, forms=['ov'])")
+
+
 def test_opening_a_run_executes_nothing_of_it_and_says_what_to_do(run: Path) -> None:
     (run / "mine.py").write_text("raise SystemExit('executed')")
     for opened in (

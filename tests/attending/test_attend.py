@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attending.models import language_model, translator_model
+from attention_maps import attention_maps
 from triptych import UsageError
 from triptych.attending import Attention, attend
 from triptych.attending.saving import (
@@ -93,8 +94,9 @@ def test_generated_tokens_are_marked_and_looked_with_as_while_generating(decoder
     assert found.is_generated == (False,) * len(TEXT) + (True,) * 5
     cache = decoder.model.new_cache()
     for place, token in enumerate(found.ids):
-        step = decoder.model(torch.tensor([[token]]), cache=cache, need_weights=True)
-        close(found.weights[1][:, place, : place + 1], step.weights[1][0, :, 0])
+        with attention_maps(decoder.model) as maps:
+            step = decoder.model(torch.tensor([[token]]), cache=cache)
+        close(found.weights[1][:, place, : place + 1], maps["decoder.1"][0, :, 0])
         if len(TEXT) - 1 <= place < len(found.ids) - 1:
             assert int(step.logits.argmax()) == found.ids[place + 1]
 
@@ -121,10 +123,11 @@ def test_pairs_have_three_kinds_of_attention_with_their_own_tokens(pairs: Reader
     assert first.of("decoder").queries == ("x", "y")
     assert first.of("decoder").keys == ("<end>", "x")
     assert first.of("cross").keys == first.source_tokens == tuple("abcd")
-    maps = pairs.model.attention_maps(torch.tensor([first.source_ids]), torch.tensor([[256, first.ids[0]]]))
+    with attention_maps(pairs.model) as maps:
+        pairs.model(torch.tensor([first.source_ids]), torch.tensor([[256, first.ids[0]]]))
     for kind in first.kinds:
-        for ours, theirs in zip(first.of(kind), getattr(maps, kind), strict=True):
-            close(ours, theirs[0])
+        for number, ours in enumerate(first.of(kind)):
+            close(ours, maps[f"{kind}.{number}"][0])
     assert batch.of("encoder")[1].shape == (2, 4, 6, 6)
     assert batch.weights[0].shape == (2, 4, 2, 6)
 

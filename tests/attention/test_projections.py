@@ -733,7 +733,8 @@ def test_the_explanation_is_that_of_the_operation_it_calls(
                 layer(x[:, key_len - query_len :], cache=cache, path=path, **options)
                 ((given, need_weights, way),) = seen
                 q, k, v, *_ = given
-                others = {key: value for key, value in given._asdict().items() if key not in ("q", "k", "v")}
+                others = {key: getattr(given, key) for key in ("mask", "bias", "causal", "dropout")}
+                others |= {key: getattr(given.semantics, key) for key in ("scale", "soft_cap", "sinks")}
                 route, explanation = layer.explain(query_len, key_len, batch=BATCH, path=path, **options)
                 assert explanation == explain_attention(
                     q, k, v, **others, need_weights=need_weights, path=way

@@ -156,12 +156,14 @@ def test_a_configuration_of_a_parameterisation_names_what_is_no_default() -> Non
         ({"projections": "grouped", "num_kv_head": 2},
          "'grouped' has no num_kv_head: did you mean num_kv_heads?"),
         ({"projections": "direct", "d_k": 2},
-         "'direct' has no d_k: known are projections, num_heads, dropout, qk_norm, output_gate, o_bias"),
+         "'direct' has no d_k: known are projections, scores, scale, num_heads, "
+         "dropout, qk_norm, output_gate, o_bias"),
         ({"projections": "shared", "d_v": 2}, "'shared' has no d_v: did you mean d_k?"),
         ({"projections": "key_value", "v_bias": True}, "'key_value' has no v_bias: did you mean kv_bias?"),
         ({"dropuot": 0.1}, "'factored' has no dropuot: did you mean dropout?"),
         ({"zzz": 1},
-         "'factored' has no zzz: known are projections, num_heads, dropout, qk_norm, output_gate, d_k, d_v"),
+         "'factored' has no zzz: known are projections, scores, scale, num_heads, dropout, qk_norm, "
+         "output_gate, d_k, d_v"),
         ({"projections": "latnet"}, "'latnet' is not one of factored, "),
         ({"projections": "latnet"}, "did you mean 'latent'?"),
         ({"projections": "four_way"}, "'four_way' is no layer: with the 4th matrix as data"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from attention_maps import attention_maps
 from tolerances import assert_same
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
@@ -164,7 +165,9 @@ def test_the_forms_of_the_weights_are_what_the_model_computes() -> None:
     x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     x = x * weights.norm.weight + weights.norm.bias
     scores = torch.einsum("bqd,hde,bke->bhqk", x, weights.qk.dense(), x) * weights.scale
-    assert_same(model.attention_maps(SRC[:1], TGT[:1]).encoder[0].detach(), scores.softmax(-1), kind="output")
+    with attention_maps(model) as maps:
+        model(SRC[:1], TGT[:1])
+    assert_same(maps["encoder.0"].detach(), scores.softmax(-1), kind="output")
 
 
 # Copies

@@ -34,7 +34,6 @@ from triptych.training.parallel import (
     LazyParameters,
     NotCounted,
     OneProcess,
-    SingleProcess,
     World,
     launched,
     rows_of_rank,
@@ -300,7 +299,7 @@ def states_in_shards(world: World, arguments: Sequence[str]) -> None:
         if kind == "ddp":
             computing = spread(objective, "ddp", "fp32", world)
         resumed = new_optimizer(objective)
-        read_shards(path, objective.model, resumed, SingleProcess() if kind == "alone" else world)
+        read_shards(path, objective.model, resumed, World() if kind == "alone" else world)
         learn(computing, objective, None if kind == "alone" else world, 1, resumed)
         weights = dict(objective.model.named_parameters())
         for name, weight in alone.model.named_parameters():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from triptych.training.machine import Throughput
-from triptych.training.parallel import SingleProcess
+from triptych.training.parallel import World
 
 
 def of_two() -> Throughput:
@@ -46,6 +46,6 @@ def test_time_until_a_batch_is_there_is_that_of_waiting_for_data() -> None:
 
 
 def test_one_process_says_nothing_of_ranks() -> None:
-    throughput = Throughput(SingleProcess())
+    throughput = Throughput(World())
     throughput.add(300, 2.0, 0.0)
     assert throughput.figures() == {}

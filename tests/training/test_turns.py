@@ -1,18 +1,18 @@
 """Pieces of work that processes take. Processes that were launched: `cli/test_several_processes.py`."""
 
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
 
 from triptych.errors import ElsewhereError, UsageError
 from triptych.launch import environment_alone, num_launched
-from triptych.training.parallel import SingleProcess, Turns, do_each, launched
+from triptych.training.parallel import Turns, World, do_each, launched
 
 
 def both(count: int) -> tuple[Turns, Turns]:
     """The turns of two processes."""
-    one = SingleProcess().turns(count)
+    one = World().turns(count)
     return one, Turns(one._add, count)
 
 
@@ -24,7 +24,7 @@ def test_each_number_is_taken_once_by_whoever_asks() -> None:
 
 
 def test_turns_of_another_work_begin_anew() -> None:
-    world = SingleProcess()
+    world = World()
     assert list(world.turns(2).taken()) == list(world.turns(2).taken()) == [0, 1]
 
 
@@ -48,27 +48,16 @@ def test_after_an_error_in_one_process_no_other_takes_a_number() -> None:
     assert other.are_over
 
 
-@final
-class Fellow(SingleProcess):
-    """The first of two processes; the other has taken all numbers that are odd."""
-
-    size = 2
-
-    def __init__(self, theirs: dict[int, Any]) -> None:
-        self._theirs = theirs
-
-    def turns(self, count: int) -> Turns:
-        turns = super().turns(count)
-        turns.taken = lambda: iter(range(0, count, 2))  # type: ignore[method-assign]
-        return turns
-
-    def gathered(self, value: Any) -> list[Any]:
-        return [value, self._theirs]
-
-
 def test_results_of_all_processes_are_in_the_order_of_the_items() -> None:
+    # The first of two processes; the other has taken all numbers that are odd.
+    world: Any = World()
+    world.size = 2
+    turns = world.turns(5)
+    turns.taken = lambda: iter(range(0, 5, 2))
+    world.turns = lambda count: turns
+    world.gathered = lambda value: [value, {1: 2, 3: 4} if isinstance(value, dict) and 0 in value else value]
     items = ["a", "bb", "ccc", "dddd", "eeeee"]
-    assert do_each(items, len, Fellow({1: 2, 3: 4})) == [1, 2, 3, 4, 5]
+    assert do_each(items, len, world) == [1, 2, 3, 4, 5]
 
 
 def test_a_process_alone_does_each_in_order_and_stops_at_the_first_error() -> None:
@@ -80,7 +69,7 @@ def test_a_process_alone_does_each_in_order_and_stops_at_the_first_error() -> No
             raise ElsewhereError("no", 3)
 
     with pytest.raises(ElsewhereError):
-        do_each(["a", "b", "c"], work, SingleProcess())
+        do_each(["a", "b", "c"], work, World())
     assert done == ["a", "b"]
 
 

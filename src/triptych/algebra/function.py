@@ -74,7 +74,7 @@ def probabilities(
     if semantics.temperature is not None:
         q = semantics.temperature(q, query_positions)
     k = of_heads(k, weights.num_heads)
-    scores = q @ k.mT * semantics.scale
+    scores = semantics.compare(q, k)
     if semantics.bias is not None:
         scores = scores + semantics.bias(q, k, query_positions, key_positions)
     if semantics.soft_cap is not None:

@@ -4,9 +4,10 @@ Layers, checkpoints, the plain formula (`algebra.function`), the legality of rew
 read this one record. Whoever can do without a part of it has to look whether the part is there.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -187,6 +188,65 @@ class Temperature:
         return q * (1 + self.strength * steps.log1p()).to(q.dtype).unsqueeze(-2).unsqueeze(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class Scores(ABC):
+    """A way to compare queries with keys that is not their scaled product. Nothing else scales the scores.
+
+    Fields are learned tensors, of which the first dimension counts the heads.
+
+    Attributes:
+        name: as in a recipe; of a class in a file of one's own, `FILE.py:CLASS`.
+        no_rotary: why rotary positions make no sense with it; "" if they do.
+    """
+
+    name: ClassVar[str] = ""
+    no_rotary: ClassVar[str] = ""
+
+    @classmethod
+    @abstractmethod
+    def drawn(cls, num_heads: int, d_k: int) -> "Scores":
+        """With fresh numbers."""
+
+    @abstractmethod
+    def __call__(
+        self, q: Float[Tensor, "batch heads query_len d_k"], k: Float[Tensor, "batch heads key_len d_k"]
+    ) -> Float[Tensor, "batch heads query_len key_len"]:
+        """How well each query fits each key."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The learned numbers by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def of_heads(self, order: Sequence[int]) -> "Scores":
+        """Those of some heads, in some order."""
+        return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AdditiveScores(Scores):
+    """`v_i · tanh(q + k)`, with a vector v_i for each head.
+
+    Source: Bahdanau et al. 2015, arXiv 1409.0473, with W^Q and W^K as the maps of queries and keys.
+    """
+
+    name = "additive"
+    no_rotary = (
+        "rotary positions turn queries and keys so that their product tells distances, and additive scores "
+        "are no product"
+    )
+
+    weight: Float[Tensor, "heads d_k"]
+
+    @classmethod
+    def drawn(cls, num_heads: int, d_k: int) -> "AdditiveScores":
+        return cls(torch.randn(num_heads, d_k) / d_k**0.5)
+
+    def __call__(self, q: Tensor, k: Tensor) -> Tensor:
+        met = torch.tanh(q[:, :, :, None] + k[:, :, None])
+        return torch.einsum("bhnmd,hd->bhnm", met, self.weight.to(met.dtype))
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Semantics:
@@ -194,6 +254,7 @@ class Semantics:
 
     Attributes:
         scale: what the products of queries and keys are multiplied by.
+        scores: how queries and keys are compared, in place of their scaled products; None for those.
         kind: where queries and keys come from: one sequence, one sequence seen causally, or two.
         q_norm: of the queries, before they are rotated (QK-norm); likewise `k_norm`.
         clip: what queries, keys and values are clipped to after their norms, ±; None if they are not.
@@ -224,6 +285,7 @@ class Semantics:
     sinks: Float[Tensor, " heads"] | None = None
     dropout: float = 0.0
     gate: HeadGate | None = None
+    scores: Scores | None = None
 
     @property
     def positions(self) -> Literal["none", "rotary", "alibi", "relative", "disentangled"]:
@@ -246,6 +308,10 @@ class Semantics:
     def is_local(self) -> bool:
         """Whether queries see only keys near them."""
         return self.window is not None or self.chunk is not None
+
+    def compare(self, q: Tensor, k: Tensor) -> Tensor:
+        """The scores of queries and keys of every head, before positions add to them."""
+        return q @ k.mT * self.scale if self.scores is None else self.scores(q, k)
 
     def beyond(self, held: Collection[str]) -> list[str]:
         """What the layer does that is not among these fields, in words; a field that is new is among none."""
@@ -279,19 +345,17 @@ class Semantics:
         return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
 
     def of_heads(self, kept: Sequence[int]) -> "Semantics":
-        """What it is where some heads are left, in some order: their sinks, biases and gates.
+        """What it is where some heads are left, in some order: their sinks, biases, gates and scores.
 
         Norms stay as they are: theirs are numbers of maps, of which keys have fewer than there are heads.
         """
         order = list(kept)
-        if self.sinks is None and self.bias is None and self.gate is None:
+        parts = {
+            name: part.of_heads(order) for name in _OF_HEADS if (part := getattr(self, name)) is not None
+        }
+        if self.sinks is None and not parts:
             return self
-        return replace(
-            self,
-            sinks=None if self.sinks is None else self.sinks[order],
-            bias=None if self.bias is None else self.bias.of_heads(order),
-            gate=None if self.gate is None else self.gate.of_heads(order),
-        )
+        return replace(self, sinks=None if self.sinks is None else self.sinks[order], **parts)
 
     def tensors(self) -> Iterator[Tensor]:
         """The numbers of norms, biases, sinks and gates."""
@@ -301,11 +365,11 @@ class Semantics:
 
     def learned(self) -> dict[str, Tensor]:
         """The learned numbers that are no maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
-        parts = {"q_norm": self.q_norm, "k_norm": self.k_norm, "bias": self.bias, "gate": self.gate}
+        parts = {name: getattr(self, name) for name in ("q_norm", "k_norm", *_OF_HEADS)}
         found = {
             f"{name}_{own}": tensor
             for name, part in parts.items()
-            if part is not None and (isinstance(part, HeadNorm | HeadGate) or part.learned)
+            if part is not None and (not isinstance(part, ScoreBias) or part.learned)
             for own, tensor in part.tensors().items()
         }
         return found if self.sinks is None else {**found, "sinks": self.sinks}
@@ -315,7 +379,8 @@ class Semantics:
         parts: dict[str, dict[str, Tensor]] = {}
         changed: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            part, _, own = name.rpartition("_")
+            part = next((one for one in ("q_norm", "k_norm", *_OF_HEADS) if name.startswith(f"{one}_")), "")
+            own = name.removeprefix(f"{part}_") if part else name
             if part:
                 parts.setdefault(part, {})[own] = tensor
             else:
@@ -325,6 +390,8 @@ class Semantics:
         return replace(self, **changed)
 
 
+# Parts with numbers of each head.
+_OF_HEADS = ("bias", "gate", "scores")
 _IN_WORDS = {
     "q_norm": "QK-norm",
     "k_norm": "QK-norm",
@@ -337,4 +404,5 @@ _IN_WORDS = {
     "chunk": "chunks",
     "sinks": "sinks",
     "gate": "a gate on the output of each head",
+    "scores": "scores that are no product of queries and keys",
 }

@@ -350,6 +350,7 @@ class AttentionWeights:
         semantics, q = self.semantics, self.q
         read = semantics.bias is not None and semantics.bias.reads_content
         changes = semantics.q_norm is not None or semantics.clip is not None or read
+        changes = changes or semantics.scores is not None
         return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
 
     def with_scale(self, scale: float) -> "AttentionWeights":

@@ -54,14 +54,15 @@ def score_parts(call: LayerCall) -> ScoreParts:
     weights, x, memory = in_float64(call)
     semantics = weights.semantics
     turned_k = of_heads(compared.k.double(), weights.num_heads)
-    whole = compared.q.double() @ turned_k.mT * semantics.scale
+    whole = semantics.compare(compared.q.double(), turned_k)
     q, k, _ = channels(weights, x, memory)
-    before = q @ of_heads(k, weights.num_heads).mT * semantics.scale
+    before = semantics.compare(q, of_heads(k, weights.num_heads))
     mixed = semantics.q_norm is not None or semantics.k_norm is not None or semantics.clip is not None
+    mixed = mixed or semantics.scores is not None
     content = before
     if not mixed and (weights.head_bias("q") is not None or weights.head_bias("k") is not None):
         plain = channels(without_biases(weights), x, memory)
-        content = plain.q @ of_heads(plain.k, weights.num_heads).mT * semantics.scale
+        content = semantics.compare(plain.q, of_heads(plain.k, weights.num_heads))
     found = {"content": content[0]}
     if content is not before:
         found["biases"] = (before - content)[0]

@@ -113,7 +113,7 @@ class HeadSteps:
         k: every key, likewise, `[keys, d_k]`.
         v: every value, `[keys, d_v]`.
         content: the dot products before positions turn queries and keys, `[keys]`; None where nothing turns.
-        products: `q kᵀ`, `[keys]`.
+        products: `q kᵀ`, `[keys]`; of other scores, what these make of the query and each key.
         scaled: times the scale, `[keys]`.
         biased: with what positions add, `[keys]`; None where they add nothing.
         scores: after the soft cap: what the softmax takes, `[keys]`.
@@ -159,7 +159,8 @@ class HeadSteps:
         self.k, self.v = self._labelled(steps.k[0, head]), self._labelled(steps.v[0, head])
         of_row = (0, head, row)
         self.content = None
-        if semantics.rotary is not None or semantics.temperature is not None:
+        turned = semantics.rotary is not None or semantics.temperature is not None
+        if turned and semantics.scores is None:
             q, k, _ = channels(weights, call.x, call.memory)
             self.content = self._labelled(of_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
         self.products = self._labelled(steps.products[of_row])
@@ -235,8 +236,11 @@ class HeadSteps:
         columns: list[tuple[str, Tensor]] = []
         if self.content is not None:
             columns.append(("q·k", self.content))
-        columns.append(("q·k" if self.content is None else "with positions", self.products))
-        columns.append((f"× {self._semantics.scale:.4g}", self.scaled))
+        if self._semantics.scores is None:
+            columns.append(("q·k" if self.content is None else "with positions", self.products))
+            columns.append((f"× {self._semantics.scale:.4g}", self.scaled))
+        else:
+            columns.append(("score", self.products))
         if self.biased is not None:
             columns.append(("with bias", self.biased))
         if self._semantics.soft_cap is not None:

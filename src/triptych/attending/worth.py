@@ -265,7 +265,7 @@ def _losses_from(
         x = repeated(run.residuals[model.architecture.kind][first])
         mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
         for number in order[first:]:
-            x = model.blocks[number](x, mask, causal=model.causal).x
+            x = model.blocks[number](x, mask, causal=model.causal)
         return _losses(model, batch, model.final_norm(x))
     assert batch.src_tokens is not None
     mask = repeated(batch.src_tokens[:, None, None, :])
@@ -278,7 +278,7 @@ def _losses_from(
         memory, first = model.encoder_norm(memory), 0
         x = repeated(run.residuals["decoder"][0])
     for block in model.decoder[first:]:
-        x = block(x, causal=True, memory=memory, memory_mask=mask).x
+        x = block(x, causal=True, memory=memory, memory_mask=mask)
     return _losses(model, batch, model.decoder_norm(x))
 
 

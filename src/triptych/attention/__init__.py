@@ -1,117 +1,85 @@
 """The operation, its masks and positions, the cache, and the ways to write a head."""
 
-from triptych.attention.cache import AttentionCache, DecoderCache, LayerCache
-from triptych.attention.checks import check_qk_norm, check_sizes
-from triptych.attention.four_way import four_way_attention
-from triptych.attention.layer import LayerOutput, MultiHeadAttention
-from triptych.attention.masks import causal_mask, padding_mask
-from triptych.attention.operation import Attended, Explanation, attention, explain_attention
+from triptych.algebra.semantics import Scores as Scores
+from triptych.attention.cache import AttentionCache as AttentionCache
+from triptych.attention.cache import DecoderCache as DecoderCache
+from triptych.attention.cache import LayerCache as LayerCache
+from triptych.attention.checks import check_qk_norm as check_qk_norm
+from triptych.attention.checks import check_sizes as check_sizes
+from triptych.attention.four_way import four_way_attention as four_way_attention
+from triptych.attention.layer import LayerOutput as LayerOutput
+from triptych.attention.layer import MultiHeadAttention as MultiHeadAttention
+from triptych.attention.masks import causal_mask as causal_mask
+from triptych.attention.masks import padding_mask as padding_mask
+from triptych.attention.operation import Attended as Attended
+from triptych.attention.operation import Explanation as Explanation
+from triptych.attention.operation import attention as attention
+from triptych.attention.operation import explain_attention as explain_attention
 from triptych.attention.positions import (
-    AlibiPositions,
-    AttentionPositions,
-    LearnedPositions,
-    NoPositions,
-    Places,
-    PositionIds,
-    RotaryPositions,
-    SinusoidalPositions,
-    sinusoidal,
+    AlibiPositions as AlibiPositions,
 )
-from triptych.attention.projections import (
-    PARAMETERISATIONS,
-    AsWritten,
-    Bilinear,
-    Collaborative,
-    Direct,
-    Factored,
-    FourMatrix,
-    FromHeads,
-    Grouped,
-    HeadMap,
-    IdentityOutput,
-    IdentityOV,
-    IdentityQuery,
-    IdentityValue,
-    Joined,
-    KeyValue,
-    Latent,
-    LayerSizes,
-    Maps,
-    Mixing,
-    Parameterisation,
-    PerHead,
-    Projections,
-    Shared,
-    Slices,
-    Stacked,
-    Symmetric,
-    ToHeads,
-    parameterisation,
-    parameterisation_class,
-    parameterisation_of,
+from triptych.attention.positions import (
+    AttentionPositions as AttentionPositions,
 )
-from triptych.attention.queries_keys import QueriesAndKeys, WeightBlock
-from triptych.attention.steps import ACTIVATIONS, Activation, LayerSteps, Tap
-
-__all__ = [
-    "ACTIVATIONS",
-    "PARAMETERISATIONS",
-    "Activation",
-    "AlibiPositions",
-    "AsWritten",
-    "Attended",
-    "AttentionCache",
-    "AttentionPositions",
-    "Bilinear",
-    "Collaborative",
-    "DecoderCache",
-    "Direct",
-    "Explanation",
-    "Factored",
-    "FourMatrix",
-    "FromHeads",
-    "Grouped",
-    "HeadMap",
-    "IdentityOV",
-    "IdentityOutput",
-    "IdentityQuery",
-    "IdentityValue",
-    "Joined",
-    "KeyValue",
-    "Latent",
-    "LayerCache",
-    "LayerOutput",
-    "LayerSizes",
-    "LayerSteps",
-    "LearnedPositions",
-    "Maps",
-    "Mixing",
-    "MultiHeadAttention",
-    "NoPositions",
-    "Parameterisation",
-    "PerHead",
-    "Places",
-    "PositionIds",
-    "Projections",
-    "QueriesAndKeys",
-    "RotaryPositions",
-    "Shared",
-    "SinusoidalPositions",
-    "Slices",
-    "Stacked",
-    "Symmetric",
-    "Tap",
-    "ToHeads",
-    "WeightBlock",
-    "attention",
-    "causal_mask",
-    "check_qk_norm",
-    "check_sizes",
-    "explain_attention",
-    "four_way_attention",
-    "padding_mask",
-    "parameterisation",
-    "parameterisation_class",
-    "parameterisation_of",
-    "sinusoidal",
-]
+from triptych.attention.positions import (
+    LearnedPositions as LearnedPositions,
+)
+from triptych.attention.positions import (
+    NoPositions as NoPositions,
+)
+from triptych.attention.positions import (
+    Places as Places,
+)
+from triptych.attention.positions import (
+    PositionIds as PositionIds,
+)
+from triptych.attention.positions import (
+    RotaryPositions as RotaryPositions,
+)
+from triptych.attention.positions import (
+    SinusoidalPositions as SinusoidalPositions,
+)
+from triptych.attention.positions import (
+    sinusoidal as sinusoidal,
+)
+from triptych.attention.projections import PARAMETERISATIONS as PARAMETERISATIONS
+from triptych.attention.projections import parameterisation as parameterisation
+from triptych.attention.projections import parameterisation_class as parameterisation_class
+from triptych.attention.projections import parameterisation_of as parameterisation_of
+from triptych.attention.projections.abstract import LayerSizes as LayerSizes
+from triptych.attention.projections.abstract import Maps as Maps
+from triptych.attention.projections.abstract import Parameterisation as Parameterisation
+from triptych.attention.projections.abstract import Projections as Projections
+from triptych.attention.projections.as_written import AsWritten as AsWritten
+from triptych.attention.projections.maps import FromHeads as FromHeads
+from triptych.attention.projections.maps import HeadMap as HeadMap
+from triptych.attention.projections.maps import Joined as Joined
+from triptych.attention.projections.maps import Mixing as Mixing
+from triptych.attention.projections.maps import PerHead as PerHead
+from triptych.attention.projections.maps import Slices as Slices
+from triptych.attention.projections.maps import ToHeads as ToHeads
+from triptych.attention.projections.table import Bilinear as Bilinear
+from triptych.attention.projections.table import Collaborative as Collaborative
+from triptych.attention.projections.table import Direct as Direct
+from triptych.attention.projections.table import Factored as Factored
+from triptych.attention.projections.table import FourMatrix as FourMatrix
+from triptych.attention.projections.table import Grouped as Grouped
+from triptych.attention.projections.table import IdentityOutput as IdentityOutput
+from triptych.attention.projections.table import IdentityOV as IdentityOV
+from triptych.attention.projections.table import IdentityQuery as IdentityQuery
+from triptych.attention.projections.table import IdentityValue as IdentityValue
+from triptych.attention.projections.table import KeyValue as KeyValue
+from triptych.attention.projections.table import Latent as Latent
+from triptych.attention.projections.table import ScaledOutside as ScaledOutside
+from triptych.attention.projections.table import ScalePlace as ScalePlace
+from triptych.attention.projections.table import Shared as Shared
+from triptych.attention.projections.table import Stacked as Stacked
+from triptych.attention.projections.table import Symmetric as Symmetric
+from triptych.attention.queries_keys import QueriesAndKeys as QueriesAndKeys
+from triptych.attention.queries_keys import WeightBlock as WeightBlock
+from triptych.attention.scores import scores_class as scores_class
+from triptych.attention.scores import scores_name as scores_name
+from triptych.attention.steps import ACTIVATIONS as ACTIVATIONS
+from triptych.attention.steps import Activation as Activation
+from triptych.attention.steps import LayerSteps as LayerSteps
+from triptych.attention.steps import Tap as Tap

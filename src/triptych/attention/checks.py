@@ -3,7 +3,8 @@
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention.positions import AttentionPositions
-from triptych.attention.projections import Parameterisation
+from triptych.attention.projections.abstract import Parameterisation
+from triptych.attention.scores import scores_class
 
 # The parts of a layer's meaning that `MultiHeadAttention` computes.
 HELD = frozenset(
@@ -22,6 +23,7 @@ HELD = frozenset(
         "sinks",
         "dropout",
         "gate",
+        "scores",
     }
 )
 
@@ -52,7 +54,11 @@ def check_qk_norm(projections: Parameterisation) -> None:
 
 
 def check_sizes(
-    d_model: int, num_heads: int, projections: Parameterisation, positions: AttentionPositions | None
+    d_model: int,
+    num_heads: int,
+    projections: Parameterisation,
+    positions: AttentionPositions | None,
+    scores: str = "dot",
 ) -> None:
     """Check that a layer could be built, without building it."""
     skeleton = projections.skeleton(d_model, num_heads)
@@ -62,6 +68,9 @@ def check_sizes(
         raise ValueError(
             f"{projections.name} cannot have {positions.scheme} positions: {projections.no_rotary}"
         )
+    own = None if scores in ("dot", "cosine") else scores_class(scores)
+    if positions.scheme == "rotary" and own is not None and own.no_rotary:
+        raise ValueError(f"scores = {scores!r} cannot have rotary positions: {own.no_rotary}")
     positions.check(skeleton.k[-1].d_out if skeleton.k else d_model)
 
 

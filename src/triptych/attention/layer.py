@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.algebra.cost import Route
 from triptych.algebra.function import of_heads
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
@@ -23,15 +24,12 @@ from triptych.attention.masks import causal_mask
 from triptych.attention.operation import Explanation, attend, explain
 from triptych.attention.planning import Inputs, Path
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
-from triptych.attention.projections import (
-    AsWritten,
-    Factored,
-    Grouped,
-    Parameterisation,
-    Route,
-    parameterisation_of,
-)
+from triptych.attention.projections import parameterisation_of
+from triptych.attention.projections.abstract import Parameterisation
+from triptych.attention.projections.as_written import AsWritten
+from triptych.attention.projections.table import Factored, Grouped, ScaledOutside, ScalePlace
 from triptych.attention.queries_keys import QueriesAndKeys
+from triptych.attention.scores import scores_class
 from triptych.attention.steps import LayerSteps, Tap
 from triptych.attention.written_out import weights_of
 
@@ -72,8 +70,13 @@ class MultiHeadAttention(nn.Module):
         positions: AttentionPositions | None = None,
         qk_norm: bool = False,
         output_gate: bool = False,
+        scores: str = "dot",
+        scale: ScalePlace = "inside",
     ) -> None:
         """Make a layer.
+
+        `scores` is "dot", "cosine", "additive" or `FILE.py:CLASS`; with `scale = "outside"` the layer is
+        `softmax(Q Kᵀ) V / √d_k`.
 
         Source: qk_norm: Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442.
         output_gate: Qiu et al. 2025, arXiv 2505.06708.
@@ -83,8 +86,10 @@ class MultiHeadAttention(nn.Module):
         self.dropout = dropout
         self.tap: Tap | None = None
         self.parameterisation = projections or Factored()
+        if scale == "outside":
+            self.parameterisation = ScaledOutside(self.parameterisation)
         if positions is not None:
-            check_sizes(d_model, num_heads, self.parameterisation, positions)
+            check_sizes(d_model, num_heads, self.parameterisation, positions, scores)
         self.projections = self.parameterisation.build(d_model, num_heads)
         self._learned: tuple[str, ...] = ()
         self._semantics = Semantics(scale=standard_scale(self.projections.d_k))
@@ -94,6 +99,13 @@ class MultiHeadAttention(nn.Module):
             check_qk_norm(self.parameterisation)
             q_norm, k_norm = (HeadNorm(_EPS, torch.ones(self._key_width)) for _ in range(2))
             self._semantics = replace(self._semantics, q_norm=q_norm, k_norm=k_norm)
+        if scores == "cosine":
+            check_qk_norm(self.parameterisation)
+            of_head = HeadNorm(_EPS, torch.ones(num_heads, 1))  # the gain of each head
+            self._semantics = replace(self._semantics, q_norm=of_head, k_norm=HeadNorm(_EPS))
+        elif scores != "dot":
+            drawn = scores_class(scores).drawn(num_heads, self._key_width)
+            self._semantics = replace(self._semantics, scores=drawn, scale=1.0)
         if output_gate:
             gate = HeadGate(torch.zeros(num_heads, d_model), torch.zeros(num_heads))
             self._semantics = replace(self._semantics, gate=gate)
@@ -106,6 +118,7 @@ class MultiHeadAttention(nn.Module):
         dropout: float | None = None,
         *,
         named: bool = False,
+        own: Parameterisation | None = None,
         adopted: bool = False,
     ) -> "MultiHeadAttention":
         """A layer that holds these weights, in the parameterisation that their structure calls for.
@@ -118,6 +131,7 @@ class MultiHeadAttention(nn.Module):
                 parameterisation; otherwise the scale stays what it is.
             dropout: while training; that of the weights if None.
             named: whether only a layer will do that the recipe of a model can ask for.
+            own: a parameterisation to be tried first, such as a class in a user's file.
             adopted: whether the layer may hold the tensors of the weights themselves, as they are, and not
                 copies. Their scale then stays what it is.
 
@@ -128,7 +142,7 @@ class MultiHeadAttention(nn.Module):
         check_can_be_held(weights)
         semantics = weights.semantics
         dropout = semantics.dropout if dropout is None else dropout
-        weights, parameterisation = parameterisation_of(weights, named=named)
+        weights, parameterisation = parameterisation_of(weights, named=named, own=own)
         if adopted and isinstance(parameterisation, Factored | Grouped):
             with torch.device("meta"):
                 layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
@@ -140,7 +154,8 @@ class MultiHeadAttention(nn.Module):
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         usual = layer.semantics.scale
-        if named or (not isinstance(parameterisation, AsWritten) and weights.takes_up_scale):
+        takes_up = named or (not isinstance(parameterisation, AsWritten) and weights.takes_up_scale)
+        if takes_up and semantics.scores is None:
             weights = weights.with_scale(usual)
         layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
         layer._hold(replace(weights.semantics, dropout=0.0), next(layer.projections.parameters()))
@@ -173,7 +188,9 @@ class MultiHeadAttention(nn.Module):
         Keys that no rotation turns when they are stored are turned later, or never.
         """
         semantics, projections = self._semantics, self.projections
-        self._plain = not semantics.beyond(("scale", "kind", "soft_cap", "sinks", "dropout", "gate"))
+        self._plain = not semantics.beyond(
+            ("scale", "kind", "soft_cap", "sinks", "dropout", "gate", "scores")
+        )
         changed = semantics.k_norm is not None or semantics.clip is not None
         late = semantics.rotary is None or (changed and not projections.caches_keys)
         self._turned_when_stored: RotaryEmbedding | None = (
@@ -292,8 +309,8 @@ class MultiHeadAttention(nn.Module):
             q, x, queries = q[:, :, own], x[:, own], queries[..., own]
             order = None if order is None else order[..., own, :]
             mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
-        products = q @ k.mT
-        scaled = products * semantics.scale
+        products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)
+        scaled = products if semantics.scores is not None else products * semantics.scale
         bias = semantics.bias
         biased = scaled if bias is None else scaled + bias(q, k, queries, keys).to(scaled.dtype)
         cap = semantics.soft_cap
@@ -463,15 +480,14 @@ class MultiHeadAttention(nn.Module):
             route = "expanded"
         if semantics.k_norm is not None or semantics.clip is not None:
             route = "expanded"  # keys and values are no product of a map and what is cached
-        if semantics.soft_cap is not None or semantics.sinks is not None:
+        if semantics.soft_cap is not None or semantics.sinks is not None or semantics.scores is not None:
             route = "expanded"  # the key bias, which the absorbed route leaves out, counts
-        scale, cap, sinks = semantics.scale, semantics.soft_cap, semantics.sinks
         if self._plain:
             if route == "absorbed":
                 q, k, v = self.projections.absorbed(q, remembered)
             else:
                 k, v = self.projections.keys_values(remembered)
-            return Inputs(q, k, v, mask, None, causal, scale, cap, sinks, dropout), route
+            return Inputs(q, k, v, mask, None, causal, semantics, dropout), route
         bias, positional = semantics.bias, semantics.bias is not None or semantics.is_local
         if self._turned_late is not None or (bias is not None and bias.reads_content):
             route = "expanded"  # what is compared is keys, and not what is cached
@@ -487,7 +503,7 @@ class MultiHeadAttention(nn.Module):
                 added = bias(q, k, queries, keys)
             near = semantics.visible(queries, keys)
             mask = near if mask is None else mask if near is None else mask & near
-        return Inputs(q, k, v, mask, added, causal, scale, cap, sinks, dropout), route
+        return Inputs(q, k, v, mask, added, causal, semantics, dropout), route
 
     def _compared_queries(self, semantics: Semantics, q: Tensor, places: Places) -> Tensor:
         """Queries of the maps as they meet the keys."""

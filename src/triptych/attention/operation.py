@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from triptych.algebra.semantics import Semantics
 from triptych.attention.planning import (
     HeadGrouping,
     Implementation,
@@ -119,7 +120,8 @@ def attention(
     2508.10925, section 2.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    given = Inputs(q, k, v, mask, bias, causal, scale, soft_cap, sinks, dropout)
+    semantics = Semantics(scale, soft_cap=soft_cap, sinks=sinks)
+    given = Inputs(q, k, v, mask, bias, causal, semantics, dropout)
     return attend(given, need_weights, path)
 
 
@@ -139,7 +141,7 @@ def attend(given: Inputs, need_weights: bool, path: Path) -> Attended:
         call.v,
         attn_mask=call.mask,
         is_causal=call.is_causal,
-        scale=given.scale,
+        scale=given.semantics.scale,
         enable_gqa=call.enable_gqa,
     )
     return Attended(_restore(plan, output, given), None)
@@ -167,7 +169,8 @@ def explain_attention(
     itself answers for the tensors that it would be handed.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    given = Inputs(q, k, v, mask, bias, causal, scale, soft_cap, sinks, dropout)
+    semantics = Semantics(scale, soft_cap=soft_cap, sinks=sinks)
+    given = Inputs(q, k, v, mask, bias, causal, semantics, dropout)
     return explain(given, need_weights, path)
 
 
@@ -184,7 +187,7 @@ def explain(given: Inputs, need_weights: bool, path: Path) -> Explanation:
             call.v,
             attn_mask=call.mask,
             is_causal=call.is_causal,
-            scale=given.scale,
+            scale=given.semantics.scale,
             enable_gqa=call.enable_gqa,
         )
         kernel = _KERNELS.get(choice, "the device's own")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych import thresholds
+from triptych.algebra.semantics import Semantics
 
 Path = Literal["auto", "reference", "fast"]
 Implementation = Literal["written out", "written out in pieces", "fused", "fused, padded"]
@@ -14,7 +15,7 @@ Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math
 
 
 class Inputs(NamedTuple):
-    """What `attention` was given; `scale` is never None."""
+    """What `attention` was given. Of the semantics, it computes scale, scores, soft cap and sinks."""
 
     q: Tensor
     k: Tensor
@@ -22,9 +23,7 @@ class Inputs(NamedTuple):
     mask: Tensor | None
     bias: Tensor | None
     causal: bool
-    scale: float
-    soft_cap: float | None
-    sinks: Tensor | None
+    semantics: Semantics
     dropout: float
 
     def check(self) -> None:
@@ -55,10 +54,11 @@ class Inputs(NamedTuple):
                     f"the bias is {self.bias.dtype}: it must be floating point, a mask is passed as mask"
                 )
             _check_broadcasts("bias", self.bias, (batch, num_heads, query_len, key_len))
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap is {self.soft_cap}: it must be above 0")
-        if self.sinks is not None and self.sinks.shape != (num_heads,):
-            raise ValueError(f"sinks are {list(self.sinks.shape)}, and there are {num_heads} query heads")
+        soft_cap, sinks = self.semantics.soft_cap, self.semantics.sinks
+        if soft_cap is not None and not soft_cap > 0:
+            raise ValueError(f"soft_cap is {soft_cap}: it must be above 0")
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ValueError(f"sinks are {list(sinks.shape)}, and there are {num_heads} query heads")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
 
@@ -84,6 +84,7 @@ def _check_broadcasts(name: str, x: Tensor, shape: tuple[int, int, int, int]) ->
 
 _Why = Literal[
     "asked",
+    "scores",
     "soft cap",
     "sinks",
     "weights",
@@ -96,6 +97,9 @@ _Why = Literal[
     "pieces",
     "kernel",
 ]
+
+
+_BEYOND_KERNELS = ("scores", "soft cap", "sinks")
 
 
 class Plan(NamedTuple):
@@ -119,16 +123,15 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> Plan:
             raise ValueError(
                 "the fast path can neither return the weights nor drop some: use path='auto' or 'reference'"
             )
-        if why == "soft cap" or why == "sinks":
-            raise ValueError("the fast path has neither soft caps nor sinks: use path='auto' or 'reference'")
+        if why in _BEYOND_KERNELS:
+            raise ValueError(f"the fast path has no {why}: use path='auto' or 'reference'")
         why = None
     q, k, v = given.q, given.k, given.v
     _, num_heads, query_len, d_k = q.shape
     key_heads, value_heads, d_v = k.shape[1], v.shape[1], v.shape[3]
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
-        special_only = why == "soft cap" or why == "sinks"
-        in_pieces = why == "pieces" or (special_only and _many_and_untrained(given))
+        in_pieces = why == "pieces" or (why in _BEYOND_KERNELS and _many_and_untrained(given))
         written: Implementation = "written out in pieces" if in_pieces else "written out"
         return Plan(written, "one to one" if one_to_one else "grouped by rows", why)
 
@@ -169,9 +172,11 @@ def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
         return "weights"
     if given.dropout > 0:
         return "dropout"
-    if given.soft_cap is not None:
+    if given.semantics.scores is not None:
+        return "scores"
+    if given.semantics.soft_cap is not None:
         return "soft cap"
-    if given.sinks is not None:
+    if given.semantics.sinks is not None:
         return "sinks"
     if not q.is_cpu:
         return None
@@ -221,7 +226,7 @@ def _pays_in_pieces(given: Inputs) -> bool:
 
 def _many_and_untrained(given: Inputs) -> bool:
     """Whether the weights of all queries would take much room that no gradient needs."""
-    tensors = given.q, given.k, given.v, given.bias, given.sinks
+    tensors = given.q, given.k, given.v, given.bias, given.semantics.sinks
     recorded = any(t is not None and t.requires_grad for t in tensors)
     if (torch.is_grad_enabled() and recorded) or torch.compiler.is_compiling():
         return False
@@ -260,6 +265,7 @@ def reason(plan: Plan, kernel: Kernel, given: Inputs) -> str:
     because = {
         "asked": "the path was asked for",
         "weights": "the weights were asked for, and no kernel of torch returns them",
+        "scores": "no kernel of torch compares queries and keys in another way than by products",
         "soft cap": "no kernel of torch caps the scores",
         "sinks": "no kernel of torch knows scores that move nothing",
         "dropout": f"dropout is {given.dropout:g} and must draw the same with and without the weights",

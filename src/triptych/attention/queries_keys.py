@@ -124,7 +124,7 @@ class QueriesAndKeys:
         added = None
         if bias is not None:
             added = bias(q, k, self.query_positions[..., rows], self.key_positions[..., :seen])
-        return scores_of(q, k, added, self.semantics.scale, self.semantics.soft_cap)
+        return scores_of(q, k, added, self.semantics)
 
     def _weights(self, rows: slice) -> Tensor:
         # No query of these sees what comes after the last of them.

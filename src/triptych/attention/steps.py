@@ -29,7 +29,7 @@ class LayerSteps:
         q: queries as they meet the keys, after norms and rotation.
         k: keys, likewise.
         v: values.
-        products: `q kᵀ`.
+        products: `q kᵀ`; of other scores, what these make of queries and keys.
         scaled: the products times the scale.
         biased: with what positions add.
         scores: after the soft cap: what the softmax takes, before any mask.

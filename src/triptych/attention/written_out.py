@@ -11,25 +11,40 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych import thresholds
+from triptych.algebra.semantics import Semantics
 from triptych.attention.masks import causal_mask
 from triptych.attention.planning import Inputs
+
+# Of scores that are no products, which may hold a vector for each pair of a query and a key.
+_BYTES_OF_PAIRS = 1 << 28
 
 
 def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
     """Output and weights; the weights are those before dropout."""
-    scores = scores_of(given.q, given.k, given.bias, given.scale, given.soft_cap)
-    weights = weights_of(scores, given.mask, given.sinks, given.causal)
+    scores = scores_of(given.q, given.k, given.bias, given.semantics)
+    weights = weights_of(scores, given.mask, given.semantics.sinks, given.causal)
     return _product(F.dropout(weights, given.dropout), given.v), weights
 
 
-def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, soft_cap: float | None) -> Tensor:
+def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, semantics: Semantics) -> Tensor:
     """What the softmax takes, before any mask."""
-    if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
-        k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
-    scores = _product(q * scale, k.transpose(-2, -1))
+    scores, soft_cap = _compared(q, k, semantics), semantics.soft_cap
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+
+
+def _compared(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
+    """Scaled products, or other scores; of these, as many queries at a time as may hold a vector a pair."""
+    if semantics.scores is not None:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        a_query = q.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] * k.element_size()
+        step = max(1, _BYTES_OF_PAIRS // max(1, a_query))
+        parts = [q[:, :, start : start + step] for start in range(0, q.shape[2], step)]
+        return torch.cat([semantics.scores(part, k) for part in parts], dim=2)
+    if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
+        k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
+    return _product(q * semantics.scale, k.transpose(-2, -1))
 
 
 def weights_of(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal: bool) -> Tensor:
@@ -55,7 +70,7 @@ def weights_of(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal
 
 def in_pieces(given: Inputs) -> Tensor:
     """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
-    q, k, v, mask, bias, sinks = given.q, given.k, given.v, given.mask, given.bias, given.sinks
+    q, k, v, mask, bias, semantics = given.q, given.k, given.v, given.mask, given.bias, given.semantics
     batch, num_heads, query_len, d_k = q.shape
     key_heads, key_len = k.shape[1:3]
     # As a layer reads it: the heads of a token beside each other.
@@ -81,7 +96,7 @@ def in_pieces(given: Inputs) -> Tensor:
             v=v[of_keys][:, :, seen],
             mask=None if mask is None else piece_of(mask, (*of_queries, seen)),
             bias=None if bias is None else piece_of(bias, (*of_queries, seen)),
-            sinks=None if sinks is None else sinks[of_queries[1]],
+            semantics=semantics.of_heads(range(num_heads)[of_queries[1]]),
         )
         output[of_queries], _ = written_out(piece)
     return output

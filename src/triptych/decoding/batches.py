@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from triptych.decoding.engine import DecodingEngine, Engine
 from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.maps import Precision
-from triptych.decoding.plain_engine import PlainEngine, has_taps
+from triptych.decoding.plain_engine import PlainEngine, needs_plain
 from triptych.decoding.search import search
 from triptych.decoding.workers import Searcher
 from triptych.errors import UsageError
@@ -26,9 +26,10 @@ def batch_searcher(
 ) -> Searcher:
     """A function from sentences, token ids without the end of sentence, to hypotheses for each."""
     engine: DecodingEngine
-    if has_taps(model):
+    if needs_plain(model):
         if precision != "fp32":
-            raise UsageError(f"a model with changed values runs in fp32, not in {precision}")
+            what = "a model with changed values, or with attention that cannot be fused,"
+            raise UsageError(f"{what} runs in fp32, not in {precision}")
         engine = PlainEngine(model, never=rules.never)
     else:
         engine = Engine(model, precision, never=rules.never)

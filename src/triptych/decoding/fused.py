@@ -57,7 +57,7 @@ class FusedAttention(nn.Module):
 
     def __init__(self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False) -> None:
         super().__init__()
-        if foreign := _beyond_fusing(weights, is_cross):
+        if foreign := beyond_fusing(weights, is_cross):
             raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
         self.num_heads, self.is_cross = weights.num_heads, is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
@@ -352,9 +352,11 @@ def _keeps_more(weights: AttentionWeights) -> bool:
     return cached_numbers(weights) < groups * sum(c[-1].d_out if c else weights.d_model for c in chains)
 
 
-def _beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
+def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     """What a layer does that a `FusedAttention` does not."""
     found = list(weights.semantics.beyond(("scale", "kind", "dropout"))) if is_cross else []
+    if weights.semantics.scores is not None and not is_cross:
+        found.append("scores that are no product of queries and keys")
     if weights.norms_within:
         found.append("a norm between two maps")
     return found
@@ -393,7 +395,7 @@ def fuse(
                 weights = layer.weights()
                 if small_cache:
                     weights = _as_remembered(weights)
-                    if _beyond_fusing(weights, is_cross) or _keeps_more(weights):
+                    if beyond_fusing(weights, is_cross) or _keeps_more(weights):
                         continue
                 setattr(parent, name, FusedAttention(weights, maps, is_cross, once=small_cache))
                 if files is not None:

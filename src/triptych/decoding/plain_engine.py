@@ -15,13 +15,15 @@ from torch.nn import functional as F
 
 from triptych.attention import DecoderCache
 from triptych.decoding.engine import GROUP, DecodingEngine
+from triptych.decoding.fused import beyond_fusing
 from triptych.models import EncoderDecoder
 from triptych.models.sites import attention_sites
 
 
-def has_taps(model: EncoderDecoder) -> bool:
-    """Whether a layer of the model changes values on the way."""
-    return any(site.layer.tap is not None for site in attention_sites(model))
+def needs_plain(model: EncoderDecoder) -> bool:
+    """Whether a layer changes values on the way, or does what a fused one does not."""
+    layers = [(site.layer, site.stack == "cross") for site in attention_sites(model)]
+    return any(layer.tap is not None or beyond_fusing(layer.weights(), cross) for layer, cross in layers)
 
 
 @final

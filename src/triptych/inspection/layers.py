@@ -175,6 +175,8 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
     semantics = layer.weights.semantics
     if layer.uses > 1:
         yield f"the model uses these same weights {layer.uses} times, one after the other"
+    if semantics.scores is not None:
+        yield "queries and keys are compared by scores that are no product: W_QK says nothing of them"
     if semantics.qk_norm:
         yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
     if layer.weights.norms_within:

@@ -1,35 +1,32 @@
 """Configuration, blocks, the models made of them, and their files."""
 
 from triptych.models.configuration import (
-    PRESETS,
-    AttentionConfig,
-    DecoderConfig,
-    EncoderConfig,
-    LanguageModelConfig,
-    ModelConfig,
-    PositionsConfig,
+    PRESETS as PRESETS,
 )
-from triptych.models.encoder_decoder import AttentionMaps, EncoderDecoder
-from triptych.models.language_model import LanguageModel, LanguageModelOutput
-from triptych.models.sites import AttentionSite, attention_sites, attention_weights, with_attention
-from triptych.models.storage import read_model, write_model
-
-__all__ = [
-    "PRESETS",
-    "AttentionConfig",
-    "AttentionMaps",
-    "AttentionSite",
-    "DecoderConfig",
-    "EncoderConfig",
-    "EncoderDecoder",
-    "LanguageModel",
-    "LanguageModelConfig",
-    "LanguageModelOutput",
-    "ModelConfig",
-    "PositionsConfig",
-    "attention_sites",
-    "attention_weights",
-    "read_model",
-    "with_attention",
-    "write_model",
-]
+from triptych.models.configuration import (
+    AttentionConfig as AttentionConfig,
+)
+from triptych.models.configuration import (
+    DecoderConfig as DecoderConfig,
+)
+from triptych.models.configuration import (
+    EncoderConfig as EncoderConfig,
+)
+from triptych.models.configuration import (
+    LanguageModelConfig as LanguageModelConfig,
+)
+from triptych.models.configuration import (
+    ModelConfig as ModelConfig,
+)
+from triptych.models.configuration import (
+    PositionsConfig as PositionsConfig,
+)
+from triptych.models.encoder_decoder import EncoderDecoder as EncoderDecoder
+from triptych.models.language_model import LanguageModel as LanguageModel
+from triptych.models.language_model import LanguageModelOutput as LanguageModelOutput
+from triptych.models.sites import AttentionSite as AttentionSite
+from triptych.models.sites import attention_sites as attention_sites
+from triptych.models.sites import attention_weights as attention_weights
+from triptych.models.sites import with_attention as with_attention
+from triptych.models.storage import read_model as read_model
+from triptych.models.storage import write_model as write_model

@@ -28,14 +28,6 @@ class NewTokens(NamedTuple):
     mask: Tensor | None
 
 
-class BlockOutput(NamedTuple):
-    """A block's output and the weights of its attention layers (None unless asked for)."""
-
-    x: Float[Tensor, "batch length d_model"]
-    self_weights: Tensor | None
-    cross_weights: Tensor | None = None
-
-
 @final
 class OffsetNorm(nn.Module):
     """A norm whose weights are stored relative to a number: `normal(x) ⊙ (offset + weight) + bias`."""
@@ -141,9 +133,8 @@ class Block(nn.Module):
         memory_mask: Tensor | None = None,
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
-        need_weights: bool = False,
         positions: PositionIds | None = None,
-    ) -> BlockOutput:
+    ) -> Float[Tensor, "batch length d_model"]:
         """Read and write `[batch, length, d_model]`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
@@ -154,12 +145,11 @@ class Block(nn.Module):
             "causal": causal,
             "memory": memory,
             "memory_mask": memory_mask,
-            "need_weights": need_weights,
             "positions": positions,
         }
         # What a cache holds must not be added to it twice.
         if self.recompute and self.training and torch.is_grad_enabled() and cache is memory_cache is None:
-            found: BlockOutput = checkpoint(self._computed, x, mask, use_reentrant=False, **options)
+            found: Tensor = checkpoint(self._computed, x, mask, use_reentrant=False, **options)
             return found
         return self._computed(x, mask, cache=cache, memory_cache=memory_cache, **options)
 
@@ -173,32 +163,25 @@ class Block(nn.Module):
         memory_mask: Tensor | None,
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
-        need_weights: bool,
         positions: PositionIds | None,
-    ) -> BlockOutput:
+    ) -> Tensor:
         if self.added_before is not None:
             x = x + self.added_before.to(x)
         read = self.self_residual.enter(x)
-        own = self.self_attention(
-            read, mask=mask, causal=causal, cache=cache, need_weights=need_weights, positions=positions
-        )
+        own = self.self_attention(read, mask=mask, causal=causal, cache=cache, positions=positions)
         if self.parallel:
             fed = self.feed_forward(read if self.shares_norm else self.feed_forward_residual.enter(x))
             x = self.self_residual.leave(x, own.output) + self.feed_forward_residual.added(fed)
-            return BlockOutput(self._steered(x), own.weights)
+            return self._steered(x)
         x = self.self_residual.leave(x, own.output)
-        cross_weights = None
         if self.has_cross:
             queries = self.cross_residual.enter(x)
             if memory is not None:
                 queries = queries.reshape(memory.shape[0], -1, queries.shape[-1])
-            cross = self.cross_attention(
-                queries, memory=memory, mask=memory_mask, cache=memory_cache, need_weights=need_weights
-            )
+            cross = self.cross_attention(queries, memory=memory, mask=memory_mask, cache=memory_cache)
             x = self.cross_residual.leave(x, cross.output if memory is None else cross.output.view(x.shape))
-            cross_weights = cross.weights
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
-        return BlockOutput(self._steered(x), own.weights, cross_weights)
+        return self._steered(x)
 
     def _steered(self, x: Tensor) -> Tensor:
         return x if self.added_after is None else x + self.added_after.to(x)

@@ -3,9 +3,18 @@
 import dataclasses
 import difflib
 import math
-from typing import Any, Literal, get_type_hints
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from triptych import user_code
@@ -15,10 +24,14 @@ from triptych.attention import (
     MultiHeadAttention,
     Parameterisation,
     RotaryPositions,
+    ScaledOutside,
+    ScalePlace,
     check_qk_norm,
     check_sizes,
     parameterisation,
     parameterisation_class,
+    scores_class,
+    scores_name,
 )
 from triptych.models.architecture import (
     BlockConfig,
@@ -38,13 +51,34 @@ _MOST_LAYERS, _WIDEST, _LONGEST = 10_000, 1 << 24, 10**9
 Option = int | bool | None
 
 
-class AttentionConfig(BaseModel):
+class _Config(BaseModel):
+    """A table that is stored without the options that older runs do not have, where they are not used.
+
+    What a run is resumed by must stay the same.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    newer: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_newer(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        usual = {name: type(self).model_fields[name].default for name in self.newer}
+        unused = {name for name, value in usual.items() if getattr(self, name) == value}
+        return {name: value for name, value in handler(self).items() if name not in unused}
+
+
+class AttentionConfig(_Config):
     """One attention site. Sizes left out are those of the whole model.
 
     Attributes:
         projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
             your own (docs/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the fields of
             its class) are keys of this table too.
+        scores: how queries and keys are compared: "dot", their product over √d_k; "cosine", their cosine
+            times √d_k and a learned number of each head; "additive", `v · tanh(q + k)` with a learned vector
+            of each head; or `FILE.py:CLASS` for scores of your own (docs/own-attention.md).
+        scale: where 1/√d_k stands: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
         num_heads: number of query heads.
         dropout: probability that an attention weight is dropped while training.
         qk_norm: whether queries and keys are normalised before they meet; of language models only.
@@ -54,7 +88,10 @@ class AttentionConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
+    newer = ("scores", "scale")
     projections: str = "factored"
+    scores: str = "dot"
+    scale: ScalePlace = "inside"
     num_heads: int | None = Field(None, ge=1, le=_WIDEST, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
     qk_norm: bool = False
@@ -79,13 +116,32 @@ class AttentionConfig(BaseModel):
                 raise ValueError(f"{name}: {error.errors()[0]['msg']}, not {value!r}") from None
         return self
 
+    @model_validator(mode="after")
+    def _scores_fit(self) -> "AttentionConfig":
+        if self.scores not in ("dot", "cosine"):
+            scores_class(self.scores)
+        if self.scale == "outside" and self.scores != "dot":
+            raise ValueError(
+                f"scale is 'outside', but scores = {self.scores!r} are no products: leave it out"
+            )
+        if self.scores == "cosine" and self.qk_norm:
+            raise ValueError("qk_norm is true, but cosine scores normalise queries and keys: leave it out")
+        return self
+
     @classmethod
     def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
         """The configuration that gives such a layer."""
         chosen, semantics = layer.parameterisation, layer.semantics
         if user_code.is_own(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
             raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
-        beside = {"qk_norm": semantics.qk_norm, "output_gate": semantics.gate is not None}
+        scores = scores_name(semantics)
+        beside: dict[str, Any] = {
+            "scores": scores,
+            "qk_norm": semantics.qk_norm and scores != "cosine",
+            "output_gate": semantics.gate is not None,
+        }
+        if isinstance(chosen, ScaledOutside):
+            chosen, beside["scale"] = chosen.inner, "outside"
         options = {
             field.name: getattr(chosen, field.name)
             for field in dataclasses.fields(chosen)
@@ -122,7 +178,16 @@ class AttentionConfig(BaseModel):
             positions=positions,
             qk_norm=self.qk_norm,
             output_gate=self.output_gate,
+            scores=self.scores,
+            scale=self.scale,
         )
+
+    def check(self, d_model: int, num_heads: int, positions: AttentionPositions | None) -> None:
+        """Check that such a layer could be built."""
+        chosen = self.parameterisation()
+        check_sizes(d_model, self.num_heads or num_heads, chosen, positions, self.scores)
+        if self.qk_norm or self.scores == "cosine":
+            check_qk_norm(chosen)
 
 
 def _options(projections: str) -> dict[str, Any]:
@@ -187,6 +252,34 @@ class PositionsConfig(BaseModel):
         )
 
 
+class VectorsConfig(BaseModel):
+    """What the table of embeddings begins with, and whether it is trained.
+
+    Attributes:
+        vectors: a file of word vectors: text with a word and its numbers in each line (word2vec, GloVe), or
+            safetensors with one tensor, a row for each token. A token takes the vector of its text without
+            the space before it, or else of its text in lower case; the others keep the values drawn. The
+            vectors are multiplied by one number, which makes them as large as the drawn values. Of a
+            translator whose target has a table of its own, those of the source.
+        frozen: whether training leaves the tables as they are, the output table with them where it is tied.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vectors: str = ""
+    frozen: bool = False
+
+
+class TranslatorVectorsConfig(VectorsConfig):
+    """What the tables of embeddings begin with, and whether they are trained.
+
+    Attributes:
+        target_vectors: the same for the target, where it has a table of its own.
+    """
+
+    target_vectors: str = ""
+
+
 class EncoderConfig(BaseModel):
     """The encoder's stack.
 
@@ -223,7 +316,7 @@ class DecoderConfig(BaseModel):
     cross_attention_in_layer: dict[int, AttentionConfig] = {}
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(_Config):
     """An encoder-decoder Transformer; the defaults are the paper's base model.
 
     Attributes:
@@ -244,9 +337,10 @@ class ModelConfig(BaseModel):
         max_source_tokens: longest source sentence the model is meant for; longer ones are
             translated in pieces.
         positions: how positions are told apart.
+        embeddings: pretrained or frozen embeddings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    newer = ("embeddings",)
 
     d_model: int = Field(512, ge=2, le=_WIDEST)
     d_ff: int = Field(2048, ge=1, le=_WIDEST)
@@ -263,6 +357,15 @@ class ModelConfig(BaseModel):
     positions: PositionsConfig = PositionsConfig()
     encoder: EncoderConfig = EncoderConfig()
     decoder: DecoderConfig = DecoderConfig()
+    embeddings: TranslatorVectorsConfig = TranslatorVectorsConfig()
+
+    @model_validator(mode="after")
+    def _target_has_a_table(self) -> "ModelConfig":
+        if self.embeddings.target_vectors and self.tie_embeddings == "all":
+            raise ValueError(
+                "embeddings.target_vectors is given, but tie_embeddings = 'all' has one table: give vectors"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sites_fit(self) -> "ModelConfig":
@@ -280,7 +383,7 @@ class ModelConfig(BaseModel):
             (self.cross_sites(), None),
         ):
             for site in stack:
-                check_sizes(self.d_model, site.num_heads or self.num_heads, site.parameterisation(), places)
+                site.check(self.d_model, self.num_heads, places)
                 for name in ("qk_norm", "output_gate"):
                     if getattr(site, name):
                         reason = "and encoder-decoder models have none: leave it out"
@@ -295,18 +398,23 @@ class ModelConfig(BaseModel):
 
     def encoder_sites(self) -> list[AttentionConfig]:
         """Self-attention of every encoder layer, sizes filled in."""
-        own = self.encoder.attention_in_layer
-        return [self.site(own.get(i, self.encoder.attention)) for i in range(self.encoder.num_layers)]
+        own = self.encoder
+        return self._sites(own.num_layers, own.attention, own.attention_in_layer)
 
     def decoder_sites(self) -> list[AttentionConfig]:
         """Self-attention of every decoder layer, sizes filled in."""
-        own = self.decoder.attention_in_layer
-        return [self.site(own.get(i, self.decoder.attention)) for i in range(self.decoder.num_layers)]
+        own = self.decoder
+        return self._sites(own.num_layers, own.attention, own.attention_in_layer)
 
     def cross_sites(self) -> list[AttentionConfig]:
         """Attention of every decoder layer to the memory, sizes filled in."""
-        own = self.decoder.cross_attention_in_layer
-        return [self.site(own.get(i, self.decoder.cross_attention)) for i in range(self.decoder.num_layers)]
+        own = self.decoder
+        return self._sites(own.num_layers, own.cross_attention, own.cross_attention_in_layer)
+
+    def _sites(
+        self, count: int, usual: AttentionConfig, unusual: dict[int, AttentionConfig]
+    ) -> list[AttentionConfig]:
+        return [self.site(unusual.get(i, usual)) for i in range(count)]
 
     def site(self, attention: AttentionConfig) -> AttentionConfig:
         """An attention site with the sizes it left out filled in, as far as it has such sizes."""
@@ -337,7 +445,7 @@ class ModelConfig(BaseModel):
         return BlockConfig(frame, feed_forward, frame, frame if cross else None)
 
 
-class LanguageModelConfig(BaseModel):
+class LanguageModelConfig(_Config):
     """A decoder-only model that predicts the next token, or an encoder-only one that predicts masked tokens.
 
     Attributes:
@@ -363,9 +471,10 @@ class LanguageModelConfig(BaseModel):
         positions: how positions are told apart.
         attention: every layer not named in `attention_in_layer`.
         attention_in_layer: layers (from 0) that differ.
+        embeddings: pretrained or frozen embeddings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    newer = ("embeddings",)
 
     num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
     d_model: int = Field(384, ge=2, le=_WIDEST)
@@ -386,19 +495,13 @@ class LanguageModelConfig(BaseModel):
     positions: PositionsConfig = PositionsConfig(scheme="rotary")
     attention: AttentionConfig = AttentionConfig()
     attention_in_layer: dict[int, AttentionConfig] = {}
+    embeddings: VectorsConfig = VectorsConfig()
 
     @model_validator(mode="after")
     def _sites_fit(self) -> "LanguageModelConfig":
         _check_layers("attention_in_layer", self.attention_in_layer, self.num_layers)
         for site in self.sites():
-            check_sizes(
-                self.d_model,
-                site.num_heads or self.num_heads,
-                site.parameterisation(),
-                self.positions.in_attention(),
-            )
-            if site.qk_norm:
-                check_qk_norm(site.parameterisation())
+            site.check(self.d_model, self.num_heads, self.positions.in_attention())
         if self.positions.scheme == "learned" and self.positions.max_tokens < self.context:
             raise ValueError(
                 f"positions.max_tokens is {self.positions.max_tokens}: a context of {self.context} "

@@ -1,7 +1,7 @@
 """The Transformer of the paper."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, final
+from typing import Literal, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,14 +13,6 @@ from triptych.models.blocks import Block, NewTokens, make_norm
 from triptych.models.configuration import ModelConfig
 from triptych.models.dropout import Dropout
 from triptych.models.embedding import embed, make_positions
-
-
-class AttentionMaps(NamedTuple):
-    """The weights of every layer; one tensor `[batch, num_heads, query_len, key_len]` a layer."""
-
-    encoder: tuple[Tensor, ...]
-    decoder: tuple[Tensor, ...]
-    cross: tuple[Tensor, ...]
 
 
 @final
@@ -102,7 +94,10 @@ class EncoderDecoder(nn.Module):
             (site.layer(d_model, heads, own), cross.layer(d_model, heads))
             for site, cross in zip(config.decoder_sites(), config.cross_sites(), strict=True)
         )
-        return cls(config.architecture(src_vocab_size, tgt_vocab_size), encoder, decoder, pad_id, config)
+        model = cls(config.architecture(src_vocab_size, tgt_vocab_size), encoder, decoder, pad_id, config)
+        for table in (model.src_embedding, model.tgt_embedding):
+            table.requires_grad_(not config.embeddings.frozen)
+        return model
 
     @property
     def config(self) -> ModelConfig:
@@ -156,10 +151,10 @@ class EncoderDecoder(nn.Module):
         self, src: Int[Tensor, "batch src_len"], positions: PositionIds | None = None
     ) -> Float[Tensor, "batch src_len d_model"]:
         """The memory: the encoder's output. Tokens stand one after the other unless `positions` says more."""
-        x = self._embed_source(src, positions or 0)
+        x = self._embed("src", src, positions or 0)
         mask = self.memory_mask(src)
         for block in self.encoder:
-            x = block(x, mask, positions=positions).x
+            x = block(x, mask, positions=positions)
         return self.encoder_norm(x)  # type: ignore[no-any-return]
 
     def decode(
@@ -182,7 +177,7 @@ class EncoderDecoder(nn.Module):
             new: where the tokens of `tgt_in` stand and what they see, if they do not follow each other.
         """
         start = new.positions if new is not None else cache.length if cache is not None else 0
-        x = self._embed_target(tgt_in, start)
+        x = self._embed("tgt", tgt_in, start)
         for i, block in enumerate(self.decoder):
             own, of_memory = (None, None) if cache is None else (cache.own[i], cache.memory[i])
             x = block(
@@ -194,7 +189,7 @@ class EncoderDecoder(nn.Module):
                 cache=own,
                 memory_cache=of_memory,
                 positions=None if new is None else new.positions,
-            ).x
+            )
         return self.decoder_norm(x)  # type: ignore[no-any-return]
 
     def logits(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows tgt_vocab_size"]:
@@ -202,47 +197,15 @@ class EncoderDecoder(nn.Module):
         scale = self.architecture.logit_scale
         return self.output(x if scale == 1.0 else x * scale)  # type: ignore[no-any-return]
 
-    def attention_maps(
-        self, src: Int[Tensor, "batch src_len"], tgt_in: Int[Tensor, "batch tgt_len"]
-    ) -> AttentionMaps:
-        """The attention weights of every layer and head for a pair of sentences."""
-        mask = self.memory_mask(src)
-        x = self._embed_source(src, 0)
-        of_encoder, of_decoder, of_cross = [], [], []
-        for block in self.encoder:
-            x, weights, _ = block(x, mask, need_weights=True)
-            of_encoder.append(weights)
-        memory = self.encoder_norm(x)
-        y = self._embed_target(tgt_in, 0)
-        for block in self.decoder:
-            y, own, cross = block(y, causal=True, memory=memory, memory_mask=mask, need_weights=True)
-            of_decoder.append(own)
-            of_cross.append(cross)
-        return AttentionMaps(tuple(of_encoder), tuple(of_decoder), tuple(of_cross))
-
-    def _embed_source(self, ids: Tensor, start: int | PositionIds) -> Tensor:
+    def _embed(self, side: Literal["src", "tgt"], ids: Tensor, start: int | PositionIds) -> Tensor:
         x = embed(
-            self.architecture.source,
+            self.architecture.source if side == "src" else self.architecture.target,
             ids,
             start,
-            table=self.src_embedding,
-            positions=self.src_positions,
-            norm=self.src_norm,
+            table=getattr(self, f"{side}_embedding"),
+            positions=getattr(self, f"{side}_positions"),
+            norm=getattr(self, f"{side}_norm"),
         )
-        return self._into_stream(x)
-
-    def _embed_target(self, ids: Tensor, start: int | PositionIds) -> Tensor:
-        x = embed(
-            self.architecture.target,
-            ids,
-            start,
-            table=self.tgt_embedding,
-            positions=self.tgt_positions,
-            norm=self.tgt_norm,
-        )
-        return self._into_stream(x)
-
-    def _into_stream(self, x: Tensor) -> Tensor:
         if self.stream_dtype is not None:
             x = x.to(self.stream_dtype)
         return self.embedding_dropout(x) if self.training else x

@@ -22,12 +22,10 @@ class LanguageModelOutput(NamedTuple):
     Attributes:
         logits: `[batch, length, vocab]`, or as many as the head has; for a model without head, `hidden`.
         hidden: `[batch, length, d_model]`, after the last norm.
-        weights: of every layer, `[batch, num_heads, length, key_len]`; empty unless asked for.
     """
 
     logits: Float[Tensor, "batch length vocab"]
     hidden: Float[Tensor, "batch length d_model"]
-    weights: tuple[Tensor, ...]
 
 
 @final
@@ -155,7 +153,9 @@ class LanguageModel(nn.Module):
         """A model of a recipe, with fresh weights."""
         positions = config.positions.in_attention()
         layers = [site.layer(config.d_model, config.num_heads, positions) for site in config.sites()]
-        return cls(config.architecture(kind, vocab_size), layers, config)
+        model = cls(config.architecture(kind, vocab_size), layers, config)
+        model.embeddings.table.requires_grad_(not config.embeddings.frozen)
+        return model
 
     @property
     def vocab_size(self) -> int:
@@ -191,11 +191,10 @@ class LanguageModel(nn.Module):
         positions: PositionIds | None = None,
         types: Int[Tensor, "batch length"] | None = None,
         cache: DecoderCache | None = None,
-        need_weights: bool = False,
     ) -> LanguageModelOutput:
         """Logits of the next token at every position, or of an encoder those of the token itself."""
-        x, weights = self._run(ids, mask, positions, types, cache, need_weights)
-        return LanguageModelOutput(x if self.head is None else self.head(x), x, weights)
+        x = self.hidden(ids, mask=mask, positions=positions, types=types, cache=cache)
+        return LanguageModelOutput(x if self.head is None else self.head(x), x)
 
     def hidden(
         self,
@@ -210,27 +209,14 @@ class LanguageModel(nn.Module):
 
         A model made ready for decoding (`decoding.fused`) also takes a mask of numbers added to the scores.
         """
-        return self._run(ids, mask, positions, types, cache, False)[0]
-
-    def _run(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        positions: PositionIds | None,
-        types: Tensor | None,
-        cache: DecoderCache | None,
-        need_weights: bool,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         start: int | PositionIds = positions or (0 if cache is None else cache.length)
-        x, found = self.embeddings(ids, start, types), []
+        x = self.embeddings(ids, start, types)
         for place, number in enumerate(self._order):
-            x, weights, _ = self.blocks[number](
+            x = self.blocks[number](
                 x,
                 mask,
                 causal=self.causal,
                 cache=None if cache is None else cache.own[place],
-                need_weights=need_weights,
                 positions=positions,
             )
-            found.append(weights)
-        return self.final_norm(x), tuple(found) if need_weights else ()
+        return self.final_norm(x)  # type: ignore[no-any-return]

@@ -1,16 +1,18 @@
 """The attention layers of a model, by name, and a model with some of them rewritten."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
+from triptych import user_code
 from triptych.algebra.semantics import Semantics, alike
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
+from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.configuration import AttentionConfig, LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
@@ -48,22 +50,41 @@ class AttentionSite(NamedTuple):
         return kinds[self.stack]
 
 
+class Stack(NamedTuple):
+    """Blocks that follow each other.
+
+    Attributes:
+        name: "encoder" or "decoder".
+        blocks: in their order.
+        embedding_norm: of what the first block reads; likewise `final_norm`, of what the last one gives.
+    """
+
+    name: Literal["encoder", "decoder"]
+    blocks: tuple[Block, ...]
+    embedding_norm: nn.Module
+    final_norm: nn.Module
+
+
+def stacks_of(model: AnyModel) -> list[Stack]:
+    """The stacks of a model: the encoder before the decoder."""
+    if isinstance(model, LanguageModel):
+        held = [(model.architecture.kind, model.blocks, model.embeddings.norm, model.final_norm)]
+    else:
+        held = [
+            ("encoder", model.encoder, model.src_norm, model.encoder_norm),
+            ("decoder", model.decoder, model.tgt_norm, model.decoder_norm),
+        ]
+    return [Stack(name, tuple(cast(Iterable[Block], blocks)), *norms) for name, blocks, *norms in held]
+
+
 def attention_sites(model: AnyModel) -> list[AttentionSite]:
     """Every attention layer: the encoder's, then each decoder block's own and the one to the memory."""
     sites: list[AttentionSite] = []
-    if isinstance(model, LanguageModel):
-        stack = model.architecture.kind
-        for i, block in enumerate(model.blocks):
-            assert isinstance(block, Block)  # a ModuleList does not tell
-            sites.append(AttentionSite(stack, i, block.self_attention, block.self_residual))
-        return sites
-    for i, block in enumerate(model.encoder):
-        assert isinstance(block, Block)
-        sites.append(AttentionSite("encoder", i, block.self_attention, block.self_residual))
-    for i, block in enumerate(model.decoder):
-        assert isinstance(block, Block)
-        sites.append(AttentionSite("decoder", i, block.self_attention, block.self_residual))
-        sites.append(AttentionSite("cross", i, block.cross_attention, block.cross_residual))
+    for stack in stacks_of(model):
+        for i, block in enumerate(stack.blocks):
+            sites.append(AttentionSite(stack.name, i, block.self_attention, block.self_residual))
+            if block.has_cross:
+                sites.append(AttentionSite("cross", i, block.cross_attention, block.cross_residual))
     return sites
 
 
@@ -89,35 +110,23 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
 def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
     """The norms whose outputs the layers read, by site: that of the input, and that of the memory.
 
-    Under post-norm they belong to the sub-layer before; the embedding, which first layers read, has none.
+    Under post-norm they belong to the sub-layer before.
     """
-    if isinstance(model, LanguageModel):
-        return _input_norms(model)
-    is_pre = model.config.norm == "pre"
-    last: dict[str, Norm | None] = {"encoder": None, "decoder": None}  # of the stack so far
     found: dict[str, tuple[Norm | None, Norm | None]] = {}
-    for site in attention_sites(model):
-        stack = "encoder" if site.stack == "encoder" else "decoder"
-        own = _norm(site.residual.norm)
-        memory = None
-        if site.stack == "cross":
-            memory = _norm(model.encoder_norm) if is_pre else last["encoder"]
-        found[site.name] = (own if is_pre else last[stack], memory)
-        last[stack] = own
-        block = getattr(model, stack)[site.block]
-        if site.stack != "decoder":  # cross-attention comes before the feed-forward layer
-            last[stack] = _norm(block.feed_forward_residual.norm)
-    return found
-
-
-def _input_norms(model: LanguageModel) -> dict[str, tuple[Norm | None, Norm | None]]:
-    last = _norm(model.embeddings.norm)
-    found: dict[str, tuple[Norm | None, Norm | None]] = {}
-    for site in attention_sites(model):
-        found[site.name] = (_norm(site.residual.norm) if site.residual.pre else last, None)
-        block = model.blocks[site.block]
-        assert isinstance(block, Block)
-        last = _norm(block.feed_forward_residual.norm)
+    memory: Norm | None = None
+    for stack in stacks_of(model):
+        last = _norm(stack.embedding_norm)
+        for i, block in enumerate(stack.blocks):
+            own = _norm(block.self_residual.norm)
+            found[f"{stack.name}.{i}"] = (own if block.self_residual.pre else last, None)
+            last = own
+            if block.has_cross:
+                own = _norm(block.cross_residual.norm)
+                found[f"cross.{i}"] = (own if block.cross_residual.pre else last, memory)
+                last = own
+            last = _norm(block.feed_forward_residual.norm)
+        final = _norm(stack.final_norm)
+        memory = last if final is None else final
     return found
 
 
@@ -137,13 +146,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
         _require_no_more(name, weights.semantics, sites[name].layer.semantics)
     layers = {
-        name: MultiHeadAttention.from_weights(
-            changed[name].without_norms(),  # the model has them
-            site.layer.dropout,
-            named=True,
-        )
-        if name in changed
-        else site.layer
+        name: _rewritten_layer(site, changed[name]) if name in changed else site.layer
         for name, site in sites.items()
     }
     configs = {name: AttentionConfig.of(layer) for name, layer in layers.items()}
@@ -152,6 +155,18 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         if site.name in changed:
             _require_positions(site, changed[site.name].semantics)
     return new
+
+
+def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHeadAttention:
+    """A layer of other weights, whose norms the model has."""
+    before, weights = site.layer.parameterisation, weights.without_norms()
+    own = before if user_code.is_own(before.name) else None
+    try:
+        return MultiHeadAttention.from_weights(weights, site.layer.dropout, named=True, own=own)
+    except ValueError as error:
+        if own is None:
+            raise
+        raise UsageError(f"{site.name}: {own.name} does not write what was made of it, and {error}") from None
 
 
 def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
@@ -170,6 +185,8 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
         and given.gate.tensors().keys() == own.gate.tensors().keys()
     ):
         held.add("gate")
+    if type(given.scores) is type(own.scores):
+        held.add("scores")
     found = given.beyond(held)
     if found:
         raise ValueError(

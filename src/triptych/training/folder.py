@@ -7,15 +7,16 @@ converted has no recipe: `decoding.toml` says how it is searched.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from triptych.checkpoints.source import is_own
 from triptych.errors import DataError, UsageError
 from triptych.models.storage import OwnModel
+from triptych.models.vectors import WordVectors
 from triptych.storage.untrusted import read_json
-from triptych.text import TokenizerPair
+from triptych.text import Tokenizer, TokenizerPair
 from triptych.training import AnyRecipe, Recipe
 from triptych.training.objectives import Objective
 from triptych.training.state import RUN_FILES, Publish, own_files, publish_weights
@@ -86,6 +87,16 @@ class Prepared:
     # Hashes of what must not change before a run is resumed, by the words that name it.
     fingerprints: Callable[[], dict[str, str]]
     publish: Publish = publish_weights  # writes `model.safetensors`
+    # By parameter, the word vectors that it begins with.
+    vectors: Mapping[str, WordVectors] = field(default_factory=dict)
+
+
+def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> WordVectors:
+    """The vectors of a recipe's file for the tokens of a tokenizer."""
+    special = tokenizer.special_ids
+    ids = range(tokenizer.vocab_size)
+    pieces = [None if token in special else tokenizer.pieces([token])[0] for token in ids]
+    return WordVectors(base / path, pieces, width)
 
 
 def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from triptych.text import (
 from triptych.text.documents import fingerprint, require_text
 from triptych.training import LanguageRecipe, TextRecipe
 from triptych.training.fitting import choices, fit_language_tokenizer, fit_language_training
-from triptych.training.folder import Prepared, digests
+from triptych.training.folder import Prepared, digests, word_vectors
 from triptych.training.objectives import Batches, TokensOfText
 from triptych.training.progress import Display
 
@@ -53,13 +53,13 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
     recipe = fit_language_training(recipe, train.num_tokens, device)
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens on {device}: {chosen}")
-    return _prepared(recipe, text, tokenizer, train, valid)
+    return _prepared(recipe, text, tokenizer, train, valid, base)
 
 
 def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
     """Prepare to go on with the run in a folder; other arguments as those of `prepare_language`."""
     text, tokenizer = TextOfRun(recipe, base), read_tokenizer(folder / TOKENIZER)
-    return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display))
+    return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display), base)
 
 
 class TextOfRun:
@@ -155,7 +155,12 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 
 
 def _prepared(
-    recipe: LanguageRecipe, text: TextOfRun, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
+    recipe: LanguageRecipe,
+    text: TextOfRun,
+    tokenizer: Tokenizer,
+    train: TokenShards,
+    valid: TokenShards,
+    base: Path,
 ) -> Prepared:
     def objective() -> TokensOfText:
         model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
@@ -168,7 +173,10 @@ def _prepared(
     def fingerprints() -> dict[str, str]:
         return fingerprints_of(recipe, text, tokenizer, recipe.model.model_dump_json())
 
-    return Prepared(recipe, objective, begin, fingerprints)
+    path, width = recipe.model.embeddings.vectors, recipe.model.d_model
+    table = "embeddings.table.weight"
+    vectors = {table: word_vectors(base, path, tokenizer, width)} if path else {}
+    return Prepared(recipe, objective, begin, fingerprints, vectors=vectors)
 
 
 def tokens_of_text(

@@ -63,6 +63,8 @@ class Optimizer:
         """Zeros with the names and layouts of what `tensors` gives after a step."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._named.items():
+            if not parameter.requires_grad:
+                continue
             word = "muon" if isinstance(self._part_of[parameter], torch.optim.Muon) else "adam"
             for key in _KEPT[word]:
                 empty = torch.zeros(()) if key == "step" else torch.zeros_like(parameter.detach())

@@ -471,7 +471,9 @@ class Step:
             one.expand(self._rows, count, length, width)
             for count, width in ((heads, d_k), (kv_heads, d_k), (kv_heads, d_v))
         )
-        given = Inputs(q, k, v, None, None, False, 1.0, semantics.soft_cap, semantics.sinks, layer.dropout)
+        given = Inputs(q, k, v, None, None, False, semantics, layer.dropout)
+        if semantics.scores is not None:  # a vector for each pair of a query and a key
+            numbers += cost.pair_numbers * d_k
         if make_plan(given, need_weights=False, path="auto").is_written_out:
             numbers += cost.pair_numbers * (3 if layer.dropout else 1)
         else:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,8 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
         )
         prepared = world.on_all(lambda: _taken_up(recipe, folder, base, display))
         with _threads_and_seed(recipe):
-            trainer = _trainer(prepared, folder, base, world, display)
+            fresh = prepared if not has_state else replace(prepared, vectors={})
+            trainer = _trainer(fresh, folder, base, world, display)
             if has_state:
                 trainer.resume()
                 display.say(f"resuming {folder} after step {trainer.counters.step:,}")
@@ -299,15 +300,18 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
     """What is learned, and how its model lies on the processes; in shards it has no memory yet."""
     recipe = prepared.recipe
     if world.size == 1:
-        return _objective(prepared), ONE_PROCESS
+        return _objective(prepared, display), ONE_PROCESS
     objective, later = world.on_all(lambda: _without_memory(prepared))
     kind, why = choose_parallel(recipe.training, objective.model, world)
     display.say(why)
     if kind == "ddp":
-        return world.on_all(lambda: _objective(prepared)), Layout(world, kind)
+        return world.on_all(lambda: _objective(prepared, display)), Layout(world, kind)
     if later is None:
         return objective, Layout(world, kind)
-    values = later.values(objective.model, _seed_by_name(recipe))
+    values = (
+        (name, prepared.vectors[name].into(value) if name in prepared.vectors else value)
+        for name, value in later.values(objective.model, _seed_by_name(recipe))
+    )
     return objective, Layout(world, kind, LazyParameters(find_device(recipe.training.device), values))
 
 
@@ -319,8 +323,18 @@ def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], Later | No
         return prepared.objective(), later
 
 
-def _objective(prepared: Prepared) -> Objective[Any, Any]:
+def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
     """With a model that has its first values, in memory of its own."""
+    objective = _with_drawn_values(prepared)
+    for name, vectors in prepared.vectors.items():
+        with torch.no_grad():
+            table = objective.model.get_parameter(name)
+            table.copy_(vectors.into(table))
+        display.say(vectors.describe())
+    return objective
+
+
+def _with_drawn_values(prepared: Prepared) -> Objective[Any, Any]:
     by_name = _seed_by_name(prepared.recipe)
     if by_name is not None:
         with Draws() as draws:

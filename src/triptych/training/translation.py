@@ -23,7 +23,7 @@ from triptych.text import (
 )
 from triptych.training import Recipe
 from triptych.training.fitting import choices, fit_tokenizer, fit_training
-from triptych.training.folder import Prepared, check_tokenizers, digests
+from triptych.training.folder import Prepared, check_tokenizers, digests, word_vectors
 from triptych.training.objectives import Bleu, Scorer, Translation
 from triptych.training.progress import Display
 
@@ -45,7 +45,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepare
     recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
-    return _prepared(recipe, tokenizers, texts)
+    return _prepared(recipe, tokenizers, texts, base)
 
 
 def take_up_translation(recipe: Recipe, folder: Path, base: Path, display: Display) -> Prepared:
@@ -53,10 +53,11 @@ def take_up_translation(recipe: Recipe, folder: Path, base: Path, display: Displ
     tokenizers = TokenizerPair.load(folder)
     check_tokenizers(tokenizers, recipe, folder)
     train_text, valid_text = _read_texts(recipe, base, display)
-    return _prepared(recipe, tokenizers, _encode(recipe, base, tokenizers, train_text, valid_text, display))
+    texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
+    return _prepared(recipe, tokenizers, texts, base)
 
 
-def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Prepared:
+def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: Path) -> Prepared:
     def objective() -> Translation:
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
@@ -74,7 +75,18 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts") -> Pre
         tokenizers.save(folder)
         write_config(model, folder)
 
-    return Prepared(recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers))
+    given, shared = recipe.model.embeddings, recipe.model.tie_embeddings == "all"
+    vectors = {
+        f"{side}_embedding.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
+        for side, path, tokenizer in (
+            ("tgt" if shared else "src", given.vectors, tokenizers.source),
+            ("tgt", given.target_vectors, tokenizers.target),
+        )
+        if path
+    }
+    return Prepared(
+        recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers), vectors=vectors
+    )
 
 
 def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:

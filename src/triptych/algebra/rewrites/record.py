@@ -119,7 +119,21 @@ def rewritten(
     error: float | None = None,
 ) -> Rewritten:
     """The result of a rewrite, with the cost of both writings."""
+    if before.semantics.scores is not None and not _same_queries_and_keys(before, after):
+        raise RewriteRefusedError(
+            name, "queries and keys are compared by scores that are no product, and W_QK says nothing of them"
+        )
     costs = writing_cost(before), writing_cost(after)
     cuts = () if isinstance(choice, str) else tuple(choice)
     words = choice if isinstance(choice, str) else "; ".join(map(str, cuts))
     return Rewritten(after, RewriteRecord(name, tier, checked, *costs, words, notes, bound, error, cuts))
+
+
+def _same_queries_and_keys(one: AttentionWeights, other: AttentionWeights) -> bool:
+    links = [(*weights.q, *weights.k) for weights in (one, other)]
+    if len(links[0]) != len(links[1]):
+        return False
+    return all(
+        mine.weight.shape == theirs.weight.shape and torch.equal(mine.weight, theirs.weight)
+        for mine, theirs in zip(*links, strict=True)
+    )

@@ -6,97 +6,40 @@ The contract suite tests whatever `PARAMETERISATIONS` names.
 import dataclasses
 import difflib
 import math
+from dataclasses import replace
 
 from triptych import user_code
-from triptych.algebra.cost import Route
-from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.algebra.weights import SIDES, AttentionWeights, standard_scale
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
-from triptych.attention.projections.abstract import (
-    LayerSizes,
-    Maps,
-    Parameterisation,
-    Projections,
-    structural_difference,
-)
+from triptych.attention.projections import table
+from triptych.attention.projections.abstract import Parameterisation, structural_difference
 from triptych.attention.projections.as_written import AsWritten
-from triptych.attention.projections.maps import FromHeads, HeadMap, Joined, Mixing, PerHead, Slices, ToHeads
-from triptych.attention.projections.table import (
-    Bilinear,
-    Collaborative,
-    Direct,
-    Factored,
-    FourMatrix,
-    Grouped,
-    IdentityOutput,
-    IdentityOV,
-    IdentityQuery,
-    IdentityValue,
-    KeyValue,
-    Latent,
-    Shared,
-    Stacked,
-    Symmetric,
-)
+from triptych.attention.projections.table import ScaledOutside
 
 # Where several could hold the same weights, the first named does: `factored` before `grouped`.
 PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
     cls.name: cls
     for cls in (
-        Factored,
-        Bilinear,
-        Stacked,
-        Symmetric,
-        Shared,
-        KeyValue,
-        FourMatrix,
-        Direct,
-        Grouped,
-        Latent,
-        Collaborative,
-        IdentityQuery,
-        IdentityValue,
-        IdentityOutput,
-        IdentityOV,
+        table.Factored,
+        table.Bilinear,
+        table.Stacked,
+        table.Symmetric,
+        table.Shared,
+        table.KeyValue,
+        table.FourMatrix,
+        table.Direct,
+        table.Grouped,
+        table.Latent,
+        table.Collaborative,
+        table.IdentityQuery,
+        table.IdentityValue,
+        table.IdentityOutput,
+        table.IdentityOV,
     )
 }
 
 # What could be asked for by name but is no way to write a layer, and why.
 REFUSED: dict[str, str] = {"four_way": FOUR_WAY_IS_NO_LAYER}
-
-__all__ = [
-    "PARAMETERISATIONS",
-    "AsWritten",
-    "Bilinear",
-    "Collaborative",
-    "Direct",
-    "Factored",
-    "FourMatrix",
-    "FromHeads",
-    "Grouped",
-    "HeadMap",
-    "IdentityOV",
-    "IdentityOutput",
-    "IdentityQuery",
-    "IdentityValue",
-    "Joined",
-    "KeyValue",
-    "Latent",
-    "LayerSizes",
-    "Maps",
-    "Mixing",
-    "Parameterisation",
-    "PerHead",
-    "Projections",
-    "Route",
-    "Shared",
-    "Slices",
-    "Stacked",
-    "Symmetric",
-    "ToHeads",
-    "parameterisation",
-    "parameterisation_class",
-    "parameterisation_of",
-]
 
 
 def parameterisation_class(name: str) -> type[Parameterisation]:
@@ -136,13 +79,21 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
 
 
 def parameterisation_of(
-    weights: AttentionWeights, *, named: bool = False
+    weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
 ) -> tuple[AttentionWeights, Parameterisation]:
     """The parameterisation whose structure a writing has, and the writing in just that structure.
 
     Maps that several heads share are repeated where that is what it takes. What no other can hold is held as
     it is written, by `AsWritten`.
     """
+    if own is not None and not structural_difference(
+        own.skeleton(weights.d_model, weights.num_heads), weights
+    ):
+        return weights, own
+    if _is_scaled_outside(weights):
+        inner = replace(weights, o=weights.o[1:])
+        fitted, found = parameterisation_of(inner, named=named)
+        return replace(fitted, o=(weights.o[0], *fitted.o)), ScaledOutside(found)
     reasons: list[str] = []
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
     for writing in (weights, weights.evened(groups), weights.evened(weights.num_heads)):
@@ -168,3 +119,11 @@ def parameterisation_of(
     raise ValueError(
         f"no parameterisation writes these weights, with so many maps in a row: {lengths}" + "".join(reasons)
     )
+
+
+def _is_scaled_outside(weights: AttentionWeights) -> bool:
+    """Whether what the heads give out is divided by √d_k first, as `ScaledOutside` does."""
+    if len(weights.o) < 2 or weights.o[0].learned or not weights.o[0].diagonal:
+        return False
+    factor, d_k = weights.o[0].weight, weights.multiplied("k").d_out if weights.k else weights.d_model
+    return factor.shape[0] == 1 and bool((factor - standard_scale(d_k)).abs().max() < 1e-6)

@@ -9,7 +9,7 @@ same in all: `d_k` and `d_v` are the widths of queries and keys, and of values, 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 
@@ -25,10 +25,24 @@ from triptych.attention.projections.maps import (
     ToHeads,
 )
 
+ScalePlace = Literal["inside", "outside"]
+
+
+@dataclass(frozen=True)
+class _OfFourSides(Parameterisation):
+    """The options of maps to queries, keys, values and output."""
+
+    d_k: int | None = None
+    d_v: int | None = None
+    q_bias: bool = False
+    k_bias: bool = False
+    v_bias: bool = False
+    o_bias: bool = False
+
 
 @final
 @dataclass(frozen=True)
-class Factored(Parameterisation):
+class Factored(_OfFourSides):
     """The paper's own: `W_QK = W_i^Q W_i^Kᵀ`, `W_OV = W_i^V W_i^O`. The paper has no biases.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2.
@@ -37,13 +51,6 @@ class Factored(Parameterisation):
     name = "factored"
     parameters_formula = "2*h*d*d_k + 2*h*d*d_v"
     cache_formula = "h*(d_k + d_v)"
-
-    d_k: int | None = None
-    d_v: int | None = None
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
 
 
 @final
@@ -82,7 +89,7 @@ class Bilinear(Parameterisation):
 
 @final
 @dataclass(frozen=True)
-class Stacked(Parameterisation):
+class Stacked(_OfFourSides):
     """A map of all heads, then one of each: `W_QK = (W^Q W_i^Q)(W^K W_i^K)ᵀ`, `W_OV = W^V W_i^V W_i^O`.
 
     Nothing is between the two, so the forms are those of `Factored`: only the writing, and with it the
@@ -95,12 +102,6 @@ class Stacked(Parameterisation):
     q, k, v = ("q_first", "q_proj"), ("k_first", "k_proj"), ("v_first", "v_proj")
     read_off: ClassVar[Mapping[str, str]] = {"first_bias": "q_first k_first v_first"}
 
-    d_k: int | None = None
-    d_v: int | None = None
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
     first_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
@@ -183,7 +184,7 @@ class KeyValue(Parameterisation):
 
 @final
 @dataclass(frozen=True)
-class FourMatrix(Parameterisation):
+class FourMatrix(_OfFourSides):
     """The "more symmetric" head: `W_QK = W_i^Q W_i^Kᵀ`, `W_OV = (1/√d_k) W_i^V M_iᵀ W_i^O`.
 
     The 4th matrix as weights, M_i (d_v × d_v): `softmax(QKᵀ/√d_k) V M_iᵀ / √d_k`. Nothing is between M_i and
@@ -195,13 +196,6 @@ class FourMatrix(Parameterisation):
     parameters_formula = "2*h*d*d_k + 2*h*d*d_v + h*d_v**2"
     cache_formula = "h*(d_k + d_v)"
     o = ("m_weight", "m_factor", "o_proj")
-
-    d_k: int | None = None
-    d_v: int | None = None
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
         maps = dict(super().maps(s))
@@ -241,7 +235,7 @@ class Direct(Parameterisation):
 
 @final
 @dataclass(frozen=True)
-class Grouped(Parameterisation):
+class Grouped(_OfFourSides):
     """Several query heads read one key-value head: `W_QK = W_i^Q W_g(i)^Kᵀ`, `W_OV = W_g(i)^V W_i^O`.
 
     Consecutive query heads share one of `num_kv_heads` groups. One group is multi-query attention, as many as
@@ -256,12 +250,6 @@ class Grouped(Parameterisation):
     read_off: ClassVar[Mapping[str, str]] = {"num_kv_heads": "k_proj"}
 
     num_kv_heads: int = 1
-    d_k: int | None = None
-    d_v: int | None = None
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
         groups = at_least_one(self.num_kv_heads, "num_kv_heads")
@@ -277,7 +265,7 @@ class Grouped(Parameterisation):
 
 @final
 @dataclass(frozen=True)
-class Latent(Parameterisation):
+class Latent(_OfFourSides):
     """Multi-head latent attention: `W_QK = W_i^Q (W^D U_i^K)ᵀ`, `W_OV = W^D U_i^V W_i^O`.
 
     A token is remembered as its latent `y W^D`, `d_latent` numbers for all heads (2 d_model / num_heads if
@@ -304,12 +292,7 @@ class Latent(Parameterisation):
     }
 
     d_latent: int | None = None
-    d_k: int | None = None
-    d_v: int | None = None
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
+
     down_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
@@ -326,7 +309,7 @@ class Latent(Parameterisation):
 
 @final
 @dataclass(frozen=True)
-class Collaborative(Parameterisation):
+class Collaborative(_OfFourSides):
     """One pair of maps for all heads, weighted by each: `W_QK = W^Q diag(m_i) W^Kᵀ`, `W_OV = W_i^V W_i^O`.
 
     All heads share `d_shared` query and key channels (d_model if None). The scores are divided by the root of
@@ -345,12 +328,6 @@ class Collaborative(Parameterisation):
     read_off: ClassVar[Mapping[str, str]] = {"d_shared": "k_proj", "d_k": "scale"}
 
     d_shared: int | None = None
-    d_k: int | None = None
-    d_v: int | None = None
-    q_bias: bool = False
-    k_bias: bool = False
-    v_bias: bool = False
-    o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
         r = s.d if self.d_shared is None else at_least_one(self.d_shared, "d_shared")
@@ -479,6 +456,29 @@ class IdentityOV(Parameterisation):
     def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
         sliced = _is_sliced(weights, "v") and _is_sliced(weights, "o")
         return super().fitting(weights) if sliced else None
+
+
+@final
+@dataclass(frozen=True)
+class ScaledOutside(Parameterisation):
+    """`softmax(Q Kᵀ) V / √d_k`: another parameterisation with its scale after the softmax, on the values."""
+
+    o = ("o_scale", "o_proj")
+
+    inner: Parameterisation
+
+    def __post_init__(self) -> None:
+        for name in ("name", "no_rotary", "no_qk_norm"):
+            object.__setattr__(self, name, getattr(self.inner, name))
+
+    def chain(self, side: Side) -> tuple[str, ...]:
+        return self.inner.chain(side) if side != "o" else ("o_scale", *self.inner.chain("o"))
+
+    def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
+        d_k, maps = self.inner.sizes(d_model, num_heads)
+        v = self.inner.skeleton(d_model, num_heads).v
+        factor = ConstantFactor(standard_scale(d_k), v[-1].d_out if v else d_model)
+        return 1, {"o_scale": factor, **maps}
 
 
 def _tied_variance(s: LayerSizes) -> float:

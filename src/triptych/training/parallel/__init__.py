@@ -12,8 +12,6 @@ from triptych.training.parallel.computing import (
     rows_of_rank,
 )
 from triptych.training.parallel.world import (
-    Launched,
-    SingleProcess,
     Turns,
     World,
     code_digests,
@@ -25,12 +23,10 @@ __all__ = [
     "ONE_PROCESS",
     "Computing",
     "Kind",
-    "Launched",
     "Layout",
     "LazyParameters",
     "NotCounted",
     "OneProcess",
-    "SingleProcess",
     "Turns",
     "World",
     "choose_parallel",

@@ -18,7 +18,7 @@ from triptych.models.device import find_device
 from triptych.models.storage import OwnModel, load_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.world import SingleProcess, World
+from triptych.training.parallel.world import World
 from triptych.training.precision import NarrowTwin
 from triptych.training.sections import OptimisationConfig
 
@@ -40,7 +40,7 @@ class LazyParameters(NamedTuple):
 class Layout(NamedTuple):
     """The processes of a run, and how its model lies on them."""
 
-    world: World = SingleProcess()  # the processes
+    world: World = World()  # the processes
     kind: Kind | None = None  # None for one process
     parameters: LazyParameters | None = None  # the weights of a model that has none yet; None if it has
 

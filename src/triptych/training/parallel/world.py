@@ -8,8 +8,6 @@ import hashlib
 import json
 import os
 import time
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,89 +32,6 @@ _ALL_DAY = timedelta(days=30)
 _MINUTES_OF_A_WEEK = 7 * 24 * 60.0
 
 
-class World(ABC):
-    """The processes of a run, as one of them sees them.
-
-    Attributes:
-        rank: of this process, from 0.
-        size: number of processes.
-        num_nodes: number of machines.
-        seconds_waited: for other processes so far, before the first step of each update.
-    """
-
-    rank: int
-    size: int
-    num_nodes: int
-    seconds_waited: float
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes the files of the run and talks to the user."""
-        return self.rank == 0
-
-    @abstractmethod
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Each number summed over the processes, in float64."""
-
-    @abstractmethod
-    def largest(self, number: int) -> int:
-        """The largest of the processes' numbers."""
-
-    @abstractmethod
-    def gathered(self, value: T) -> list[T]:
-        """What each process has, by its rank."""
-
-    @abstractmethod
-    def turns(self, count: int) -> "Turns":
-        """Numbers of pieces of work, each of which one process takes; the same call in every process."""
-
-    @abstractmethod
-    def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
-        """Act in the first process alone, and give its result to all."""
-
-    @abstractmethod
-    def on_all(self, action: Callable[[], T]) -> T:
-        """Act in every process, and go on once all have; the result is the process's own."""
-
-    @abstractmethod
-    def require_same(self, what: Mapping[str, str]) -> None:
-        """All processes have the same texts, recipe and code."""
-
-
-class SingleProcess(World):
-    """One process, which asks no others."""
-
-    rank, size, num_nodes, seconds_waited = 0, 1, 1, 0.0
-
-    def sum(self, numbers: Sequence[float]) -> list[float]:
-        return list(numbers)
-
-    def largest(self, number: int) -> int:
-        return number
-
-    def gathered(self, value: T) -> list[T]:
-        return [value]
-
-    def turns(self, count: int) -> "Turns":
-        counts = Counter[str]()
-
-        def add(name: str, more: int) -> int:
-            counts[name] += more
-            return counts[name]
-
-        return Turns(add, count)
-
-    def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
-        del patiently
-        return action()
-
-    def on_all(self, action: Callable[[], T]) -> T:
-        return action()
-
-    def require_same(self, what: Mapping[str, str]) -> None:
-        del what
-
-
 @dataclass(frozen=True)
 class _Failure:
     rank: int
@@ -136,50 +51,70 @@ class _Failure:
 
 
 @final
-class Launched(World):
-    """One of several processes, joined in torch's default process group."""
+class World:
+    """The processes of a run, as one of them sees them. One that was not launched with others asks none."""
 
-    def __init__(self, store: Store, timeout_minutes: float) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        local = num_on_machine()
-        self.num_nodes = self.size // local if self.size % local == 0 else 1
-        self.seconds_waited, self._num_waits, self._num_turns = 0.0, 0, 0
+    def __init__(self, store: Store | None = None, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> None:
         self._store, self._timeout_minutes = store, timeout_minutes
+        self.rank, self.size, self.num_nodes = 0, 1, 1  # of this process, from 0; processes; machines
+        if store is not None:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            local = num_on_machine()
+            self.num_nodes = self.size // local if self.size % local == 0 else 1
+        self.seconds_waited = 0.0  # for other processes so far, before the first step of each update
+        self._num_waits = self._num_turns = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files of the run and talks to the user."""
+        return self.rank == 0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over the processes, in float64."""
         return self._reduced(torch.tensor(list(numbers), dtype=torch.float64), dist.ReduceOp.SUM).tolist()
 
     def largest(self, number: int) -> int:
+        """The largest of the processes' numbers."""
         return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
 
     def _reduced(self, values: torch.Tensor, by: Any) -> torch.Tensor:
-        started = time.monotonic()
-        dist.all_reduce(values, by)  # on the CPU: the group has a backend for it
-        self.seconds_waited += time.monotonic() - started
+        if self._store is not None:
+            started = time.monotonic()
+            dist.all_reduce(values, by)  # on the CPU: the group has a backend for it
+            self.seconds_waited += time.monotonic() - started
         return values
 
     def gathered(self, value: T) -> list[T]:
+        """What each process has, by its rank."""
         found = [value] * self.size
-        dist.all_gather_object(found, value)
+        if self._store is not None:
+            dist.all_gather_object(found, value)
         return found
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
+        """Act in the first process alone, and give its result to all."""
+        store = self._store
+        if store is None:
+            return action()
         done, self._num_waits = f"done-{self._num_waits}", self._num_waits + 1
 
         def act() -> T | None:
             if self.rank > 0:
                 if patiently:
-                    self._store.wait([done], _ALL_DAY)
+                    store.wait([done], _ALL_DAY)
                 return None
             try:
                 return action()
             finally:
                 if patiently:
-                    self._store.set(done, "")
+                    store.set(done, "")
 
         return self.gathered(self.on_all(act))[0]  # type: ignore[return-value]
 
     def on_all(self, action: Callable[[], T]) -> T:
+        """Act in every process, and go on once all have; the result is the process's own."""
+        if self._store is None:
+            return action()
         own: BaseException | None = None
         try:
             result = action()
@@ -194,11 +129,14 @@ class Launched(World):
         return result
 
     def turns(self, count: int) -> "Turns":
+        """Numbers of pieces of work, each of which one process takes; the same call in every process."""
         self._num_turns += 1
+        store = dist.HashStore() if self._store is None else self._store  # type: ignore[attr-defined]
         key = f"turns-{self._num_turns}"
-        return Turns(lambda name, more: self._store.add(f"{key}-{name}", more), count)
+        return Turns(lambda name, more: store.add(f"{key}-{name}", more), count)
 
     def require_same(self, what: Mapping[str, str]) -> None:
+        """All processes have the same texts, recipe and code."""
         of_ranks = self.gathered(dict(what))
         for rank, other in enumerate(of_ranks):
             for name in of_ranks[0].keys() | other.keys():
@@ -210,7 +148,7 @@ class Launched(World):
 
     def tell(self, error: BaseException) -> None:
         """Leave word of an error for the other processes, before this one ends."""
-        if not isinstance(error, ElsewhereError):
+        if self._store is not None and not isinstance(error, ElsewhereError):
             self._store.set(_ERROR_KEY, json.dumps(vars(_Failure.of(self.rank, error))))
 
     def explained(self, error: RuntimeError) -> TriptychError | None:
@@ -228,7 +166,7 @@ class Launched(World):
         if not any(word in text for word in ("onnection", "gloo", "NCCL", "ocket", "peer")):
             return None
         deadline = time.monotonic() + _SECONDS_FOR_MESSAGE
-        while time.monotonic() < deadline:
+        while self._store is not None and time.monotonic() < deadline:
             if self._store.check([_ERROR_KEY]):
                 return _Failure(**json.loads(self._store.get(_ERROR_KEY))).error()
             time.sleep(0.05)
@@ -299,15 +237,15 @@ def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> lis
 
 @contextmanager
 def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
-    """The processes that `torchrun` started, joined inside the block; `SingleProcess` without a launcher."""
+    """The processes that `torchrun` started, joined inside the block; one alone without a launcher."""
     if num_launched() == 1:
-        yield SingleProcess()
+        yield World()
         return
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:
         _take_gpu(device)
     store = _join(on_gpu, timeout_minutes)
-    world = Launched(store, timeout_minutes)
+    world = World(store, timeout_minutes)
     try:
         yield world
     except RuntimeError as error:
