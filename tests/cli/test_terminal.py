@@ -149,7 +149,6 @@ def test_the_name_of_a_folder_reaches_no_page_message_or_card_as_it_is(
         (["compare", "deep.toml"], "study deep.toml is nested too deeply"),
         (["train", "demo", "--set", "model.d_model=1000000000"], "d_model"),
         (["train", "demo", "--set", f"data.train.generated={'[' * 5000}"], "data.train.generated"),
-        (["plan", "demo", "--devices", "1000000", "--device-memory", "1GB"], "100,000"),
         (
             [
                 "plan",

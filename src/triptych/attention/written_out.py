@@ -134,7 +134,11 @@ def _product(rows: Tensor, shared: Tensor) -> Tensor:
 
 
 def combined_mask(
-    mask: Tensor | None, causal: bool, query_len: int, key_len: int, device: torch.device
+    mask: Tensor | None,
+    causal: bool,
+    query_len: int | torch.SymInt,  # of a traced graph
+    key_len: int | torch.SymInt,
+    device: torch.device,
 ) -> Tensor | None:
     """The mask with causality; None where every query sees every key."""
     if not causal or query_len == 1:  # a single query is the last position and sees every key

@@ -166,7 +166,7 @@ def _advice(plan: TrainingPlan) -> str:
     return f"{took} {why[0].upper()}{why[1:]}."
 
 
-def _bytes(size: float) -> str:
+def _bytes(size: int | float) -> str:
     """A number of bytes with three digits and a unit."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
