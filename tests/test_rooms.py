@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
     # attention: learned positions are tables; algebra: what a plan counts
-    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "storage", "text"},
+    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "recipes", "storage", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     # what a source is, its model with tokenizers, and what reads texts with it
     "opening": {
@@ -76,8 +76,6 @@ MAY_IMPORT: dict[str, set[str]] = {
             "training",
         ),
     },
-    # a model by the library that is to run it
-    "engines": {"checkpoints", "converting", "decoding", "models", "opening"},
     # one model, its layers, its heads: what all commands are thin over
     "face": {
         *(
@@ -87,7 +85,6 @@ MAY_IMPORT: dict[str, set[str]] = {
             "checkpoints",
             "converting",
             "decoding",
-            "engines",
             "inspection",
         ),
         *("models", "opening", "rewriting", "storage", "text"),

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from triptych import recipes
 from triptych.algebra.rewrites import fold
 from triptych.attending import Attention, AttentionBatch, attend
 from triptych.attending.page import viewer_data
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
 from triptych.extras import require_extra
-from triptych.files import move_files
+from triptych.files import hold_folder, move_files
 from triptych.models import EncoderDecoder, attention_sites
 from triptych.opening import OpenedModel, Reader, open_translator
 from triptych.reports import (
@@ -33,7 +32,7 @@ from triptych.text.generated import example_pairs, generate_pairs
 from triptych.training import Recipe, read_recipe, require_translation, runs
 from triptych.training.folder import holds_run
 from triptych.training.metrics import read_metrics
-from triptych.training.progress import Display
+from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import own_files
 
 _REPORT = "report.html"
@@ -129,8 +128,8 @@ class Interrupted:
 
 
 def demo(
-    folder: Path,
-    display: Display,
+    folder: str | Path,
+    display: Display | None = None,
     overrides: tuple[str, ...] = (),
     num_tested: int = 1000,
     *,
@@ -141,48 +140,50 @@ def demo(
     Args:
         folder: made if need be; a finished demo in it is replaced once the new one is whole, and other files
             stay.
-        display: shows how training goes.
+        display: shows how training goes; lines on standard error if None.
         overrides: changes of the demo's recipe, `section.key=value`.
         num_tested: unseen sentences to try.
         force: the folder may hold other files than a demo's; those with the name of one are replaced.
 
     Raises:
-        UsageError: the folder holds something else than a demo.
+        UsageError: the folder holds something else than a demo, or another process is at work in it.
     """
     require_extra("demo", "num2words", "vl_convert", what="the demo")
-    recipe = require_translation(read_recipe(recipes.find("demo"), overrides), "the demo")
+    folder, display = Path(folder), display or LineDisplay()
+    recipe = require_translation(read_recipe("demo", overrides), "the demo")
     place = _working_place(recipe, folder, force)
     summary = _train(recipe, place, display, force)
     if summary.outcome.signal_number is not None:
         return Interrupted(summary.outcome.signal_number)
-    run = open_translator(place)
-    translator = run.translator()
-    pairs = generate_pairs(num_tested, "test", seed=_TEST_SEED)
-    display.say(f"translating {len(pairs):,} unseen sentences")
-    tried = _try(translator, pairs)
-    exact = sum(sample.is_exact is True for sample in tried) / len(tried)
-    bleu = measure_bleu([sample.hypothesis for sample in tried], [english for _, english in pairs])
-    examples = _try(translator, example_pairs())
-    seen = attend(Reader(run), [sample.source for sample in examples[:_NUM_VIEWED]])
-    display.say(f"folding {_STACKED_SITE} and translating them again")
-    folding = _fold(run, tried)
-    report = folder / _REPORT
-    result = Demonstration(
-        num_tested=len(pairs),
-        exact_match=exact,
-        bleu=bleu,
-        seconds=summary.outcome.counters.seconds,
-        samples=examples,
-        picture=_picture(seen[_PICTURED], examples[_PICTURED].source),
-        folding=folding,
-        report=report,
-    )
-    mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
-    page = _report(result, summary, folder, _points(place), (mistakes, seen))
-    write_report(page, place / _REPORT)
-    if place != folder:
-        _replace(place, folder)
-    return result
+    with hold_folder(place, wait=False):
+        run = open_translator(place)
+        translator = run.translator()
+        pairs = generate_pairs(num_tested, "test", seed=_TEST_SEED)
+        display.say(f"translating {len(pairs):,} unseen sentences")
+        tried = _try(translator, pairs)
+        exact = sum(sample.is_exact is True for sample in tried) / len(tried)
+        bleu = measure_bleu([sample.hypothesis for sample in tried], [english for _, english in pairs])
+        examples = _try(translator, example_pairs())
+        seen = attend(Reader(run), [sample.source for sample in examples[:_NUM_VIEWED]])
+        display.say(f"folding {_STACKED_SITE} and translating them again")
+        folding = _fold(run, tried)
+        report = folder / _REPORT
+        result = Demonstration(
+            num_tested=len(pairs),
+            exact_match=exact,
+            bleu=bleu,
+            seconds=summary.outcome.counters.seconds,
+            samples=examples,
+            picture=_picture(seen[_PICTURED], examples[_PICTURED].source),
+            folding=folding,
+            report=report,
+        )
+        mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
+        page = _report(result, summary, folder, _points(place), (mistakes, seen))
+        write_report(page, place / _REPORT)
+        if place != folder:
+            _replace(place, folder)
+        return result
 
 
 def _train(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.Summary:
@@ -196,7 +197,8 @@ def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
     beside = folder / _NEXT
     if (beside / _REPORT).exists():  # one that was killed while it took the old one's place
         _require_demo(recipe, folder if holds_run(folder) else beside)
-        move_files(beside, folder, last=_REPORT)
+        with hold_folder(beside, wait=False):
+            move_files(beside, folder, last=_REPORT)
     if not holds_run(folder):
         return folder
     _require_demo(recipe, folder)

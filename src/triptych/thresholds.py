@@ -30,18 +30,12 @@ MIN_PRODUCTS_IN_PIECES, MIN_WIDTH_IN_PIECES, MAX_KEYS_CAUSAL_IN_PIECES = 1 << 23
 MIN_KEYS_OF_ALL_HEADS, MIN_HEADS_OF_A_BATCH = 4096, 4
 
 # Decoding.
-# Up to so many queries a head, as in a step, decoding on a CPU is up to 12 % faster with products than with
-# torch's kernel, and at most 1 % slower (docs/log.md, "a step of decoding, again").
-FEW_QUERIES = 16
-# Scores of a head of all texts that a mask or a bias is made for at a time, once a prompt has more.
+# Scores of all heads and texts that are held at a time.
 SCORES_AT_A_TIME = 1 << 22
 # Rows of a product that the layout of packed weights is chosen for; it serves all others as well.
 PACKED_ROWS = 32
 # Packed weights are a copy. They are made of models whose weights take at most this share of the memory.
 SHARE_PACKED = 0.125
-# In bfloat16 the cache of a text makes room for so many tokens at a time, and a step reads it whole: oneDNN
-# takes about 0.5 ms to prepare itself for another length, and copies what is a part of a tensor.
-EVEN_SLOTS = 64
 # Finished sentences are taken out of the batch when they are this share of it: each time, the caches of the
 # others are copied.
 SHARE_DONE = 0.2

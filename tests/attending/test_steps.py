@@ -143,6 +143,18 @@ def test_the_direct_effect_goes_through_the_norms_of_the_stream_under_post_norm(
     assert attention.steps("encoder.1", 0).effect is None
 
 
+def test_one_row_is_computed_without_the_others(tmp_path: Path) -> None:
+    attention = attend(Reader(language_model(tmp_path)), TEXT)
+    call = attention.weights.layers[1].call
+    with torch.no_grad():
+        whole, row = call.steps(), call.steps(5)
+    assert row.products.shape[2] == row.output.shape[1] == 1
+    for name in ("q", "products", "scores", "weights", "z"):
+        one = getattr(whole, name)[:, :, 5:6]
+        torch.testing.assert_close(getattr(row, name), one, rtol=0, atol=1e-6)
+    torch.testing.assert_close(row.output, whole.output[:, 5:6], rtol=0, atol=1e-6)
+
+
 def test_steps_show_what_an_edit_makes_of_them() -> None:
     reader = language_reader()
     before = attend(reader, "the cat sat on the mat").steps(0, 1, query=4)

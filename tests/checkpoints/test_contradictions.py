@@ -88,7 +88,7 @@ def test_a_tensor_of_another_kind_is_named(
 
 def test_a_folder_without_a_configuration_says_what_is_needed(tmp_path: Path) -> None:
     (gpt2(tmp_path) / "config.json").unlink()
-    assert "the tensors alone do not tell the number of heads" in refusal(tmp_path)
+    assert "it has no config.json" in refusal(tmp_path)
 
 
 def test_one_file_beside_its_configuration_is_enough(tmp_path: Path) -> None:

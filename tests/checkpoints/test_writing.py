@@ -375,8 +375,8 @@ def test_heads_are_left_out_or_become_zero_maps(
     def pruned(checkpoint: Checkpoint, layer: AttentionLayer) -> WrittenLayer:
         # Positions and norms with numbers of each head's own are no matter where heads keep their places.
         free = with_semantics(layer.weights, positions="none")
-        done, kept = step.select(free, step.look(Layer(layer.site.name, free)))
-        return write_layer(checkpoint, layer, done.weights, kept=kept)
+        done = step.apply(Layer(layer.site.name, free))
+        return write_layer(checkpoint, layer, done.weights, kept=done.record.kept)
 
     written(folder, tmp_path / "silent", silenced)
     again = written(tmp_path / "silent", tmp_path / "pruned", pruned)

@@ -20,8 +20,8 @@ from command import Answer, Command
 from small_checkpoints import gpt2, gpt2_that_runs
 from triptych.algebra.rewrites import EXACT
 from triptych.cli.main import COMMANDS, application
-from triptych.cli.terminal import Terminal
-from triptych.errors import UsageError
+from triptych.cli.terminal import Terminal, json_text
+from triptych.errors import DataError, UsageError
 from triptych.printable import printable
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
@@ -149,7 +149,6 @@ def test_the_name_of_a_folder_reaches_no_page_message_or_card_as_it_is(
         (["compare", "deep.toml"], "study deep.toml is nested too deeply"),
         (["train", "demo", "--set", "model.d_model=1000000000"], "d_model"),
         (["train", "demo", "--set", f"data.train.generated={'[' * 5000}"], "data.train.generated"),
-        (["plan", "demo", "--devices", "1000000", "--device-memory", "1GB"], "100,000"),
         (
             [
                 "plan",
@@ -273,3 +272,64 @@ def test_all_odd_values_end_in_one_line_or_a_result(
     name: str, folders: dict[str, Path], triptych: Command
 ) -> None:
     assert wrong(name, odd_calls(name), folders, triptych) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "x", f"--be{RED}"], "No such option: --be"),
+        ([RED], "No such command"),
+        (["cost", "--d-model", RED], "a valid integer"),
+        (["inspect"], "Missing argument 'MODEL...'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_line_that_is_not_understood_is_one_line_without_escapes(
+    arguments: list[str], said: str, triptych: Command
+) -> None:
+    answer = triptych(*arguments)
+    assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert answer.err.startswith("triptych: ")
+    assert said in answer.err
+    assert not {"\x1b", "\x9b", "\u202e"} & {*answer.err}
+
+
+def test_a_line_feed_in_a_name_begins_no_line(home: Path, triptych: Command) -> None:
+    (home / "a\nb").mkdir()
+    answer = triptych("inspect", "a\nb")
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert r"a\nb is not a run folder" in answer.err
+
+
+@pytest.mark.parametrize("command", ["generate", "attend"])
+def test_standard_input_has_a_limit(command: str, sound: Path, triptych: Command) -> None:
+    answer = triptych(command, sound / "runs", "-", stdin=b"a" * ((16 << 20) + 1))
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "more than 16,777,216 bytes" in answer.err
+
+
+def test_a_figure_that_is_no_number_is_no_json() -> None:
+    assert json.loads(json_text({"loss": 1.5, "text": "é"})) == {"loss": 1.5, "text": "é"}
+    for figure in (float("nan"), float("inf")):
+        with pytest.raises(DataError, match="JSON cannot hold"):
+            json_text({"loss": [figure]})
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_commands_and_options_are_completed(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+
+    def said(*arguments: str, **more: str) -> str:
+        call = [sys.executable, "-m", "triptych", *arguments]
+        return subprocess.run(call, env={**environment, **more}, capture_output=True, text=True).stdout
+
+    assert "_TRIPTYCH_COMPLETE" in said("--show-completion", shell)
+    for typed, expected in (("triptych gener", "generate"), ("triptych generate --be", "--beam")):
+        found = said(
+            _TRIPTYCH_COMPLETE=f"complete_{shell}",
+            _TYPER_COMPLETE_ARGS=typed,
+            _TYPER_COMPLETE_FISH_ACTION="get-args",
+            COMP_WORDS=typed,
+            COMP_CWORD=str(len(typed.split()) - 1),
+        )
+        assert expected in found

@@ -136,8 +136,8 @@ def test_a_changed_certificate_is_one_line(triptych: Command, place: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "code", "reason"),
     [
-        (["source"], 1, "certificate.json"),
-        (["nothing"], 1, "nothing"),
+        (["source"], 2, "certificate.json"),
+        (["nothing"], 2, "nothing"),
         (["out", "--against", "nothing"], 1, "nothing"),
         (["out", "--against", "source", "--text", "no.txt"], 2, "no.txt: No such file"),
         (["out", "--family", "no.toml"], 2, "no.toml: No such file"),

@@ -11,8 +11,8 @@ import triptych
 from small_checkpoints import gpt2_that_runs
 from triptych.decoding import GenerationOptions
 from triptych.decoding.likelihood import measure_likelihood, token_losses
-from triptych.engines import evaluate_text
 from triptych.errors import DataError, UsageError
+from triptych.face.engines import evaluate_text
 from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
 from triptych.opening import open_language_model
 from triptych.text import Tokenizer, TokenizerSpec, train_tokenizers

@@ -60,5 +60,12 @@ def test_a_wrong_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("triptych.face.checking.open_model", shifted)
     assert model.check().logits > 1e-3
-    with pytest.raises(UsageError, match=r"was changed \(ablate\(1.1\)\): save it"):
-        model.ablate("1.1").check()
+
+
+def test_a_changed_model_is_compared_as_it_would_be_saved(tmp_path: Path) -> None:
+    model = load(gpt2_that_runs(tmp_path / "gpt2"))
+    found = model.ablate("1.1").check()
+    assert found.logits < 1e-4
+    assert "ablate(1.1)" in repr(found)
+    with pytest.raises(UsageError, match=r"cannot be saved"):
+        model.edit("1.1", "scores", torch.relu).check()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoints.test_families import made
-from triptych import Model, load
+from triptych import Model, TriptychError, load
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,3 +34,23 @@ def test_a_layer_without_keys_of_its_own_says_whose_it_uses(tmp_path: Path) -> N
     assert costs[3].cache_bytes_per_token == 0 < costs[1].cache_bytes_per_token
     assert costs[3].parameters < costs[1].parameters
     assert "cannot be run" in model.why_not_run or "Gemma 3n" in model.why_not_run
+
+
+@pytest.mark.parametrize(
+    ("name", "rewritten", "why"),
+    [
+        ("gemma3n", False, "can be read, and not run"),
+        ("deepseek_v3", False, "has no tokenizer"),
+        ("llama", True, "has no tokenizer"),
+        ("vit", True, "can be read, and not run"),
+    ],
+)
+def test_what_a_model_can_is_named_with_why_it_cannot_run(
+    name: str, rewritten: bool, why: str, tmp_path: Path
+) -> None:
+    model, _ = tiny(name, tmp_path)
+    assert model.can == (("read", "rewrite") if rewritten else ("read",))
+    assert why in model.why_not_run
+    assert "\n" not in model.why_not_run
+    with pytest.raises(TriptychError, match=why):
+        model.run("A text.")

@@ -1,5 +1,6 @@
 """Opening a model: what is read of it, from where, and what stands for it without a connection."""
 
+import gc
 import json
 import struct
 import subprocess
@@ -13,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from hub_server import Hub, served, settled
-from small_checkpoints import llama
-from triptych import DataError, load
+from small_checkpoints import gpt2_that_runs, llama
+from triptych import DataError, UsageError, load
 
 D, HEADS, GROUPS, WIDTH, LAYERS = 8192, 64, 8, 128, 41
 
@@ -164,3 +165,34 @@ def test_offline_what_was_fetched_is_read_and_nobody_is_asked(
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("someone/model", "someone/model@main", f"someone/model@{'c' * 40}"):
         assert torch.equal(load(name, offline=offline)[2, 7].W_Q, W_Q)
+
+
+def test_a_model_of_transformers_is_read_in_the_memory_that_it_has(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+    folder = gpt2_that_runs(tmp_path / "gpt2")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = load(theirs, tokenizer=transformers.AutoTokenizer.from_pretrained(folder), device="cpu")
+    text = "What a piece of work is a man!"
+    run = model.run(text)
+    with torch.no_grad():
+        torch.testing.assert_close(run.logits, theirs(torch.tensor([run.ids])).logits[0], rtol=0, atol=1e-5)
+    held = {parameter.data_ptr() for parameter in theirs.parameters()}
+    shared = [parameter for parameter in model.opened.model.parameters() if parameter.data_ptr() in held]
+    assert {parameter.numel() for parameter in shared} >= {theirs.transformer.wte.weight.numel()}
+    written = model._opened.files.settings_folder
+    assert not [*written.glob("*.safetensors")]  # nothing was written for it
+    assert torch.equal(model[1, 2].W_Q, load(folder)[1, 2].W_Q)
+    changed = model.ablate("1.2")
+    again = load(changed.save(tmp_path / "changed"), device="cpu")
+    torch.testing.assert_close(again.run(text).logits, changed.run(text).logits, rtol=0, atol=1e-5)
+    del model, changed, run, shared
+    gc.collect()
+    assert not written.exists()
+
+
+def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^a dict is no model: give a folder, a name on the Hub"):
+        load({})
+    with pytest.raises(UsageError, match=r"nowhere: there is no such file or folder") as refused:
+        load(tmp_path / "nowhere")
+    assert "\n" not in str(refused.value)

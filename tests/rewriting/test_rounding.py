@@ -11,7 +11,7 @@ from checkpoints.tiny_models import TINY
 from triptych.algebra.rewrites import EXACT, GaugeFix, PruneHeads, SortHeads
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
-from triptych.opening import open_text_model
+from triptych.opening import NotFiniteError, open_text_model
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
@@ -217,13 +217,23 @@ def test_numbers_of_a_layer_are_changed_where_one_of_them_is(tmp_path: Path) -> 
 
 def test_outputs_that_are_no_numbers_are_infinitely_far(tmp_path: Path) -> None:
     source = tiny("gpt2", tmp_path / "source")
+    one, other = open_text_model(source), open_text_model(source)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            if parameter.ndim == 1:
+                parameter[0] = torch.nan
+    assert compared(one, other, one.random_windows(1)).worst_logit == torch.inf
+
+
+def test_a_rewritten_model_with_nan_is_refused_by_its_tensor(tmp_path: Path) -> None:
+    source = tiny("gpt2", tmp_path / "source")
     rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, compare=False)
     path = tmp_path / "out" / "model.safetensors"
     tensors = load_file(path)
     tensors["transformer.ln_f.bias"][0] = torch.nan
     save_file(tensors, path, {"format": "pt"})
-    one, other = open_text_model(source), open_text_model(tmp_path / "out")
-    assert compared(one, other, one.random_windows(1)).worst_logit == torch.inf
+    with pytest.raises(NotFiniteError, match=r"tensor transformer\.ln_f\.bias has 1 of 24 numbers"):
+        open_text_model(tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

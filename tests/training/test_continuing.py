@@ -17,8 +17,8 @@ from checkpoints.tiny_models import TINY
 from interrupting import SignalAt, assert_same_run
 from small_checkpoints import gpt2_that_runs
 from triptych.checkpoints.models import load_language_model
-from triptych.engines import evaluate_text
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.face.engines import evaluate_text
 from triptych.opening import open_language_model
 from triptych.training import ContinuedRecipe, read_recipe, resolve, runs
 from triptych.training.metrics import read_metrics

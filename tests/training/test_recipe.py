@@ -238,3 +238,16 @@ def test_a_value_of_the_wrong_kind_is_a_usage_error(override: str) -> None:
     data = {"generated": 10, "generated_part": "train"}
     with pytest.raises(UsageError, match=r"model|name"):
         resolve({"data": {"train": data, "valid": data}}, [override])
+
+
+def test_a_recipe_is_found_by_its_name_too_and_a_file_of_that_name_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_recipe("demo").name == "triptych-demo"
+    (tmp_path / "demo").mkdir()  # as a run that was made of it
+    assert read_recipe("demo").name == "triptych-demo"
+    generated = 'generated = 5\ngenerated_part = "{0}"\n'
+    parts = "".join(f"[data.{part}]\n{generated.format(part)}" for part in ("train", "valid"))
+    (tmp_path / "multi30k").write_text(f'name = "mine"\n{parts}')
+    assert read_recipe("multi30k").name == "mine"

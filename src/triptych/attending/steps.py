@@ -16,7 +16,7 @@ from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.sites import AnyModel, attention_sites
 from triptych.opening import LayerCall, Reader, TextIds
-from triptych.printable import printable
+from triptych.printable import printable, table_html
 from triptych.reports import Report, Table, write_report
 
 _MOST_CHARACTERS = 20
@@ -57,7 +57,9 @@ class LabelledTensor(Tensor):
         return f"LabelledTensor {list(self.shape)} of {len(self.tokens)} tokens; {what}: {shown}"
 
     def _repr_html_(self) -> str:
-        return _html(f"{list(self.shape)}", [(_shown(token), f"{size:.4g}") for token, size in self.top(12)])
+        return table_html(
+            f"{list(self.shape)}", [(_shown(token), f"{size:.4g}") for token, size in self.top(12)]
+        )
 
 
 @final
@@ -111,7 +113,7 @@ class HeadSteps:
         k: every key, likewise, `[keys, d_k]`.
         v: every value, `[keys, d_v]`.
         content: the dot products before positions turn queries and keys, `[keys]`; None where nothing turns.
-        products: `q kᵀ`, `[keys]`.
+        products: `q kᵀ`, `[keys]`; of other scores, what these make of the query and each key.
         scaled: times the scale, `[keys]`.
         biased: with what positions add, `[keys]`; None where they add nothing.
         scores: after the soft cap: what the softmax takes, `[keys]`.
@@ -150,15 +152,17 @@ class HeadSteps:
             self._compute(call, head)
 
     def _compute(self, call: LayerCall, head: int) -> None:
-        row, steps, weights = self.query, call.steps(), call.layer.weights()
+        steps, weights = call.steps(self.query), call.layer.weights()
+        row = self.query if steps.q.shape[2] > 1 else 0  # a tap needs all queries
         semantics = self._semantics = weights.semantics
         self.q = steps.q[0, head, row]
         self.k, self.v = self._labelled(steps.k[0, head]), self._labelled(steps.v[0, head])
         of_row = (0, head, row)
         self.content = None
-        if semantics.rotary is not None or semantics.temperature is not None:
+        turned = semantics.rotary is not None or semantics.temperature is not None
+        if turned and semantics.scores is None:
             q, k, _ = channels(weights, call.x, call.memory)
-            self.content = self._labelled(of_heads(k, weights.num_heads)[0, head] @ q[of_row])
+            self.content = self._labelled(of_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
         self.products = self._labelled(steps.products[of_row])
         self.scaled = self._labelled(steps.scaled[of_row])
         self.biased = None if semantics.bias is None else self._labelled(steps.biased[of_row])
@@ -232,8 +236,11 @@ class HeadSteps:
         columns: list[tuple[str, Tensor]] = []
         if self.content is not None:
             columns.append(("q·k", self.content))
-        columns.append(("q·k" if self.content is None else "with positions", self.products))
-        columns.append((f"× {self._semantics.scale:.4g}", self.scaled))
+        if self._semantics.scores is None:
+            columns.append(("q·k" if self.content is None else "with positions", self.products))
+            columns.append((f"× {self._semantics.scale:.4g}", self.scaled))
+        else:
+            columns.append(("score", self.products))
         if self.biased is not None:
             columns.append(("with bias", self.biased))
         if self._semantics.soft_cap is not None:
@@ -244,7 +251,7 @@ class HeadSteps:
         if most is not None and len(seen) > most:
             kept = sorted(sorted(seen, key=lambda i: -float(self.weights[i]))[:most])
         rows = tuple(
-            (str(i), _shown(self.keys[i]), *(f"{float(values[i]):.3f}" for _, values in columns))
+            (str(i), _shown(self.keys[i]), *(f"{float(values[i]):z.3f}" for _, values in columns))
             for i in kept
         )
         hidden = len(self.keys) - len(seen)
@@ -254,7 +261,7 @@ class HeadSteps:
         caption += f"; the {len(kept)} with the largest weights are shown." if len(kept) < len(seen) else "."
         names = ("", "key", *(name for name, _ in columns))
         return Table(
-            f"Head {self.place} at token {self.query}, {_shown(self.token)}",
+            f'Head {self.place} at token {self.query}, "{_shown(self.token)}"',
             names,
             rows,
             caption,
@@ -268,7 +275,7 @@ class HeadSteps:
 
     def facts(self) -> list[tuple[str, str]]:
         """The steps that are no numbers of keys: name and value."""
-        found = [("query", f"token {self.query}, {_shown(self.token)}: q has length {_length(self.q)}")]
+        found = [("query", f'token {self.query}, "{_shown(self.token)}": q has length {_length(self.q)}')]
         if self.sink is not None:
             found.append(("weight on the sink", f"{self.sink:.3f}"))
         if self.gate is not None:
@@ -339,7 +346,7 @@ class HeadSteps:
         parts = [name for name in ("content", "biased", "sink", "gate") if getattr(self, name) is not None]
         return "\n".join(
             (
-                f"Steps of head {self.place} of {self.model} at token {self.query}, {_shown(self.token)}",
+                f'Steps of head {self.place} of {self.model} at token {self.query}, "{_shown(self.token)}"',
                 f"  q [{d_k}]  k [{keys}, {d_k}]  v [{keys}, {d_v}]",
                 f"  products, scaled, scores, weights [{keys}]",
                 f"  {int(self.visible.sum())} of {keys} keys are seen; largest weights: {largest}",
@@ -356,7 +363,7 @@ class HeadSteps:
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows
         )
         own = f"<table><caption>{escape(table.title)}</caption><tr>{head}</tr>{rows}</table>"
-        return own + _html("What the head makes of it", self.facts())
+        return own + table_html("What the head makes of it", self.facts())
 
 
 def _added(frame: Residual, part: Tensor, total: Tensor) -> Tensor:
@@ -391,8 +398,3 @@ def _length(vector: Tensor) -> str:
 def _shown(token: str) -> str:
     token = printable(token)
     return token if len(token) <= _MOST_CHARACTERS else f"{token[: _MOST_CHARACTERS - 1]}…"
-
-
-def _html(title: str, rows: list[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th scope='row'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
-    return f"<table><caption>{escape(title)}</caption>{body}</table>"

@@ -274,7 +274,7 @@ def _losses_from(
     if site.stack == "encoder":
         memory = repeated(run.residuals["encoder"][first])
         for block in model.encoder[first:]:
-            memory = block(memory, mask).x
+            memory = block(memory, mask)
         memory, first = model.encoder_norm(memory), 0
         x = repeated(run.residuals["decoder"][0])
     for block in model.decoder[first:]:

@@ -37,18 +37,16 @@ class AttentionCache(ABC):
 class LayerCache(AttentionCache):
     """Entries that grow token by token.
 
-    Room is doubled when it runs out, so that appending a token costs O(1) copies of it.
-
-    Attributes:
-        columns: see `__init__`; likewise `even`.
+    Room is doubled when it runs out, so that appending a token costs O(1) copies of it. With `even`, room is
+    made for so many tokens at a time and all of it is read: the caller hides what holds no token.
     """
 
-    def __init__(self, room: int = 0, *, columns: bool = False, even: int | None = None) -> None:
-        """Start empty."""
+    def __init__(self, room: int = 0, *, even: int | None = None, skipped: int = 0) -> None:
+        """Start empty, or after as many empty slots as are `skipped`."""
         self._stores: tuple[Tensor, ...] = ()
-        self._length = 0
+        self._length = skipped
         self._room = room
-        self.columns, self.even = columns, even
+        self.even = even
 
     @property
     def length(self) -> int:
@@ -57,54 +55,34 @@ class LayerCache(AttentionCache):
     @property
     def entries(self) -> tuple[Tensor, ...]:
         length = self._length
-        if not self._stores or self._stores[0].shape[2] == length:
+        if self.even or not self._stores or self._stores[0].shape[2] == length:
             return self._stores
         return tuple([store.narrow(2, 0, length) for store in self._stores])
-
-    @property
-    def whole(self) -> tuple[Tensor, ...]:
-        """The entries, and after them zeros in the room that is left."""
-        return self._stores
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         start, added = self._length, entries[0].shape[2]
         self._length = start + added
-        if not self._stores:
-            room = self._room_for(added) if self.even else max(self._room, added)
-            if room == added and not self.columns:
-                self._stores = entries
-            else:
-                self._stores = tuple(self._held(entry, added, room) for entry in entries)
+        if self.even:
+            room = -(-self._length // self.even) * self.even
+            if not self._stores:
+                self._stores = tuple(_with_room(entry[:, :, :0], 0, room) for entry in entries)
+            elif room > self._stores[0].shape[2]:
+                self._stores = tuple(_with_room(store, start, room) for store in self._stores)
+        elif not self._stores:
+            self._stores = tuple(_with_room(entry, added, max(self._room, added)) for entry in entries)
             return entries
-        if start + added > self._stores[0].shape[2]:
-            enough = start + added
-            room = self._room_for(enough) if self.even else max(2 * start, enough, 16)
-            self._stores = tuple(self._held(store, start, room) for store in self._stores)
+        elif start + added > self._stores[0].shape[2]:
+            room = max(2 * start, start + added, 16)
+            self._stores = tuple(_with_room(store, start, room) for store in self._stores)
         for store, entry in zip(self._stores, entries, strict=True):
             store.narrow(2, start, added).copy_(entry)
         return self.entries
 
     def select(self, rows: Tensor) -> None:
         self._stores = tuple(
-            self._held(held.index_select(0, rows), self._length, store.shape[2])
+            _with_room(held.index_select(0, rows), held.shape[2], store.shape[2])
             for held, store in zip(self.entries, self._stores, strict=True)
         )
-
-    def _room_for(self, tokens: int) -> int:
-        assert self.even is not None
-        return -(-tokens // self.even) * self.even
-
-    # A traced number of tokens is a symbol, which is no int.
-    def _held(self, entry: Tensor, length: Any, room: Any) -> Tensor:
-        """The first `length` tokens of an entry, in a tensor with room for more."""
-        if length == room == entry.shape[2] and not self.columns:
-            return entry
-        batch, heads, _, width = entry.shape
-        shape = (width, room) if self.columns else (room, width)
-        grown = entry.new_zeros(batch, heads, *shape)
-        grown = grown.mT if self.columns else grown
-        grown[:, :, :length] = entry[:, :, :length]
-        return grown
 
 
 @final
@@ -128,3 +106,14 @@ class DecoderCache:
         if sentences is not None:
             for cache in self.memory:
                 cache.select(sentences)
+
+
+# A traced number of tokens is a symbol, which is no int.
+def _with_room(entry: Tensor, length: Any, room: Any) -> Tensor:
+    """The first `length` tokens of an entry, in a tensor with room for more."""
+    if length == room == entry.shape[2]:
+        return entry
+    batch, heads, _, width = entry.shape
+    grown = entry.new_zeros(batch, heads, room, width)
+    grown[:, :, :length] = entry[:, :, :length]
+    return grown

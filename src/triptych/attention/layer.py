@@ -286,10 +286,12 @@ class MultiHeadAttention(nn.Module):
         causal: bool | None = None,
         cache: AttentionCache | None = None,
         positions: PositionIds | None = None,
+        row: int | None = None,
     ) -> LayerSteps:
         """The call written out, with every value on the way; arguments and errors as in `forward`.
 
-        The tap of the layer, if it has one, changes each value before the next is computed.
+        The tap of the layer, if it has one, changes each value before the next is computed. Without one,
+        `row` leaves out all queries but that one, before their products are computed.
         """
         self._check_inputs(x, memory, None)
         semantics, tap = self.semantics, self.tap or _untouched
@@ -301,6 +303,12 @@ class MultiHeadAttention(nn.Module):
         q = tap("q", q, first)
         k, v = tap("k", of_heads(k, self.num_heads), first), tap("v", of_heads(v, self.num_heads), first)
         queries, keys = _positions_of(places, q, k)
+        order = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
+        if row is not None and self.tap is None:
+            own = slice(row, row + 1)
+            q, x, queries = q[:, :, own], x[:, own], queries[..., own]
+            order = None if order is None else order[..., own, :]
+            mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
         products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)
         scaled = products if semantics.scores is not None else products * semantics.scale
         bias = semantics.bias
@@ -308,11 +316,7 @@ class MultiHeadAttention(nn.Module):
         cap = semantics.soft_cap
         scores = tap("scores", biased if cap is None else cap * torch.tanh(biased / cap), first)
         seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        for part in (
-            semantics.visible(queries, keys),
-            mask,
-            causal_mask(q.shape[2], k.shape[2], q.device) if causal else None,
-        ):
+        for part in (semantics.visible(queries, keys), mask, order):
             seen = seen if part is None else seen & part
         weights = tap("weights", weights_of(scores, seen, semantics.sinks, False), first)
         mixed = F.dropout(weights, self.dropout, self.training) @ v

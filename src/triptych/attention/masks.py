@@ -15,7 +15,7 @@ def padding_mask(ids: Int[Tensor, "batch key_len"], pad_id: int) -> Bool[Tensor,
 
 
 def causal_mask(
-    query_len: int, key_len: int, device: torch.device | None = None
+    query_len: int | torch.SymInt, key_len: int | torch.SymInt, device: torch.device | None = None
 ) -> Bool[Tensor, "query_len key_len"]:
     """True where a query may look: at its own position and before it.
 

@@ -28,9 +28,12 @@ def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
 
 def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, semantics: Semantics) -> Tensor:
     """What the softmax takes, before any mask."""
-    scores, soft_cap = _compared(q, k, semantics), semantics.soft_cap
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+    return finished_scores(_compared(q, k, semantics), bias, semantics.soft_cap)
+
+
+def finished_scores(products: Tensor, bias: Tensor | None, soft_cap: float | None) -> Tensor:
+    """The scores, before any mask, that products of queries and keys give."""
+    scores = products if bias is None else products + bias.to(products.dtype)
     return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
 
 
@@ -131,7 +134,11 @@ def _product(rows: Tensor, shared: Tensor) -> Tensor:
 
 
 def combined_mask(
-    mask: Tensor | None, causal: bool, query_len: int, key_len: int, device: torch.device
+    mask: Tensor | None,
+    causal: bool,
+    query_len: int | torch.SymInt,  # of a traced graph
+    key_len: int | torch.SymInt,
+    device: torch.device,
 ) -> Tensor | None:
     """The mask with causality; None where every query sees every key."""
     if not causal or query_len == 1:  # a single query is the last position and sees every key

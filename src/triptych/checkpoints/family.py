@@ -97,12 +97,13 @@ def families() -> tuple[Family, ...]:
     return tuple(_read_all())
 
 
-def read_family(path: Path) -> Family:
+def read_family(path: str | Path) -> Family:
     """A family file of a user's own.
 
     Raises:
         UsageError: it is not there, no TOML, or says something that a family does not have.
     """
+    path = Path(path)
     record = read_toml(path, "family")
     try:
         family = Family.model_validate(_expanded(record, path.stem))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import triptych
-from triptych import recipes
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.errors import UsageError
@@ -60,7 +59,7 @@ def plan(
     }
     memory = int(read_quantity(device_memory, "--device-memory"))
     cluster = Cluster(device_memory=memory, **devices, **given)
-    planned = triptych.plan(read_recipe(recipes.find(recipe), overrides), cluster)
+    planned = triptych.plan(read_recipe(recipe, overrides), cluster)
     if as_json:
         print_json(planned.figures())
         return
@@ -167,7 +166,7 @@ def _advice(plan: TrainingPlan) -> str:
     return f"{took} {why[0].upper()}{why[1:]}."
 
 
-def _bytes(size: float) -> str:
+def _bytes(size: int | float) -> str:
     """A number of bytes with three digits and a unit."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:

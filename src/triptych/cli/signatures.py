@@ -93,6 +93,9 @@ def _taken(
 ) -> Iterator[Parameter]:
     """Parameters of another function; what the verb itself says of one counts more."""
     owner, _, rest = ast.unparse(function).partition(".")
+    if owner == "triptych":
+        owner, rest = rest, ""
+        module = vars(triptych)["_MODULE_OF"][owner]
     where, original = _origin(module, owner)
     of = read_function(where, f"{original}.{rest}" if rest else original)
     by_name = {parameter.name: parameter for parameter in of.parameters}

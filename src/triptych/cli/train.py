@@ -59,7 +59,7 @@ def train(
     else:
         if Path(recipe).is_dir() and recipe not in recipes.names():
             raise UsageError(f"{recipe} is a folder: add --resume to continue the run in it")
-        resolved = read_recipe(recipes.find(recipe), overrides, checkpoint)
+        resolved = read_recipe(recipe, overrides, checkpoint)
         folder = out or Path("runs") / resolved.name
         summary = triptych.train(resolved, folder, display, force=force)
     outcome = summary.outcome

@@ -55,11 +55,13 @@ class Written:
         settings: of its `config.json`.
         tensors: by its names.
         plain: whether nothing had to be multiplied out.
+        done: what else was done to make the model fit, in words.
     """
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     plain: bool = True
+    done: tuple[str, ...] = ()
 
 
 def _maps(at: str, maps: _Names, bias_from: int | None = 0) -> _Names:
@@ -148,7 +150,9 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     tensors = new_tensors(model, layers, settings, _shapes(stored, config.d_model), given)
     if "lm_head.weight" in tensors:  # it may be the decoder's table, which Pegasus cannot say
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    done: tuple[str, ...] = ()
     if config.positions.scheme == "sinusoidal" and config.positions.sinusoidal_layout == "interleaved":
+        done = ("channels of the whole model reordered: sines before cosines",)
         # There all sines come before the cosines, so that the stream has its channels in that order.
         order = torch.cat([torch.arange(start, config.d_model, 2) for start in (0, 1)])
         for name, shape in stored.items():
@@ -157,7 +161,7 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
                     tensors[name] = tensors[name].index_select(dim, order)
     if kind == "pegasus" and not shared:
         tensors["model.shared.weight"] = tensors["model.encoder.embed_tokens.weight"].clone()
-    return Written(settings, tensors)
+    return Written(settings, tensors, done=done)
 
 
 def _translator_names(

@@ -61,7 +61,7 @@ def write_translator(run: OpenedModel, folder: Path) -> Written:
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
     checks += _with_transformers(_check_logits, _check_ids, run, folder)
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
-    return Written(architecture, parameters, plain.done, tuple(checks))
+    return Written(architecture, parameters, (*plain.done, *made.done), tuple(checks))
 
 
 def write_language_model(opened: OpenedModel, folder: Path) -> Written:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.attention import AttentionCache, DecoderCache, LayerCache, PositionIds
-from triptych.decoding.fused import FusedAttention, call_directly, fused
-from triptych.decoding.maps import Maps, Precision, unsupported_precision
+from triptych.decoding.fused import HIDDEN, FusedAttention, call_directly, even_length, fused
+from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import Block, NewTokens
 
@@ -85,7 +85,8 @@ class Engine(DecodingEngine):
         if reason := unsupported_precision(precision, self.device):
             raise ValueError(reason)
         self.precision, self.pad_id, self.max_target_tokens = precision, model.pad_id, model.max_target_tokens
-        maps = Maps.of(precision, table.dtype)
+        # A traced model keeps maps that every runtime knows.
+        maps = Maps.of(precision, table.dtype, packed=direct and has_room_for_another(model))
         self.dtype = maps.dtype
         self.model = cast(EncoderDecoder, fused(model, maps))
         self._fill_up(model, maps, never)
@@ -125,14 +126,15 @@ class Engine(DecodingEngine):
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False) -> "BeamCache":
         """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
-        real = src != self.pad_id
+        missing = even_length(src.shape[1]) - src.shape[1]
+        real = F.pad(src != self.pad_id, (0, missing))
         mask = None
         if not bool(real.all()):
-            mask = torch.zeros(len(src), 1, 1, src.shape[1], dtype=self.dtype, device=self.device)
-            mask.masked_fill_(~real[:, None, None, :], -math.inf)
+            mask = torch.zeros(len(src), 1, 1, real.shape[1], dtype=self.dtype, device=self.device)
+            mask.masked_fill_(~real[:, None, None, :], HIDDEN)
         cache = (FixedBeamCache if fixed else GrowingBeamCache)(self, len(src), beam_size, mask)
         for own, entries in zip(cache.layers.memory, self.read(self.model.encode(src)), strict=True):
-            own.append(entries)
+            own.append((F.pad(entries[0], (0, 0, 0, missing)), F.pad(entries[1], (0, 0, 0, missing))))
         return cache
 
     def read(
@@ -237,7 +239,7 @@ class GrowingBeamCache(BeamCache):
         self._ids = torch.arange(self._room, device=engine.device)
 
     def _new_layer(self) -> LayerCache:
-        return LayerCache(self._room * self.beam_size, columns=True)
+        return LayerCache(self._room * self.beam_size)
 
     def next_tokens(self) -> NewTokens:
         if self.length == self._room:

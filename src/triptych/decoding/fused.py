@@ -28,10 +28,8 @@ from triptych.attention import (
     MultiHeadAttention,
     Places,
     PositionIds,
-    attention,
-    causal_mask,
 )
-from triptych.attention.written_out import piece_of
+from triptych.attention.written_out import finished_scores, piece_of, weights_of
 from triptych.decoding.mapped import MappedFiles
 from triptych.decoding.maps import Maps, constant
 from triptych.models.blocks import OffsetNorm
@@ -39,6 +37,14 @@ from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# On CPUs, sizes of products of which the bits of a row do not depend: up to `EVEN_KEYS` keys a multiple of
+# `EVEN_ROWS`, beyond them so many at a time; of rows that differ in number, a multiple of `EVEN_ROWS`.
+EVEN_KEYS, EVEN_ROWS = 64, 16
+# What is added to the scores of keys that a query may not see. A query that sees none still has a softmax.
+HIDDEN = -1e30
+# With fewer multiplications, torch takes a product in a way of its own.
+_SMALL_PRODUCT = 400
 
 
 @final
@@ -102,35 +108,60 @@ class FusedAttention(nn.Module):
             heads = self.inward(x).view(batch, -1, 1, self.width)
         else:
             heads = self.inward(x).view(batch, length, -1, self.width).transpose(1, 2)
-        bias = None
         if self.is_cross:
             assert cache is not None
-            k, v = cache.entries
+            places, (k, v) = Places(0), cache.entries
         else:
             heads, k, v, places = self._of_one_sequence(heads, cache, positions)
-            # Asked first: the lengths of a traced model are symbols.
-            is_step = torch.compiler.is_compiling() or length == 1
-            if not is_step and batch * length * k.shape[2] > thresholds.SCORES_AT_A_TIME:
-                return self._output(self._in_blocks(heads, k, v, places, mask, causal), x)
-            if self.positional:
-                mask, bias = self._compared(mask, heads, k, places)
-        if self.scale != 1.0:
-            heads = heads * self.scale
-        if self.capped:
-            mixed = self._written_out(heads, k, v, mask, bias, causal)
-        else:
-            if causal or bias is not None or (mask is not None and mask.dtype == torch.bool):
-                mask = self._added(mask, bias, length, k, causal)
-            # The query heads of a group lie below each other, as rows of one product.
-            rows = heads.reshape(batch * self.groups, -1, self.width)
-            few = torch.compiler.is_compiling() or (rows.is_cpu and rows.shape[1] <= thresholds.FEW_QUERIES)
-            if not few:
-                mixed = self._by_kernel(rows, k, v, mask)
-            elif isinstance(cache, LayerCache) and cache.even and not (self.same and self.rotary):
-                mixed = self._by_even_products(rows, cache, mask)
-            else:
-                mixed = self._by_products(rows, k, v, mask)
+        is_even = isinstance(cache, LayerCache) and bool(cache.even)
+        # In an even cache empty slots follow the tokens.
+        first = (cache.length if cache is not None and is_even else k.shape[2]) - length
+        # Asked first: the lengths of a traced model are symbols.
+        if torch.compiler.is_compiling():
+            return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even=False), x)
+        is_even = is_even or self.is_cross or cache is None
+        causal = causal and length > 1
+        at_a_time = thresholds.SCORES_AT_A_TIME // (batch * self.num_heads * k.shape[2])
+        at_a_time = max(EVEN_ROWS, at_a_time // EVEN_ROWS * EVEN_ROWS)
+        if length <= at_a_time:
+            return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even), x)
+        mixed, key_len = torch.empty_like(heads), k.shape[2]
+        for start in range(0, length, at_a_time):
+            rows = slice(start, min(start + at_a_time, length))
+            seen = slice(0, min(even_length(first + rows.stop), key_len) if causal else key_len)
+            own = None if mask is None else piece_of(mask, (slice(None), slice(None), rows, seen))
+            part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], places.of_piece(rows, seen)
+            found = self._mixed(*part, first + start, own, causal, is_even)
+            mixed[:, :, rows] = found.reshape(batch, self.num_heads, -1, self.width)
         return self._output(mixed, x)
+
+    def _mixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        places: Places,
+        first: Any,
+        mask: Tensor | None,
+        causal: bool,
+        is_even: bool,
+    ) -> Tensor:
+        """The heads' outputs, in whichever shape; the queries stand at the keys from `first` on."""
+        bias = None
+        if self.positional:
+            mask, bias = self._compared(mask, q, k, places, first)
+        if causal:
+            keys = torch.arange(k.shape[2], device=k.device)
+            mask = _both(mask, keys <= keys[first : first + q.shape[2], None], k)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = numbers_of(mask, k)
+        if self.scale != 1.0:
+            q = q * self.scale
+        rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
+        if k.is_cpu or self.capped:
+            return self._by_products(rows, q.shape[2], k, v, mask, bias, is_even)
+        added = mask if bias is None else bias if mask is None else mask + bias
+        return self._by_kernel(rows, k, v, added)
 
     def _output(self, mixed: Tensor, x: Tensor) -> LayerOutput:
         """Of the layer, from the heads' outputs, in whichever shape."""
@@ -141,30 +172,6 @@ class FusedAttention(nn.Module):
             return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None)
         joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
         return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None)
-
-    def _in_blocks(
-        self, heads: Tensor, k: Tensor, v: Tensor, places: Places, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        """The heads' outputs, some queries at a time: what is added to all scores of a long text is large."""
-        batch, _, length, _ = heads.shape
-        key_len, mixed = k.shape[2], torch.empty_like(heads)
-        step = max(1, thresholds.SCORES_AT_A_TIME // (batch * key_len))
-        for start in range(0, length, step):
-            rows = slice(start, min(start + step, length))
-            seen = slice(0, key_len - length + rows.stop if causal else key_len)
-            q, own_k, own_v = heads[:, :, rows], k[:, :, seen], v[:, :, seen]
-            own, bias = None if mask is None else piece_of(mask, (slice(None), slice(None), rows, seen)), None
-            if self.positional:
-                own, bias = self._compared(own, q, own_k, places.of_piece(rows, seen))
-            if self.scale != 1.0:
-                q = q * self.scale
-            if self.capped:
-                piece = self._written_out(q, own_k, own_v, own, bias, causal)
-            else:
-                own = self._added(own, bias, q.shape[2], own_k, causal)
-                piece = self._by_kernel(q.reshape(batch * self.groups, -1, self.width), own_k, own_v, own)
-            mixed[:, :, rows] = piece.reshape(q.shape)
-        return mixed
 
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
@@ -215,85 +222,66 @@ class FusedAttention(nn.Module):
         return F.pad(norm(heads[..., : self.d_k]), (0, self.width - self.d_k))
 
     def _compared(
-        self, mask: Tensor | None, q: Tensor, k: Tensor, places: Places
+        self, mask: Tensor | None, q: Tensor, k: Tensor, places: Places, first: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """The mask with what windows hide, and what is added to scores because of positions."""
-        length, key_len = q.shape[2], k.shape[2]
         keys = places.of_keys(k)
-        queries = keys[key_len - length :] if places.given is None else places.given.ids
+        queries = keys[first : first + q.shape[2]] if places.given is None else places.given.ids
         if self.semantics.is_local:
             near = self.semantics.visible(queries, keys)
             assert near is not None
-            if mask is None or mask.dtype == torch.bool:
-                mask = near if mask is None else mask & near
-            else:
-                mask = mask + numbers_of(near, k)
+            mask = _both(mask, near, k)
         bias = None if self.bias is None else self.bias(q[..., : self.d_k], k[..., : self.d_k], queries, keys)
         return mask, bias
 
-    def _added(
-        self, mask: Tensor | None, bias: Tensor | None, length: Any, k: Tensor, causal: bool
-    ) -> Tensor | None:
-        """All that is added to the scores, broadcasting to `[batch, num_heads, query_len, key_len]`.
-
-        The length is an int, or a symbol of one in a traced model.
-        """
-        key_len = k.shape[2]
-        if causal and length > 1:
-            triangle = causal_mask(length, key_len, k.device)
-            if mask is None or mask.dtype == torch.bool:
-                mask = triangle if mask is None else mask & triangle
-            else:
-                mask = mask + numbers_of(triangle, k)
-        if mask is not None and mask.dtype == torch.bool:
-            if length > 1:  # what sees nothing, as padding on the left, sees everything: it is not read
-                mask = mask | ~mask.any(dim=-1, keepdim=True)
-            mask = numbers_of(mask, k)
-        added = mask if bias is None else bias if mask is None else mask + bias
-        return added if added is None or added.dim() == 4 else added[(None,) * (4 - added.dim())]
-
-    def _written_out(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool
+    def _by_products(
+        self,
+        rows: Tensor,
+        length: Any,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        is_even: bool,
     ) -> Tensor:
-        """With soft caps or sinks, which no kernel has."""
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask > -math.inf
-        cap, sinks = self.semantics.soft_cap, self.semantics.sinks
-        return attention(
-            q, k, v, mask=mask, bias=bias, causal=causal, scale=1.0, soft_cap=cap, sinks=sinks
-        ).output
+        """Written out. The query heads of a group lie below each other, as rows of one product.
 
-    def _by_products(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        batch = k.shape[0]
-        k, v = k.reshape(rows.shape[0], -1, self.width), v.reshape(rows.shape[0], -1, self.width)
-        if k.dtype == torch.bfloat16 and k.stride(2) == 1:
-            k = k.contiguous()  # a product would copy a part of a cache itself, at a third of the speed
-        scores = torch.bmm(rows, k.mT)
-        if mask is not None:
-            scores.view(batch, self.num_heads, -1, k.shape[1]).add_(mask)
-        weights = scores.softmax(dim=-1)
-        if v.stride(2) == 1 or v.dtype == torch.bfloat16:
-            return torch.bmm(weights, v)
-        return torch.bmm(v.mT, weights.mT).mT  # of columns, twice as fast
-
-    def _by_even_products(self, rows: Tensor, cache: LayerCache, mask: Tensor | None) -> Tensor:
-        """`_by_products` over all slots of a cache, the empty ones hidden.
-
-        oneDNN writes a program for every shape, which for every length would take longer than the product.
+        If `is_even`, products have shapes with which a text has the same bits whatever else is in its batch.
         """
-        k, v = cache.whole[:1] * 2 if self.same else cache.whole[:2]
-        missing = k.shape[2] - cache.length
-        if missing and mask is not None:
-            mask = F.pad(mask, (0, missing), value=-math.inf)
-        elif missing:
-            mask = rows.new_zeros(k.shape[2])
-            mask[cache.length :] = -math.inf
-        return self._by_products(rows, k, v, mask)
+        batch, groups, count, missing = k.shape[0], rows.shape[0], rows.shape[1], 0
+        if is_even:
+            missing = even_length(k.shape[2]) - k.shape[2]
+            if missing:
+                k, v = (F.pad(t, (0, 0, 0, missing)) for t in (k, v))
+                if mask is None:
+                    mask = rows.new_zeros(k.shape[2] - missing)
+                mask = F.pad(mask, (0, missing), value=HIDDEN)
+                bias = None if bias is None else F.pad(bias, (0, missing))
+            more = -count % EVEN_ROWS if length > 1 and not self.is_cross else 0
+            missing = max(more, -(-_SMALL_PRODUCT // (EVEN_ROWS * self.width)) - count)
+            rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
+        k, v = k.reshape(groups, -1, self.width), v.reshape(groups, -1, self.width)
+        if k.dtype == torch.bfloat16:
+            k, v = k.contiguous(), v.contiguous()  # a product would copy a part of a cache itself, slowly
+        scores, key_len = torch.bmm(rows, k.mT), k.shape[1]
+        scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
+        scores = finished_scores(scores, bias, self.semantics.soft_cap)
+        weights = weights_of(scores if mask is None else scores + mask, None, self.semantics.sinks, False)
+        weights = weights.reshape(groups, count, key_len)
+        if missing > 0:
+            weights = F.pad(weights, (0, 0, 0, missing))
+        if not is_even or key_len <= EVEN_KEYS:
+            return torch.bmm(weights, v)[:, :count]
+        # Of each part of the keys by itself: how a long sum is split depends on its length.
+        parts = key_len // EVEN_KEYS
+        apart = (
+            weights.view(groups, -1, parts, EVEN_KEYS).transpose(1, 2).reshape(groups * parts, -1, EVEN_KEYS)
+        )
+        found = torch.bmm(apart, v.reshape(groups * parts, EVEN_KEYS, self.width))
+        return found.view(groups, parts, -1, self.width).sum(dim=1)[:, :count]
 
     def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q = rows.view(k.shape[0], self.groups, -1, self.width)
-        if k.stride(3) != 1:  # a cache of columns: the kernel reads rows
-            k, v = k.contiguous(), v.contiguous()
         if mask is not None and self.groups < self.num_heads and max(mask.shape[1], mask.shape[2]) > 1:
             query_len = q.shape[2] * self.groups // self.num_heads
             whole = mask.expand(mask.shape[0], self.num_heads, query_len, k.shape[2])
@@ -431,9 +419,22 @@ def _constant_gate(gate: HeadGate, dtype: torch.dtype) -> HeadGate:
     return replace(gate, **{name: constant(part, dtype) for name, part in gate.tensors().items()})
 
 
+def even_length(keys: int) -> int:
+    """The number of keys that are read where there are so many; see `EVEN_KEYS`."""
+    even = EVEN_ROWS if keys <= EVEN_KEYS else EVEN_KEYS
+    return -(-keys // even) * even
+
+
+def _both(mask: Tensor | None, allowed: Tensor, like: Tensor) -> Tensor:
+    """A mask, of truth or of numbers added to the scores, that hides too what is not allowed."""
+    if mask is None or mask.dtype == torch.bool:
+        return allowed if mask is None else mask & allowed
+    return mask + numbers_of(allowed, like)
+
+
 def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
-    """0 where a query may look and −inf where it may not."""
-    return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, -math.inf)
+    """0 where a query may look and `HIDDEN` where it may not."""
+    return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, HIDDEN)
 
 
 def _for_steps(weights: AttentionWeights) -> Semantics:

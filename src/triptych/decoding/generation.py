@@ -205,10 +205,11 @@ class _Growing:
         is_open, going_on, length = [True] * len(rows), list[int](), 0
         while True:
             length += 1
-            total = logits.logsumexp(dim=-1)
-            require_finite_logits(total)
+            # By row: a `logsumexp` of all rows has other bits in each of them.
+            of_all = logits.log_softmax(dim=-1)
+            require_finite_logits(of_all.amax(dim=-1))
             tokens = self._sampler.choose(logits[:, : self.engine.num_choices], rows)
-            log_probs = logits.gather(1, tokens[:, None])[:, 0] - total
+            log_probs = of_all.gather(1, tokens[:, None])[:, 0]
             drawn, before = zip(tokens.tolist(), log_probs.tolist(), strict=True), len(going_on)
             for place, (token, log_prob) in enumerate(drawn):
                 if not is_open[place]:

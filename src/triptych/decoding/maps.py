@@ -1,5 +1,6 @@
 """Linear maps in the precision that decoding is asked for."""
 
+import os
 import platform
 import warnings
 from abc import ABC, abstractmethod
@@ -9,6 +10,7 @@ from typing import Literal, final
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.models.experts import Experts
@@ -16,6 +18,8 @@ from triptych.models.feed_forward import FeedForward
 
 Precision = Literal["fp32", "bf16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
+# A processor computes so many elements of an activation at a time, whatever half of them a thread has.
+_ACTIVATIONS = 64
 
 
 def unsupported_precision(precision: Precision, device: torch.device) -> str:
@@ -35,9 +39,11 @@ class Maps(ABC):
 
     Attributes:
         dtype: of what the maps read and write.
+        packed: whether they are copies laid out for their products.
     """
 
     dtype: torch.dtype
+    packed: bool
 
     @abstractmethod
     def linear(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> nn.Module:
@@ -45,10 +51,16 @@ class Maps(ABC):
 
     def feed_forward(self, layer: FeedForward) -> None:
         """Replace the maps of a feed-forward layer."""
-        layer.inner = self.linear(layer.inner.weight, layer.inner.bias)  # type: ignore[assignment]
-        layer.outer = self.linear(layer.outer.weight, layer.outer.bias)  # type: ignore[assignment]
-        if layer.gate is not None:
-            layer.gate = self.linear(layer.gate.weight, layer.gate.bias)  # type: ignore[assignment]
+        # Activations are computed many at a time and the rest one by one, with other bits: there is no rest.
+        missing = -layer.inner.weight.shape[0] % _ACTIVATIONS if self.packed else 0
+        inner, outer, gate = layer.inner, layer.outer, layer.gate
+        if missing:
+            inner, gate = _with_outputs(inner, missing), gate and _with_outputs(gate, missing)
+            outer.weight = nn.Parameter(F.pad(outer.weight.detach(), (0, missing)))
+        layer.inner = self.linear(inner.weight, inner.bias)  # type: ignore[assignment]
+        layer.outer = self.linear(outer.weight, outer.bias)  # type: ignore[assignment]
+        if gate is not None:
+            layer.gate = self.linear(gate.weight, gate.bias)  # type: ignore[assignment]
 
     def experts(self, layer: Experts) -> None:
         """Cast the maps of a mixture of experts; their dtype is never less than floating."""
@@ -120,7 +132,7 @@ class Int8Maps(Maps):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype, self.packed = dtype, True
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         return Int8Linear(weight.detach(), bias)
@@ -155,6 +167,21 @@ class Int8Linear(nn.Module):
         largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-12)
         y = self.product(x / largest, 1 / self.steps, self.steps + 1, self.packed)
         return y.mul_(largest) if self.bias is None else torch.addcmul(self.bias, y, largest)
+
+
+def _with_outputs(linear: nn.Linear, missing: int) -> nn.Linear:
+    """A map with so many more outputs, all 0."""
+    filled = nn.Linear(linear.in_features, linear.out_features + missing, device="meta")
+    filled.weight = nn.Parameter(F.pad(linear.weight.detach(), (0, 0, 0, missing)))
+    bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+    filled.bias = nn.Parameter(F.pad(bias, (0, missing)))
+    return filled
+
+
+def has_room_for_another(model: nn.Module) -> bool:
+    """Whether a copy of a model's weights is a small part of the machine's memory."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return size <= thresholds.SHARE_PACKED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def constant(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:

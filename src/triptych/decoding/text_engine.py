@@ -1,19 +1,18 @@
 """A language model made ready to continue texts, and what is kept of the texts of a batch."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import cast, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from triptych import thresholds
 from triptych.algebra.semantics import Semantics
 from triptych.attention import DecoderCache, LayerCache, MultiHeadAttention, PositionIds
-from triptych.decoding.fused import call_directly, cast_parameters, evaluating_copy, fuse, numbers_of
+from triptych.decoding.fused import EVEN_KEYS, HIDDEN, call_directly, cast_parameters, evaluating_copy, fuse
 from triptych.decoding.mapped import MappedFiles
-from triptych.decoding.maps import Maps, Precision, unsupported_precision
+from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.experts import Experts
@@ -27,11 +26,12 @@ class OpenTexts:
         length: slots a row: tokens, and the padding on the left of shorter texts.
         cache: keys and values.
         padding: slots on the left of each row that hold no token, `[rows]`; None if there are none.
+        hidden: what is added to the scores of an even cache's slots, `[rows, 1, 1, slots]`; else None.
         ids: of the slots, for a text that may be read again; else None.
     """
 
-    def __init__(self, cache: DecoderCache, padding: Tensor | None) -> None:
-        self.cache, self.padding, self.length = cache, padding, 0
+    def __init__(self, cache: DecoderCache, padding: Tensor | None, hidden: Tensor | None) -> None:
+        self.cache, self.padding, self.hidden, self.length = cache, padding, hidden, cache.length
         self.ids: Int[Tensor, "rows slots"] | None = None
 
     def mask(self, slots: int, queries: int) -> Tensor | None:
@@ -39,6 +39,12 @@ class OpenTexts:
 
         A slot without token sees itself: a row of scores with nothing to see would have no softmax.
         """
+        if self.hidden is not None:
+            if slots > self.hidden.shape[3]:
+                self.hidden = F.pad(self.hidden, (0, EVEN_KEYS), value=HIDDEN)
+            if queries == 1:
+                self.hidden[..., slots - 1] = 0
+            return self.hidden
         if self.padding is None:
             return None
         places = torch.arange(slots, device=self.padding.device)
@@ -63,6 +69,8 @@ class OpenTexts:
         self.cache.select(rows)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows)
+        if self.hidden is not None:
+            self.hidden = self.hidden.index_select(0, rows)
         if self.ids is not None:
             self.ids = self.ids.index_select(0, rows)
 
@@ -100,16 +108,22 @@ class TextEngine:
         self.context, self.reads_again = model.context, model.config is not None
         self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
         self.rotary_limit = model.rotary_limit
-        self._absolute = _counts_places(model)
+        # Angles of rotary positions are rounded, so that not only distances count.
+        within = model.architecture.embeddings.positions == "none"
+        self._absolute = not within or any(
+            of.rotary is not None or of.chunk is not None or of.temperature is not None
+            for of in _semantics(model)
+        )
         again = any(of.rotary is not None and of.rotary.reads_again for of in _semantics(model))
         # A text that grows past so many tokens is read again from its first.
         self._starts_anew = self.rotary_limit if again else None
         self._num_layers = len(model.new_cache().own)
         # Products of int8 give float32 alone.
         dtype = torch.float32 if precision == "int8" else table.dtype
-        maps = Maps.of(precision, dtype, packed=_has_room_for_another(model))
+        maps = Maps.of(precision, dtype, packed=has_room_for_another(model))
         self._model, self._head = _prepared(model, maps)
-        self._adds_masks = not any(isinstance(module, MultiHeadAttention) for module in self._model.modules())
+        # A layer left as it is takes no even cache.
+        self._is_even = not any(isinstance(module, MultiHeadAttention) for module in self._model.modules())
         self._dtype = maps.dtype
 
     @torch.inference_mode()
@@ -119,16 +133,23 @@ class TextEngine:
         """Read texts whole: what continuing them needs, and the logits of the token after each."""
         longest = max(map(len, texts))
         padding = torch.tensor([longest - len(ids) for ids in texts], device=self.device)
-        opened = OpenTexts(self._new_cache(longest + room), padding if bool(padding.any()) else None)
         ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in texts], device=self.device)
+        opened = self._opened(padding, longest, room)
         if self._starts_anew is not None and longest <= self._starts_anew:
             opened.ids = ids
         return opened, self._logits(ids, opened)
 
-    def _new_cache(self, room: int) -> DecoderCache:
-        on_cpu = self.device.type == "cpu"
-        even = thresholds.EVEN_SLOTS if on_cpu and self._dtype == torch.bfloat16 else None
-        return DecoderCache(self._num_layers, lambda: LayerCache(room, columns=on_cpu, even=even))
+    def _opened(self, padding: Tensor, longest: int, room: int) -> OpenTexts:
+        """For texts that are not read yet; the last slots of them are the last of an even number."""
+        if not self._is_even:
+            cache = DecoderCache(self._num_layers, lambda: LayerCache(longest + room))
+            return OpenTexts(cache, padding if bool(padding.any()) else None, None)
+        skipped = -longest % EVEN_KEYS
+        cache = DecoderCache(self._num_layers, lambda: LayerCache(even=EVEN_KEYS, skipped=skipped))
+        padding = padding + skipped
+        slots = torch.arange(skipped + longest, device=self.device)
+        hidden = torch.zeros(len(padding), 1, 1, len(slots), dtype=self._dtype, device=self.device)
+        return OpenTexts(cache, padding, hidden.masked_fill_(slots < padding[:, None, None, None], HIDDEN))
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], opened: OpenTexts) -> Float[Tensor, "rows vocab"]:
@@ -136,21 +157,24 @@ class TextEngine:
         if opened.ids is None or self._starts_anew is None:
             return self._logits(tokens[:, None], opened)
         ids = opened.ids = torch.cat([opened.ids, tokens[:, None]], dim=1)
-        if ids.shape[1] <= self._starts_anew:
+        length = ids.shape[1]
+        if length <= self._starts_anew:
             return self._logits(tokens[:, None], opened)
-        opened.cache, opened.length, opened.ids = self._new_cache(2 * ids.shape[1]), 0, None
+        padding = torch.zeros_like(ids[:, 0]) if opened.padding is None else opened.padding
+        before = opened.length - length + 1  # slots that were skipped
+        anew = self._opened(padding - before, length, length)
+        opened.cache, opened.padding, opened.hidden = anew.cache, anew.padding, anew.hidden
+        opened.length, opened.ids = anew.length, None
         return self._logits(ids, opened)
 
     def _logits(self, ids: Tensor, opened: OpenTexts) -> Tensor:
         queries = ids.shape[1]
         slots = opened.length + queries
         mask = opened.mask(slots, queries)
-        if mask is not None and queries == 1 and self._adds_masks:  # once, and not in every layer
-            mask = numbers_of(mask, torch.empty(0, dtype=self._dtype, device=self.device))
         hidden = self._model.hidden(
             ids,
             mask=mask,
-            # Positions inside attention compare places, whose distances padding on the left leaves alone.
+            # Other positions inside attention compare places, whose distances padding leaves alone.
             positions=opened.positions(slots, queries, self.max_tokens) if self._absolute else None,
             cache=opened.cache,
         )
@@ -161,19 +185,6 @@ class TextEngine:
 
 def _semantics(model: LanguageModel) -> list[Semantics]:
     return [cast(Block, block).self_attention.semantics for block in model.blocks]
-
-
-def _counts_places(model: LanguageModel) -> bool:
-    """Whether it matters where a token stands, and not only how far from others."""
-    inside = any(of.chunk is not None or of.temperature is not None for of in _semantics(model))
-    inside = inside or model.rotary_limit is not None
-    return inside or model.architecture.embeddings.positions != "none"
-
-
-def _has_room_for_another(model: LanguageModel) -> bool:
-    """Whether a copy of a model's weights is a small part of the machine's memory."""
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    return size <= thresholds.SHARE_PACKED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _prepared(model: LanguageModel, maps: Maps) -> tuple[LanguageModel, Callable[[Tensor], Tensor]]:

@@ -17,6 +17,7 @@ from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation
+from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.source import Source, find_source
@@ -35,7 +36,6 @@ from triptych.decoding import (
     evaluate_translations,
     fill_masks,
 )
-from triptych.engines import EngineName, evaluate_text, make_generator, make_translator, require_ctranslate2
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.face.changes import (
     SIDE_OF,
@@ -54,6 +54,13 @@ from triptych.face.changes import (
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
+from triptych.face.engines import (
+    EngineName,
+    evaluate_text,
+    make_generator,
+    make_translator,
+    require_ctranslate2,
+)
 from triptych.face.heads import Head, Layer, Layers, Stack
 from triptych.face.opened import ChangedSource, Opened, Options, open_source
 from triptych.face.places import Places, stack_of
@@ -111,7 +118,8 @@ def load(
         engine: the library that translates and generates: triptych, or ctranslate2 (faster in int8 on CPUs;
             needs the extra of that name).
         precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
-            which are faster and change some texts.
+            which are faster and change some texts. On x86-64 CPUs no text depends on the others of its
+            batch; docs/generating.md has the exceptions.
         offline: take what is on the Hub from its cache on this machine, and wait for no connection;
             HF_HUB_OFFLINE=1 asks for it too.
         family: a family file that describes the checkpoint, where its configuration does not say enough.
@@ -160,14 +168,23 @@ class Model:
     @property
     def can(self) -> tuple[str, ...]:
         """What works: read, run, rewrite, translate, generate, fill, convert."""
-        found = ["read", "rewrite"] if self._opened.module is None else ["read"]
+        source, found = self._opened.attention, ["read"]
+        writable = not isinstance(source, Checkpoint) or any(
+            not source.place(site).spec.why_kept for site in source.sites
+        )
+        if writable and not any(change.unsayable for change in self._changes):
+            found.append("rewrite")
         if self._opened.why_not_run:
             return tuple(found)
         model = self._opened.model
         found.append("run")
         if model.is_searched:
             found.append("translate")
-        elif isinstance(model.model, LanguageModel) and model.model.head is not None:
+        elif (
+            isinstance(model.model, LanguageModel)
+            and model.model.head is not None
+            and model.model.head.config.outputs is None
+        ):
             found.append("generate" if model.model.causal else "fill")
         if not self._changes and (not model.translates or model.encoder_decoder.recipe is not None):
             found.append("convert")
@@ -301,10 +318,11 @@ class Model:
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: the model was changed, is a run of triptych, or `transformers` is not installed.
+            UsageError: a run of triptych, or a change that weights cannot say; or there is no `transformers`.
             DataError: one of the two does not run it.
         """
-        return check_against_transformers(self._files(), text, target)
+        with self._files() as source:
+            return check_against_transformers(source, text, target)
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
@@ -414,7 +432,7 @@ class Model:
             top_p: draw from the fewest tokens whose probabilities sum to p.
             min_p: draw from tokens at least p times as probable as the best.
             repetition_penalty: above 1, tokens already in the text are less probable.
-            seed: the same seed gives the same text.
+            seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs).
             num_samples: number of continuations of each text; of a beam search the best ones.
             beam_size: beam size; 1 is no beam search.
             alpha: exponent of the beam's length penalty.

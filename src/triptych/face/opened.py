@@ -18,9 +18,9 @@ from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
 from triptych.decoding import Precision
-from triptych.engines import EngineName
 from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change
+from triptych.face.engines import EngineName
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
 from triptych.opening import OpenedModel, open_model

@@ -17,6 +17,7 @@ from triptych.face.places import Places
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite
 from triptych.opening import LayerCall, Reader, Recording, TextIds
+from triptych.printable import table_html
 
 
 @final
@@ -191,6 +192,13 @@ class Run:
             f"  logits {list(self.logits.shape)}; layers {', '.join(self._places.names[:8])}"
             f"{' …' if len(self._places.names) > 8 else ''}"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [("tokens", " ".join(self.tokens[:32])), ("logits", str(list(self.logits.shape)))]
+        if self._predicts and len(self.ids) > 1:
+            rows.append(("loss", f"{float(self.loss.detach()):.4f} nats per token"))
+        rows.append(("layers", ", ".join(self._places.names[:32])))
+        return table_html(f"Run of {self.model}", rows)
 
 
 def _steps(call: LayerCall) -> LayerSteps:

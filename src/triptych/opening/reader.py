@@ -92,10 +92,18 @@ class LayerCall:
             self.x, memory=self.memory, mask=self.mask, causal=self.causal, positions=self.positions
         )
 
-    def steps(self) -> LayerSteps:
-        """Every value of the call, computed again; the layer's tap acts as it did."""
+    def steps(self, row: int | None = None) -> LayerSteps:
+        """Every value of the call, computed again; the layer's tap acts as it did.
+
+        Of a layer without a tap, `row` leaves out all queries but that one.
+        """
         return self.layer.steps(
-            self.x, memory=self.memory, mask=self.mask, causal=self.causal, positions=self.positions
+            self.x,
+            memory=self.memory,
+            mask=self.mask,
+            causal=self.causal,
+            positions=self.positions,
+            row=row,
         )
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "LayerCall":

@@ -13,13 +13,15 @@ def names() -> list[str]:
     )
 
 
-def find(name: str) -> Path:
+def find(name: str | Path) -> Path:
     """The file of a recipe: a path that exists, or the name of a shipped one."""
     path = Path(name)
     if path.is_file():
         return path
-    if name in names():
+    if str(name) in names():
         return Path(str(files(__name__) / f"{name}.toml"))
+    if path.exists():
+        return path  # whoever reads it says what it is
     raise UsageError(f"there is no recipe {name}: give a TOML file, or one of {', '.join(names())}")
 
 

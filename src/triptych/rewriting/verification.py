@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.family import Family
+from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.files import file_hash, leads_to
@@ -35,6 +35,7 @@ from triptych.rewriting.comparing import why_no_rounding
 from triptych.rewriting.formats import Format
 from triptych.rewriting.inputs import INPUTS, read_inputs
 from triptych.rewriting.measuring import PROBES
+from triptych.rewriting.planning import local_folder
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import Compared, compared
 from triptych.storage.copying import CERTIFICATE
@@ -44,31 +45,35 @@ from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, sh
 
 
 def verify(
-    folder: Path,
-    against: Path | None = None,
-    text: Path | None = None,
-    family: Family | None = None,
-    calibration: Path | None = None,
+    folder: str | Path,
+    against: str | Path | None = None,
+    text: str | Path | None = None,
+    family: Family | str | Path | None = None,
+    calibration: str | Path | None = None,
 ) -> list[Claim]:
     """Verify the claims of the certificate in a folder.
 
     Args:
-        folder: the folder of the rewritten checkpoint, or the certificate in it.
-        against: the original. If None, the folder that the certificate names, if it exists.
-        text: the text that both models were compared on. Random tokens need none.
-        family: the family of both checkpoints, if it was given by hand.
-        calibration: the calibration text, to repeat the steps that used it.
+        folder: a rewritten checkpoint: its folder or its certificate.json.
+        against: the original, local or on the Hub. Default: the folder that the certificate names, if it
+            exists. Without it, fewer claims are checked.
+        text: the text that the models were compared on. They are compared on it again.
+        family: a family file that describes both checkpoints.
+        calibration: the calibration text of the rewrite. The steps that used it are repeated.
 
     Raises:
         DataError: there is no certificate, or it was changed after it was written.
         UsageError: `text` is given without an original, cannot be read, or is not the text that the models
             were compared on; the original cannot be run on it; likewise for `calibration`.
     """
+    folder, text = Path(folder), None if text is None else Path(text)
+    calibration = None if calibration is None else Path(calibration)
+    family = read_family(family) if isinstance(family, str | Path) else family
     for given in (text, calibration):
         if given is not None:
             read_whole_text(given)
     certificate = read_certificate(folder)
-    original = against
+    original = None if against is None else local_folder(str(against))
     if original is None and Path(certificate.source).is_dir():
         original = Path(certificate.source)
     if text is not None:

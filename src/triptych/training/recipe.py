@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, final, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from triptych import user_code
+from triptych import recipes, user_code
 from triptych.errors import UsageError
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import MaskingSpec, TokenizerSpec
@@ -206,11 +206,11 @@ def require_translation(recipe: AnyRecipe, where: Path | str) -> Recipe:
     return recipe
 
 
-def read_recipe(path: Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> AnyRecipe:
+def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> AnyRecipe:
     """Read a TOML recipe and apply `a.b=value` overrides.
 
     Args:
-        path: of the recipe.
+        path: of the recipe, or the name of a built-in one.
         overrides: keys by their paths, with values.
         checkpoint: whose model the run goes on with: `model.checkpoint`, in the place of all that the recipe
             says of the model, its context excepted, and of the tokenizer.
@@ -218,7 +218,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = (), checkpoint: str | Non
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
-    tree = read_toml(path, "recipe", f"there is no recipe {path}: built-in recipes are in recipes/")
+    path = recipes.find(path)
+    tree = read_toml(path, "recipe")
     if (path.parent / "config.json").exists():
         tree.setdefault("code", {})  # of a run: nothing that it names is executed
     if checkpoint is not None:

@@ -86,11 +86,18 @@ class Summary:
         }
 
 
-def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, force: bool = False) -> Summary:
+def train(
+    recipe: AnyRecipe | str | Path,
+    folder: str | Path,
+    display: Display | None = None,
+    *,
+    force: bool = False,
+) -> Summary:
     """Start a run.
 
     Args:
-        recipe: what to do; relative paths in it are relative to the current folder.
+        recipe: what to do, its file, or the name of a built-in one; relative paths in it are relative to the
+            current folder.
         folder: the run folder, made here once the input is known to be good; new or empty.
         display: shows how it goes; lines on standard error if None.
         force: the folder may hold other files; those with the name of a run's are replaced.
@@ -99,7 +106,12 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
         TriptychError: a folder that is taken, input that is not as it should be, a loss no longer finite, a
             full disk.
     """
-    shown = display or LineDisplay()
+    if isinstance(recipe, str | Path):
+        recipe = read_recipe(recipe)
+    return _begin(recipe, Path(folder), display or LineDisplay(), force=force)
+
+
+def _begin(recipe: AnyRecipe, folder: Path, shown: Display, *, force: bool) -> Summary:
     with launched(recipe.training.device, recipe.training.timeout_minutes) as world, ExitStack() as held:
         if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
             # torchrun starts the processes of a run that failed with the arguments of the first time.
@@ -135,7 +147,7 @@ def train(recipe: AnyRecipe, folder: Path, display: Display | None = None, *, fo
 
 
 def resume(
-    folder: Path,
+    folder: str | Path,
     overrides: Sequence[str] = (),
     display: Display | None = None,
     *,
@@ -153,6 +165,7 @@ def resume(
     Raises:
         TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
     """
+    folder = Path(folder)
     if code is not None:
         use_code(code)
     recipe = _recipe_of(folder, overrides)

@@ -10,9 +10,8 @@ from triptych.checkpoints.models import load_language_model
 from triptych.decoding.generation import Generated, GenerationOptions, generate_tokens
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine
-from triptych.engines.converted import cache_folder
-from triptych.engines.generating import CTranslate2Generator
 from triptych.errors import UsageError
+from triptych.face.engines import CTranslate2Generator, cache_folder
 from triptych.models import LanguageModel, LanguageModelConfig
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"

@@ -8,9 +8,9 @@ import torch
 
 from triptych import load
 from triptych.decoding import SearchOptions, Translation, Translator
-from triptych.engines import converted as cache
-from triptych.engines.translating import CTranslate2Searcher
 from triptych.errors import DataError, UsageError
+from triptych.face import engines as cache
+from triptych.face.engines import CTranslate2Searcher
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.opening import OpenedModel
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers

@@ -1,0 +1,457 @@
+"""The libraries that run a model: ours, or CTranslate2.
+
+CTranslate2 takes the place of our own search. A model is converted once (`converting.ctranslate2`) and kept
+in a cache folder between runs. Scores are ours: CTranslate2 returns plain log-probabilities of a full beam,
+which are put in the order of our length penalty.
+
+Source: github.com/OpenNMT/CTranslate2, version 4.8.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from triptych.converting.ctranslate2 import write_generator, write_translator
+from triptych.converting.plain import max_positions
+from triptych.decoding import (
+    Hypothesis,
+    Likelihood,
+    Precision,
+    SearchOptions,
+    TextGenerator,
+    Translator,
+    length_penalty,
+    measure_likelihood,
+)
+from triptych.decoding.batches import batches_of_like_length
+from triptych.decoding.generation import (
+    Finish,
+    Generated,
+    GenerationOptions,
+    NewToken,
+    OtherEngine,
+    batches_of,
+    check_prompts,
+    collected,
+    limit_of_prompt,
+)
+from triptych.decoding.hypotheses import best_first, limit_of
+from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.text_generator import check_vocabulary
+from triptych.decoding.workers import Hypotheses, Sentences
+from triptych.errors import DataError, UsageError
+from triptych.extras import require_extra
+from triptych.files import write_folder
+from triptych.models import LanguageModel
+from triptych.models.blocks import Block
+from triptych.models.device import find_device
+from triptych.opening import OpenedModel
+
+EngineName = Literal["triptych", "ctranslate2"]
+_Ends = Callable[[int, int], bool]
+_BATCH_TOKENS = 2048
+_COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
+
+
+def require_ctranslate2() -> None:
+    """Check that CTranslate2 is installed."""
+    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
+
+
+def _compute_type(precision: Precision, device: str) -> str:
+    """CTranslate2's name of a precision."""
+    import ctranslate2
+
+    wanted = _COMPUTE_TYPES[precision]
+    supported = ctranslate2.get_supported_compute_types(device)
+    if wanted not in supported:
+        able = ", ".join(name for name, theirs in _COMPUTE_TYPES.items() if theirs in supported)
+        raise UsageError(f"CTranslate2 cannot compute in {precision} on this {device}: it can in {able}")
+    return wanted
+
+
+def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
+    """CTranslate2's device and its number."""
+    import ctranslate2
+
+    found = find_device(device)
+    count = ctranslate2.get_cuda_device_count()
+    if found.type == "cuda" and (found.index or 0) < count:
+        return "cuda", found.index or 0
+    if found.type == "cuda" and device != "auto":
+        raise UsageError(f"device {device!r} is given, but CTranslate2 sees {count} GPUs here")
+    return "cpu", 0
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: `triptych` in $XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+
+
+@contextmanager
+def _converted(name: str, write: Callable[[Path], None]) -> Iterator[Path]:
+    """The folder of a converted model, made if it is not there; a context, within which it can be read.
+
+    It stays in the cache folder. Where that cannot be written, it is a temporary folder.
+    """
+    place = cache_folder() / name
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.is_dir() and os.access(place.parent, os.W_OK):
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            write_folder(place, write)
+    if place.is_dir():
+        yield place
+        return
+    with tempfile.TemporaryDirectory(prefix="triptych-") as temporary:
+        place = Path(temporary, "model")
+        write_folder(place, write)
+        yield place
+
+
+def _loaded(
+    name: str,
+    model: nn.Module,
+    texts: Iterable[str],
+    write: Callable[[Path], None],
+    precision: Precision,
+    device: str,
+    threads: tuple[int, int],
+) -> Any:
+    """CTranslate2's class of this name for a model, which is converted unless it is in the cache folder.
+
+    The cache goes by the hash of all weights and of `texts`. Threads are those between batches, which a GPU
+    does without, and those within a product.
+    """
+    require_ctranslate2()
+    import ctranslate2
+
+    place, index = _find_place(device)
+    kind = _compute_type(precision, place)
+    with _converted(f"ctranslate2-{ctranslate2.__version__}-{_hash_of(model, texts)}", write) as folder:
+        try:
+            return getattr(ctranslate2, name)(
+                str(folder),
+                device=place,
+                device_index=index,
+                compute_type=kind,
+                inter_threads=threads[0] if place == "cpu" else 1,
+                intra_threads=threads[1],
+            )
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"{folder} cannot be read by CTranslate2 ({error}): remove it") from None
+
+
+def _hash_of(model: nn.Module, texts: Iterable[str]) -> str:
+    """sha256 of all weights of a model, with their names, and of texts; in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for text in texts:
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(f"{len(encoded)}\n".encode() + encoded)
+    return digest.hexdigest()
+
+
+@final
+class CTranslate2Searcher:
+    """Searches for any number of sentences with CTranslate2; a `Searcher`.
+
+    Where a hypothesis reaches the limit on length, all of its sentence is searched for by our own engine in
+    fp32, on the CPU: CTranslate2 cuts such outputs off without their end.
+
+    Attributes:
+        options: how it searches.
+    """
+
+    def __init__(
+        self, run: OpenedModel, options: SearchOptions, precision: Precision, workers: int, device: str
+    ) -> None:
+        """Convert a model, or find it converted, and load it."""
+        if options.beam_size > 1 and options.stop != "full":
+            raise UsageError(
+                "CTranslate2 ends a search when the beam is full of finished hypotheses: "
+                f'stop must be "full", and it is "{options.stop}"'
+            )
+        self.options = options
+        self._run = run
+        self._own: Translator | None = None
+        self._source, self._target = run.tokenizers.source, run.tokenizers.target
+        self._names = self._source.vocabulary
+        self._ids = {token: i for i, token in enumerate(self._target.vocabulary)}
+        decoding = run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
+        roomy = run.with_decoding(decoding)
+        length = max_positions(run.encoder_decoder, options.max_extra_tokens)
+        config = run.encoder_decoder.config.model_dump_json()
+        texts = (str(length), config, self._source.to_json(), self._target.to_json())
+
+        def write(folder: Path) -> None:
+            write_translator(roomy, folder, "float32")
+
+        threads = workers, 1
+        self._translator = _loaded(
+            "Translator", run.encoder_decoder, texts, write, precision, device, threads
+        )
+
+    def __call__(self, sentences: Sentences) -> Hypotheses:
+        """Hypotheses for sentences, token ids without the end of sentence, in their order."""
+        batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
+        found: list[list[Hypothesis]] = [[] for _ in sentences]
+        pending = [self._begin([sentences[i] for i in batch]) for batch in batches]
+        for batch, results in zip(batches, pending, strict=True):
+            for i, result in zip(batch, results, strict=True):
+                found[i] = self._hypotheses(result.result(), self._limit(sentences[i]))
+        if cut := [i for i, hypotheses in enumerate(found) if not hypotheses]:
+            if self._own is None:
+                options = replace(self.options, stop="full")
+                self._own = Translator(self._run.encoder_decoder, self._run.tokenizers, options)
+            ours = self._own.search_tokens([list(sentences[i]) for i in cut])
+            for i, hypotheses in zip(cut, ours, strict=True):
+                found[i] = hypotheses
+        return found
+
+    def _begin(self, sentences: Sentences) -> list[Any]:
+        """Ask for a batch; the results are there when they are waited for."""
+        options = self.options
+        never = dict.fromkeys((self._target.pad_id, self._target.bos_id))
+        return self._translator.translate_batch(  # type: ignore[no-any-return]
+            [[self._names[token] for token in ids] for ids in sentences],
+            asynchronous=True,
+            beam_size=options.beam_size,
+            num_hypotheses=options.beam_size,
+            length_penalty=0,
+            suppress_sequences=[[self._target.vocabulary[token]] for token in never],
+            max_input_length=0,
+            min_decoding_length=0,
+            max_decoding_length=max(map(self._limit, sentences)) + 1,  # the end of sentence counts there
+            return_end_token=True,
+            return_scores=True,
+        )
+
+    def _limit(self, ids: Sequence[int]) -> int:
+        model, options = self._run.encoder_decoder, self.options
+        return limit_of(len(ids), options.max_extra_tokens, model.max_target_tokens)
+
+    def _hypotheses(self, result: Any, limit: int) -> list[Hypothesis]:
+        """Best first; none if one of them reached the limit."""
+        found, eos_id = [], self._target.eos_id
+        for tokens, log_prob in zip(result.hypotheses, result.scores, strict=True):
+            ids = tuple(self._ids[token] for token in tokens)
+            if len(ids) > limit + 1 or not ids or ids[-1] != eos_id:
+                return []
+            penalty = length_penalty(len(ids), self.options.alpha)
+            found.append(Hypothesis(ids[:-1], log_prob, log_prob / penalty))
+        return best_first(found)[: self.options.num_best]
+
+
+@final
+class CTranslate2Generator(OtherEngine):
+    """A decoder-only model that CTranslate2 runs: greedy, or with a beam.
+
+    Attributes:
+        max_tokens: longest text (`LanguageModel.context`), as none is read again here; None if there is no
+            limit.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        precision: Precision = "fp32",
+        device: str = "auto",
+        num_tokens: int | None = None,
+    ) -> None:
+        """Convert a model, or find it converted, and load it."""
+        self.max_tokens = model.context
+        never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
+        self._never = [[str(token)] for token in never] or None
+        texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
+
+        def write(folder: Path) -> None:
+            write_generator(model, folder)
+
+        threads = 1, torch.get_num_threads()
+        self._generator = _loaded("Generator", model, texts, write, precision, device, threads)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        ends: _Ends = lambda row, token: False,
+        batch_rows: int = 32,
+    ) -> list[list[Generated]]:
+        """Continue prompts, those of one length together."""
+        self._check(prompts, options)
+        if options.beam_size > 1:
+            return [self._beam_search(ids, options) for ids in prompts]
+        found: list[list[Generated]] = [[] for _ in prompts]
+        # Of prompts of several lengths CTranslate2 takes the ends of the longer ones for tokens that it made.
+        for batch in batches_of(prompts, batch_rows, pads=False):
+            grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
+            for i in batch:
+                found[i] = [collected(grown[i])]
+        return found
+
+    def stream(self, prompt: Sequence[int], options: GenerationOptions, ends: _Ends) -> Iterator[NewToken]:
+        """Continue a prompt without a beam, token by token."""
+        self._check([prompt], options)
+        limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
+        steps = self._generator.generate_tokens(
+            [str(token) for token in prompt],
+            max_length=limit,
+            end_token=list(options.stop_ids),
+            suppress_sequences=self._never,
+            return_log_prob=True,
+        )
+        for length, step in enumerate(steps, start=1):
+            new = _new_token(0, step, length, limit, options, ends)
+            yield new
+            if new.finish is not None:
+                return
+
+    def logits(self, ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length vocab"]:
+        """Logits of the token after each of `ids`; on the CPU, and in fp32."""
+        found = self._generator.forward_batch([[str(token) for token in row] for row in ids.tolist()])
+        return torch.as_tensor(numpy.asarray(found))
+
+    def _check(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+        if options.sampling != SamplingOptions():
+            raise UsageError(
+                "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "
+                "filters and repetition penalty, or use --engine triptych"
+            )
+        check_prompts(prompts, self.max_tokens, options.max_prompt_tokens)
+
+    def _greedy(
+        self, prompts: Sequence[tuple[int, Sequence[int]]], options: GenerationOptions, ends: _Ends
+    ) -> dict[int, list[NewToken]]:
+        limits = [limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens) for _, ids in prompts]
+        grown: dict[int, list[NewToken]] = {number: [] for number, _ in prompts}
+
+        def take(step: Any) -> bool:
+            number = prompts[step.batch_id][0]
+            tokens = grown[number]
+            if tokens and tokens[-1].finish is not None:
+                return True
+            limit = limits[step.batch_id]
+            tokens.append(_new_token(number, step, len(tokens) + 1, limit, options, ends))
+            return tokens[-1].finish is not None
+
+        self._ask([ids for _, ids in prompts], max(limits), options, callback=take)
+        return grown
+
+    def _beam_search(self, prompt: Sequence[int], options: GenerationOptions) -> list[Generated]:
+        limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
+        k = options.beam_size
+        (result,) = self._ask([prompt], limit, options, beam_size=k, num_hypotheses=k, length_penalty=0)
+        found = []
+        for ids in result.sequences_ids:
+            ended = bool(ids) and ids[-1] in options.stop_ids
+            texts = [[str(token) for token in (*prompt, *ids)]]
+            (scored,) = self._generator.score_batch(texts, max_input_length=0)
+            log_probs = tuple(scored.log_probs[-len(ids) :])
+            score = sum(log_probs) / length_penalty(len(log_probs), options.alpha)
+            finish: Finish = "length" if limit == options.max_new_tokens else "positions"
+            own = tuple(ids[:-1] if ended else ids)
+            found.append(Generated(own, log_probs, "token" if ended else finish, score))
+        return sorted(found, key=lambda one: -one.score)[: options.num_samples]
+
+    def _ask(
+        self, prompts: Sequence[Sequence[int]], limit: int, options: GenerationOptions, **more: Any
+    ) -> Any:
+        return self._generator.generate_batch(
+            [[str(token) for token in ids] for ids in prompts],
+            max_length=limit,
+            end_token=list(options.stop_ids),
+            suppress_sequences=self._never,
+            return_end_token=True,
+            include_prompt_in_result=False,
+            return_scores=True,
+            **more,
+        )
+
+
+def _in_full(block: nn.Module) -> str:
+    """What a block's attention does besides its maps; two that differ are never one text."""
+    assert isinstance(block, Block)
+    semantics = block.self_attention.semantics
+    frequencies = None if semantics.rotary is None else semantics.rotary.frequencies.tolist()
+    return f"{semantics} {frequencies}"  # a tensor's text is rounded
+
+
+def _new_token(
+    row: int, step: Any, length: int, limit: int, options: GenerationOptions, ends: _Ends
+) -> NewToken:
+    token = step.token_id
+    finish: Finish | None = None
+    if token in options.stop_ids:
+        finish = "token"
+    elif ends(row, token):
+        finish = "text"
+    elif length == limit:
+        finish = "length" if length == options.max_new_tokens else "positions"
+    return NewToken(row, token, step.log_prob, finish)
+
+
+def make_translator(
+    opened: OpenedModel,
+    options: SearchOptions,
+    *,
+    engine: EngineName = "triptych",
+    precision: Precision = "fp32",
+    workers: int = 1,
+    device: str = "auto",
+) -> Translator:
+    """A translator."""
+    if engine == "triptych":
+        return opened.translator(options, precision=precision, workers=workers)
+    require_ctranslate2()
+    opened.require_recipe()
+    searcher = CTranslate2Searcher(opened, options, precision, workers, device)
+    return Translator(opened.encoder_decoder, opened.tokenizers, options, searcher=searcher)
+
+
+def make_generator(
+    opened: OpenedModel,
+    *,
+    engine: EngineName = "triptych",
+    precision: Precision = "fp32",
+    device: str = "auto",
+) -> TextGenerator:
+    """What continues texts; arguments and errors as those of `make_translator`."""
+    if engine == "triptych":
+        return opened.generator(precision=precision)
+    require_ctranslate2()
+    model, tokenizer = opened.language_model, opened.tokenizer
+    check_vocabulary(model, tokenizer)
+    other = CTranslate2Generator(model, precision, device, tokenizer.vocab_size)
+    return TextGenerator(model, tokenizer, precision=precision, end_ids=opened.end_ids, other=other)
+
+
+def evaluate_text(
+    opened: OpenedModel,
+    documents: Sequence[str],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    engine: EngineName = "triptych",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Likelihood:
+    """Score a language model on texts; see `triptych.decoding.measure_likelihood`."""
+    model, logits = opened.language_model, None
+    if engine == "ctranslate2":
+        require_ctranslate2()
+        if model.causal:  # before it is converted
+            logits = CTranslate2Generator(model, "fp32", "cpu").logits
+    return measure_likelihood(model, opened.tokenizer, documents, context, stride, progress, logits)

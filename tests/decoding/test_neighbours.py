@@ -1,0 +1,116 @@
+"""Texts and scores are the same, bit for bit, alone, in a batch and in another order."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.test_engine import make_model
+from triptych.decoding import (
+    PRECISIONS,
+    Engine,
+    GenerationOptions,
+    Precision,
+    SamplingOptions,
+    SearchOptions,
+    TextEngine,
+    generate_tokens,
+    search,
+)
+from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.opening import open_model
+from triptych.text import OutputRules
+
+CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
+WAYS = {
+    "greedy": GenerationOptions(max_new_tokens=40),
+    "sampled": GenerationOptions(40, SamplingOptions(temperature=1.0, top_p=0.9), seed=3, num_samples=2),
+    "beam": GenerationOptions(max_new_tokens=12, beam_size=4, num_samples=4),
+}
+GROUPED = {"projections": "grouped", "num_kv_heads": 2}
+GATED = {"gated": True, "activation": "swish", "d_ff": 88, "norm_kind": "rms"}
+MODELS: dict[str, dict[str, Any]] = {
+    "learned": {"positions": {"scheme": "learned", "max_tokens": 256}, "num_heads": 4},
+    "grouped": {"positions": {"scheme": "rotary"}, "num_heads": 8, "attention": GROUPED},
+    "alibi": {"positions": {"scheme": "alibi"}, "num_heads": 2},
+    "gated": {"positions": {"scheme": "rotary"}, "num_heads": 2, **GATED},
+}
+
+
+def texts_of(count: int, longest: int, vocab: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    lengths = [longest, 1, 2, *(draw.randint(1, longest) for _ in range(count - 3))]
+    return [[draw.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+def assert_neighbours_change_nothing(make: Any, texts: Sequence[Any]) -> None:
+    """`make` takes texts and gives an answer for each."""
+    together = make(texts)
+    order = random.Random(1).sample(range(len(texts)), len(texts))
+    assert make([texts[i] for i in order]) == [together[i] for i in order]
+    few = order[: len(order) // 3]
+    assert make([texts[i] for i in few]) == [together[i] for i in few]
+    for text, found in zip(texts, together, strict=True):
+        assert make([text]) == [found]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
+    name: str, precision: Precision, way: str
+) -> None:
+    torch.manual_seed(0)
+    given = {"num_layers": 2, "d_model": 64, "d_ff": 96, "context": 256, **MODELS[name]}
+    model = LanguageModel.of(LanguageModelConfig.model_validate(given), "decoder", 301).eval()
+    engine = TextEngine(model, precision)
+    assert_neighbours_change_nothing(
+        lambda texts: generate_tokens(engine, texts, WAYS[way]), texts_of(9, 90, 301)
+    )
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
+def test_a_small_translator_translates_a_sentence_as_if_it_were_alone(
+    positions: str, precision: Precision, beam_size: int
+) -> None:
+    model = make_model(positions=positions, vocab=301).float()
+    engine = Engine(model, precision, never=(0, 1))
+    options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=8)
+
+    def found(texts: Sequence[Sequence[int]]) -> Any:
+        width = max(map(len, texts)) + 1
+        src = torch.tensor([[*ids, 2] + [0] * (width - 1 - len(ids)) for ids in texts])
+        return search(engine, src, options, OutputRules((1,), 2, (0, 1)))
+
+    assert_neighbours_change_nothing(found, texts_of(12, 19, 30))
+
+
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
+    name: str, precision: Precision, way: str
+) -> None:
+    opened = open_model(CHECKPOINTS / name, "cpu")
+    engine = TextEngine(opened.language_model, precision)
+    assert_neighbours_change_nothing(
+        lambda texts: generate_tokens(engine, texts, WAYS[way]), texts_of(9, 200, 2000)
+    )
+
+
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_trained_translator_translates_a_sentence_as_if_it_were_alone(
+    precision: Precision, beam_size: int
+) -> None:
+    opened = open_model(CHECKPOINTS / "marian-multi30k", "cpu")
+    options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=10)
+    translator = opened.translator(options, precision=precision)
+    assert_neighbours_change_nothing(translator.search_tokens, texts_of(16, 70, 7000))
