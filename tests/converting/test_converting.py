@@ -358,6 +358,20 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
     assert read_translator(tmp_path / "theirs").model.config.max_source_tokens == 19
 
 
+def test_a_marian_checkpoint_whose_output_alone_is_apart_has_two_tables_when_converted(
+    tmp_path: Path,
+) -> None:
+    tensors = write_marian(tmp_path, dtype=torch.float32, tie_word_embeddings=False)
+    convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
+    convert(open_model(tmp_path / "ours", "cpu"), tmp_path / "theirs", "hf")
+    found = load_file(tmp_path / "theirs" / "model.safetensors")
+    table = tensors.pop("model.shared.weight")
+    for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"):
+        assert torch.equal(found.pop(name), table)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = write_marian(tmp_path, dtype=dtype)

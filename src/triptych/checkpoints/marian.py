@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from pydantic import Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from triptych.attention import sinusoidal
 from triptych.checkpoints.marian_tokenizers import MarianIds, longest_source, read_tokenizers
@@ -88,6 +88,9 @@ def _with_recipe(
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"{path}: {message}") from None
+    if config.tie_embeddings == "none" and settings.share_encoder_decoder_embeddings:
+        # No recipe ties the tables of both sides without the output: each has its own copy.
+        found["src_embedding.weight"] = nn.Parameter(found["src_embedding.weight"].detach().clone())
     with torch.device("meta"), Undrawn():
         ours = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
     for name, _ in [*ours.named_parameters(remove_duplicate=False)]:
