@@ -93,6 +93,22 @@ def test_is_causal_is_followed_in_every_family(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5, and 5 layers are too few for that"),
+        ({"num_kv_shared_layers": 4}, "no earlier layer has keys of layer 1"),
+    ],
+)
+def test_keys_of_an_earlier_layer_need_one_of_the_same_kind(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    made("gemma3n", tmp_path)
+    changed(tmp_path, fields)
+    with pytest.raises(DataError, match=said):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
         ("mpt", {"attn_config.alibi": False}, "attn_config.alibi is false"),

@@ -291,6 +291,10 @@ def test_a_vocabulary_that_does_not_fit_is_refused(
     [
         ("generation_config.json", {"bad_words_ids": [[PAD], [3]]}, "bad_words_ids has [3]"),
         ("generation_config.json", {"num_beams": 0}, "num_beams"),
+        ("generation_config.json", {"min_length": 5}, "min_length is not followed in searches with a Marian"),
+        ("generation_config.json", {"no_repeat_ngram_size": 2}, "no_repeat_ngram_size is not followed"),
+        ("generation_config.json", {"forced_bos_token_id": 2}, "forced_bos_token_id is not followed"),
+        ("generation_config.json", {"do_sample": True}, "do_sample is True, which the search here does not"),
         ("tokenizer_config.json", {"additional_special_tokens": ["<x>"]}, "further special tokens, '<x>'"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<y>"}}}, "'<y>'"),
         ("tokenizer_config.json", {"sp_model_kwargs": {"alpha": 0.1}}, "sp_model_kwargs cannot be read"),
@@ -305,6 +309,13 @@ def test_what_is_asked_for_and_cannot_be_done_is_refused(
     refused = refusal(tmp_path)
     assert refused.startswith(str(tmp_path))
     assert message in refused
+
+
+def test_early_stopping_is_followed(tmp_path: Path) -> None:
+    write_marian(tmp_path)
+    assert not read_translator(tmp_path).stops_when_full
+    change_json(tmp_path / "generation_config.json", early_stopping=True)
+    assert read_translator(tmp_path).stops_when_full
 
 
 def test_a_vocabulary_for_each_side_is_read(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from checkpoints.test_families import TOLERANCE, in_batch, made, overheard
 from triptych.algebra.function import attend
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import read_family
-from triptych.errors import DataError, UsageError
+from triptych.errors import ConfigurationWarning, DataError, UsageError
 
 D, HEADS, GROUPS, WIDTH = 16, 4, 2, 4
 CONFIG: dict[str, Any] = {
@@ -77,6 +77,17 @@ def test_the_file_of_the_refusal_reads_the_checkpoint_once_it_is_completed(
     assert torch.equal(layer.weights.W_Q.mT.flatten(0, 1), weights["net.blocks.1.mixer.query.weight"])
 
 
+@pytest.mark.parametrize("field", ["clip_qkv", "sliding_window", "qk_norm", "attn_logit_softcapping"])
+def test_fields_that_a_completed_file_does_not_read_are_named_in_a_warning(
+    tmp_path: Path, field: str
+) -> None:
+    _, note = refusal(write(tmp_path, tensors(), {**CONFIG, field: 8}))
+    own = tmp_path / "my.toml"
+    own.write_text(note.replace('{ kind = "?" }', '{ kind = "none" }').replace('kind = "?"', 'kind = "self"'))
+    with pytest.warns(ConfigurationWarning, match=f"mine does not say what {field} does: not followed"):
+        open_checkpoint(tmp_path, read_family(own))
+
+
 def test_a_file_that_is_not_completed_is_refused(tmp_path: Path) -> None:
     _, note = refusal(write(tmp_path, tensors(), {**CONFIG, "num_attention_heads": None}))
     own = tmp_path / "my.toml"
@@ -114,6 +125,12 @@ def test_maps_and_sizes_are_filled_in_so_that_known_families_are_read_right(
         x, expected = in_batch(heard[site.module, "x"]), in_batch(heard[site.module, "out"])
         found = attend(weights, x, memory)
         assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+
+
+def test_a_checkpoint_without_attention_is_refused_with_a_file_to_begin_with(tmp_path: Path) -> None:
+    line, note = refusal(write(tmp_path, {"blocks.0.mlp.up.weight": torch.randn(4, 4)}))
+    assert "what looks like attention is nothing" in line
+    assert 'at = "?"' in note
 
 
 def test_sizes_of_a_record_within_are_found(tmp_path: Path) -> None:

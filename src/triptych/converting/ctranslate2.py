@@ -1,9 +1,9 @@
 """Models of ours as folders of CTranslate2's.
 
 Its specifications are filled directly, with plainly written heads, so neither `transformers` nor the
-conventions of another library's checkpoint are needed. Of a language model they hold what GPT-2 and Llama are
-made of: pre-norm blocks with one kind of norm, learned or rotary positions, feed-forward layers with or
-without a gate, and heads that may share keys and values. All else is refused by name.
+conventions of another library's checkpoint are needed. Language models fit if they are made of what GPT-2 and
+Llama have: pre-norm blocks with one kind of norm, learned or rotary positions, feed-forward layers with or
+without a gate, and heads that may share keys and values. Everything else is refused by name.
 
 Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4.8.
 """

@@ -1,7 +1,7 @@
 """Models of recipes in the formats of families: Marian, Pegasus, GPT-2 and Llama.
 
-The family file says which of our tensors each stored one comes from. Here are the settings of `config.json`
-and the names that a file has, with their sizes.
+The family file says which of our tensors each stored tensor comes from. This module gives the settings of
+`config.json`, and the names and shapes of the stored tensors.
 
 Source: `modeling_*.py` of marian, pegasus, gpt2 and llama, github.com/huggingface/transformers, version 5.23.
 """
@@ -48,24 +48,22 @@ _ACTIVATIONS = {
 
 @final
 @dataclass(frozen=True)
-class Written:
+class Exported:
     """A model in a format.
 
     Attributes:
         settings: of its `config.json`.
-        tensors: by its names.
-        plain: whether nothing had to be multiplied out.
-        done: what else was done to make the model fit, in words.
+        tensors: by the format's names.
+        done: what was done to make the model fit, in words.
     """
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    plain: bool = True
     done: tuple[str, ...] = ()
 
 
 def _maps(at: str, maps: _Names, bias_from: int | None = 0) -> _Names:
-    """Weights of maps and norms, and their biases, which have the size at an index; None for no biases."""
+    """Shapes of weights and biases; a bias is as long as dimension `bias_from` of its weight (None: none)."""
     found = {f"{at}.{name}.weight": shape for name, shape in maps.items()}
     if bias_from is not None:
         found |= {f"{at}.{name}.bias": (shape[bias_from],) for name, shape in maps.items()}
@@ -103,8 +101,8 @@ def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
     return "pegasus"
 
 
-def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> Written:
-    """A translator, its heads written plainly, as Marian's or Pegasus's."""
+def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> Exported:
+    """A translator with plainly written heads in the format of Marian or Pegasus."""
     model, config = plain.model, plain.model.config
     kind, target = translator_type(model), tokenizers.target
     length, shared = max_positions(model, max_extra_tokens), config.tie_embeddings == "all"
@@ -148,12 +146,11 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
         *(block.cross_attention.weights() for block in _blocks(model.decoder)),
     ]
     tensors = new_tensors(model, layers, settings, _shapes(stored, config.d_model), given)
-    if "lm_head.weight" in tensors:  # it may be the decoder's table, which Pegasus cannot say
+    if "lm_head.weight" in tensors:  # it may be the decoder's table, a tie that Pegasus does not have
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
     done: tuple[str, ...] = ()
     if config.positions.scheme == "sinusoidal" and config.positions.sinusoidal_layout == "interleaved":
         done = ("channels of the whole model reordered: sines before cosines",)
-        # There all sines come before the cosines, so that the stream has its channels in that order.
         order = torch.cat([torch.arange(start, config.d_model, 2) for start in (0, 1)])
         for name, shape in stored.items():
             for dim, size in enumerate(shape):
@@ -161,7 +158,7 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
                     tensors[name] = tensors[name].index_select(dim, order)
     if kind == "pegasus" and not shared:
         tensors["model.shared.weight"] = tensors["model.encoder.embed_tokens.weight"].clone()
-    return Written(settings, tensors, done=done)
+    return Exported(settings, tensors, done)
 
 
 def _translator_names(
@@ -193,7 +190,7 @@ def _translator_names(
 # Language models.
 
 
-def language_model(model: LanguageModel) -> Written:
+def language_model(model: LanguageModel) -> Exported:
     """A language model of a recipe in the first format that holds it."""
     reasons = []
     for fold in (_as_gpt2, _as_llama):
@@ -211,7 +208,7 @@ def _refusing(format_name: str) -> Callable[[str], UsageError]:
 def _require(
     model: LanguageModel, refused: Callable[[str], UsageError], kind: str, *, gated: bool
 ) -> tuple[NormConfig, FeedForwardConfig]:
-    """All but attention is what the format holds; the norm and the feed-forward layer that all are."""
+    """Check all but attention against the format; the norm and the feed-forward layer of every block."""
     made = model.architecture
     embeddings, head, norm = made.embeddings, made.head, made.final_norm
     names = {"layer": "LayerNorm", "rms": "RMSNorm"}
@@ -254,24 +251,25 @@ def _plain_layers(model: LanguageModel, refused: Callable[[str], UsageError]) ->
     return [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model.blocks))]
 
 
-def _written(
+def _exported(
     model: LanguageModel,
     layers: Sequence[AttentionWeights],
     settings: Mapping[str, Any],
     names: Mapping[str, Any],
     given: Mapping[str, Tensor],
     plain: bool,
-) -> Written:
+) -> Exported:
     d_model = model.architecture.d_model
     assert model.head is not None
     tied = model.head.config.tied
     if not tied:
         names = {**names, "lm_head.weight": (model.vocab_size, _D)}
     settings = {**settings, "tie_word_embeddings": tied, "vocab_size": model.vocab_size}
-    return Written(settings, new_tensors(model, layers, settings, _shapes(names, d_model), given), plain)
+    done = () if plain else ("the maps of every head multiplied out",)
+    return Exported(settings, new_tensors(model, layers, settings, _shapes(names, d_model), given), done)
 
 
-def _as_gpt2(model: LanguageModel) -> Written:
+def _as_gpt2(model: LanguageModel) -> Exported:
     refused = _refusing("GPT-2's format")
     norm, feed_forward = _require(model, refused, "layer", gated=False)
     if any(block.self_attention.semantics.rotary is not None for block in _blocks(model.blocks)):
@@ -312,7 +310,7 @@ def _as_gpt2(model: LanguageModel) -> Written:
         names |= _maps(f"transformer.h.{number}", layer, bias_from=-1)
     given = {"embeddings.positions.weight": positions}
     padded_layers = [padded(weights, sizes) for weights in layers]
-    return _written(model, padded_layers, settings, names, given, _is_plain(model) and sizes == found)
+    return _exported(model, padded_layers, settings, names, given, _is_plain(model) and sizes == found)
 
 
 @torch.no_grad()
@@ -326,7 +324,7 @@ def _positions(model: LanguageModel) -> Tensor:
     return added[0]
 
 
-def _as_llama(model: LanguageModel) -> Written:
+def _as_llama(model: LanguageModel) -> Exported:
     refused = _refusing("Llama's")
     norm, feed_forward = _require(model, refused, "rms", gated=True)
     layers, d_model, d_ff = _plain_layers(model, refused), model.architecture.d_model, feed_forward.d_ff
@@ -371,4 +369,4 @@ def _as_llama(model: LanguageModel) -> Written:
         names |= _maps(f"{at}.self_attn", attention, 0 if biases else None)
         names |= _maps(f"{at}.mlp", mlp, 0 if feed_forward.bias else None)
     padded_layers = [padded(weights, sizes) for weights in layers]
-    return _written(model, padded_layers, settings, names, {}, _is_plain(model))
+    return _exported(model, padded_layers, settings, names, {}, _is_plain(model))

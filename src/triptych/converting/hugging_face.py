@@ -1,7 +1,7 @@
 """A run as a folder that `transformers` reads, with its tokenizers.
 
-A run that went on with a checkpoint has the format of its family; a model of a recipe is written in one of
-those that hold it (`formats`).
+A run that went on with a checkpoint keeps the format of its family. A model of a recipe is written in a
+format that holds it (`formats`).
 """
 
 import json
@@ -50,7 +50,7 @@ _SAMPLES = (
 
 def write_translator(run: OpenedModel, folder: Path) -> Written:
     """Fill a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` read."""
-    formats.translator_type(run.encoder_decoder)  # before anything is multiplied out
+    formats.translator_type(run.encoder_decoder)  # refuses before any work is done
     plain = plain_model(run.encoder_decoder, "Hugging Face's format")
     made = formats.translator(plain, run.tokenizers, run.decoding.max_extra_tokens)
     architecture = str(made.settings["model_type"])
@@ -75,8 +75,7 @@ def write_language_model(opened: OpenedModel, folder: Path) -> Written:
         ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_id") for kind in ("bos", "eos", "pad")}
         _write(folder, {**made.settings, **ids, "use_cache": True}, made.tensors)
         tokenizer.save_files(folder)
-        name = str(made.settings["model_type"])
-        folded = () if made.plain else ("the maps of every head multiplied out",)
+        name, folded = str(made.settings["model_type"]), made.done
     again, model = load_language_model(folder).model, opened.language_model
     checks = [_compare(model, again.eval(), "triptych")]
     checks += _with_transformers(_check_language_model, _check_ids_of_texts, opened, folder)
@@ -117,7 +116,7 @@ def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]
 
 
 def _with_transformers(logits: Any, ids: Any, opened: OpenedModel, folder: Path) -> list[ConversionCheck]:
-    """Both checks; what was not tried where `transformers` is missing."""
+    """Both checks; records that say that neither was tried where `transformers` is missing."""
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
         return [ConversionCheck(what, False, note=note) for what in (_LOGITS.format("transformers"), _IDS)]

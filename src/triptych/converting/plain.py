@@ -1,8 +1,8 @@
 """Models with their heads as other libraries write them: one map each for queries, keys, values and outputs.
 
-What a parameterisation writes in another way is multiplied out, taken apart or repeated, always exactly; a
-head that would not fit is refused. Heads of an encoder-decoder are as wide as d_model over their number, and
-those of a language model as wide as its widest.
+Products of maps are computed, one-matrix forms factored and shared maps copied, always exactly. A head that
+does not fit is refused. In an encoder-decoder a head has d_model / num_heads channels; in a language model
+all heads are as wide as the widest.
 """
 
 import math
@@ -38,7 +38,7 @@ _STACKS = {"encoder": ("encoder",), "decoder": ("decoder", "cross")}
 @final
 @dataclass(frozen=True)
 class HeadSizes:
-    """Of every layer's heads in the format.
+    """Number and width of the heads that every layer has in the format.
 
     Attributes:
         num_heads: query heads.
@@ -52,7 +52,7 @@ class HeadSizes:
 
 
 def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
-    """One map a side, in heads of these sizes, each but W_O with a bias: zeros fill up."""
+    """The same layer with heads of these sizes, filled up with zeros; every map has a bias."""
     pad, chains = nn.functional.pad, dict[str, Any]()
     scaled = weights.with_scale(standard_scale(sizes.width))
     more_heads = sizes.num_heads - weights.num_heads

@@ -59,11 +59,11 @@ class _SafetensorsShard:
 
     def __init__(self, path: Path) -> None:
         self._source = LocalBytes(path)
-        self._handle = os.open(path, os.O_RDONLY)
         self._file = Safetensors(self._source)
         infos, start = self._file.infos, self._file.start
         ordered = sorted(infos, key=lambda name: (start(name), infos[name].num_bytes))
         self.infos = {name: infos[name] for name in ordered}
+        self._handle = os.open(path, os.O_RDONLY)
 
     def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
         end, sizes = self._file.data_start, [info.num_bytes for info in self.infos.values()]
