@@ -364,7 +364,11 @@ class Layer:
         return iter(self.heads)
 
     def __getitem__(self, number: int) -> Head:
-        """A head."""
+        """A head.
+
+        Raises:
+            UsageError: there is no such head.
+        """
         if not -self.num_heads <= number < self.num_heads:
             # An IndexError, too, for loops that go by index.
             raise NoSuchHeadError(
