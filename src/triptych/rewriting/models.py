@@ -233,7 +233,7 @@ class OfAnything(Generic[Options]):
 
     def __init__(self, function: Callable[Concatenate[AttentionWeights, Options], Rewritten]) -> None:
         self._function = function
-        update_wrapper(self, function)
+        update_wrapper(self, function)  # type: ignore[arg-type]  # this takes a layer or a model too
 
     def __call__(self, target: Target, *args: Options.args, **options: Options.kwargs) -> Target:
         return rewrite(target, lambda weights: self._function(weights, *args, **options)).result
