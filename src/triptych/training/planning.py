@@ -18,7 +18,7 @@ torch's allocator gives out in real processes.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -242,7 +242,7 @@ class TrainingPlan:
         """As JSON has it."""
         return {
             "recipe": self.recipe.name,
-            "cluster": vars(self.cluster),
+            "cluster": asdict(self.cluster),
             "parameters": self.num_parameters,
             "host_bytes": self.whole_model,
             "target_tokens": self.target_tokens,
