@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar, final
 
 from triptych.errors import UsageError
+from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -36,7 +37,7 @@ def use_code(path: str | Path) -> None:
     """Execute a file, whose classes can then be named."""
     path = Path(path).absolute()
     try:
-        source = path.read_bytes()
+        source = read_limited(path, LONGEST_TEXT)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read ({error.strerror}): --code FILE says where a file of classes lies"
