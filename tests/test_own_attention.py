@@ -193,6 +193,12 @@ def test_a_file_that_is_not_as_it_should_be_is_said_in_one_line(place: Path, tex
         triptych.read_recipe(place / "recipe.toml")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that never ends is Linux's")
+def test_a_device_is_no_file_of_classes(place: Path) -> None:
+    with pytest.raises(UsageError, match=r"^/dev/full cannot be read \(not a regular file\): --code FILE"):
+        user_code.use_code("/dev/full")
+
+
 def test_an_option_that_the_class_does_not_have_is_refused(place: Path) -> None:
     with pytest.raises(UsageError, match=r"d_kk: did you mean d_k\?"):
         triptych.read_recipe(place / "recipe.toml", ["model.attention.d_kk=3"])

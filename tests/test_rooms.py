@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "threads": set(),
     "thresholds": set(),
     "toml": {"errors", "storage"},
-    "user_code": {"errors"},  # files of a user's own classes
+    "user_code": {"errors", "storage"},  # files of a user's own classes
     "algebra": set(),
     "attention": {"algebra"},  # a layer hands out its forms
     "models": {"attention", "algebra", "storage"},  # algebra: the weights of its layers

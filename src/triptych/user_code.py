@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, final
 
 from triptych.errors import UsageError
+from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 
 _NAME = re.compile(r"([^/\\:]+\.py):([A-Za-z_]\w*)")
 
@@ -34,7 +35,7 @@ def use_code(path: str | Path) -> None:
     """Execute a file, whose classes can then be named."""
     path = Path(path).absolute()
     try:
-        source = path.read_bytes()
+        source = read_limited(path, LONGEST_TEXT)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read ({error.strerror}): --code FILE says where a file of classes lies"

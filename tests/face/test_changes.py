@@ -1,5 +1,6 @@
 """Changes of a model, against `transformers` with the same change written by hand."""
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych import Model, UsageError, load
+from triptych import Model, TriptychError, UsageError, load
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import TextIds
 
@@ -218,6 +219,27 @@ def test_changed_models_and_modules_in_memory_are_rewritten_too(gpt2: Model, the
     assert smaller.certificate.end_to_end is not None
     assert smaller.layers[0].num_heads == 1
     assert load(own).plan("prune_heads(number=1)").before == smaller.certificate.before
+
+
+def test_a_module_whose_tokenizer_is_elsewhere_is_rewritten_on_random_tokens(tmp_path: Path) -> None:
+    own = LanguageModel.of(LanguageModelConfig(num_layers=1, d_model=16, num_heads=2), "decoder", 13).eval()
+    assert load(own, tokenizer=tmp_path).rewrite("prune_heads(number=1)").layers[0].num_heads == 1
+
+
+def test_a_refused_rewrite_leaves_no_folder(
+    gpt2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TriptychError, match="rank"):
+        gpt2.rewrite("truncate(rank=999)", compare=False)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_one_string_that_ends_a_text_is_not_taken_for_its_letters(gpt2: Model) -> None:
+    whole = gpt2.generate(TEXT, max_new_tokens=20).text
+    end = whole[20:26]
+    assert set(end) & set(whole[: whole.index(end)])
+    assert gpt2.generate(TEXT, max_new_tokens=20, stop=end).text == whole[: whole.index(end)]
 
 
 def test_plans_and_certificates_are_shown_in_a_few_lines(gpt2: Model) -> None:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from checkpoints.test_families import made
-from triptych import Model, TriptychError, load
+from triptych import Model, TriptychError, UsageError, load
+from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.models.configuration import AttentionConfig, PositionsConfig
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,3 +56,17 @@ def test_what_a_model_can_is_named_with_why_it_cannot_run(
     assert "\n" not in model.why_not_run
     with pytest.raises(TriptychError, match=why):
         model.run("A text.")
+
+
+def test_scores_that_are_no_product_have_no_form() -> None:
+    config = LanguageModelConfig(
+        num_layers=1,
+        d_model=16,
+        num_heads=2,
+        positions=PositionsConfig(scheme="learned"),
+        attention=AttentionConfig(scores="additive"),
+    )
+    head = load(LanguageModel.of(config, "decoder", 13).eval())[0, 1]
+    with pytest.raises(UsageError, match=r"head 0\.1: scores that are no product of queries and keys"):
+        head.qk  # noqa: B018
+    assert head.ov.effective_rank() > 1

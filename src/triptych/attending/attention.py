@@ -66,6 +66,9 @@ class Attention:
 
         `attention[3]` and `attention[3, 2]` or `attention["3.2"]`; of an encoder-decoder
         `attention["cross.3", 2]` or `attention["cross.3.2"]`.
+
+        Raises:
+            UsageError: there is no such layer or head, or the number could be of several stacks.
         """
         _, layer, head = self._place(place)
         return layer.weights() if head is None else layer.weights(heads=[head])[0]

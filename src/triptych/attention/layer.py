@@ -75,8 +75,23 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         """Make a layer.
 
-        `scores` is "dot", "cosine", "additive" or `FILE.py:CLASS`; with `scale = "outside"` the layer is
-        `softmax(Q Kᵀ) V / √d_k`.
+        Args:
+            d_model: width of input and output.
+            num_heads: number of query heads.
+            projections: how the heads are written; `Factored()` if None.
+            dropout: probability that an attention weight is dropped while training.
+            positions: how the layer itself tells positions apart (`RotaryPositions`, `AlibiPositions`); None
+                if its input does, or nothing. For self-attention only.
+            qk_norm: whether queries and keys of each head pass an RMSNorm before they are rotated and
+                compared, each with a weight for every channel.
+            output_gate: whether the output of each head is multiplied by a gate, a sigmoid of a learned map
+                of its token. All gates begin at 1/2.
+            scores: how queries and keys are compared: "dot", "cosine", "additive" or `FILE.py:CLASS`.
+            scale: "inside" the softmax, or "outside": `softmax(Q Kᵀ) V / √d_k`.
+
+        Raises:
+            ValueError: sizes that do not fit, with both sizes, or positions, norms or scores that the
+                parameterisation cannot have, with the reason.
 
         Source: qk_norm: Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442.
         output_gate: Qiu et al. 2025, arXiv 2505.06708.

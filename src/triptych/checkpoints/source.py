@@ -18,7 +18,7 @@ from triptych.storage.untrusted import read_json
 
 @final
 class Source:
-    """A model's files, or what stands for them.
+    """A model's files, or the model of `transformers` in memory that takes their place.
 
     Attributes:
         name: as it was given.

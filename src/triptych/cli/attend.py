@@ -116,11 +116,7 @@ def attend(
         excluded = corpus, *kind, layers, heads, top, writes, file, npz, csv, svg
         if any(other is not None for other in excluded):
             raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
-        opened = open_model(model, without, opening)
-        (attended,) = opened.attend(_texts(text, file), None if target is None else [target], **reading)
-        _show_steps(attended, steps, html, as_json=as_json)
-        return
-    if corpus is not None and is_of_heads:
+    elif corpus is not None and is_of_heads:
         others = target, *reading.values(), kind, layers, heads, top, writes, npz, svg
         if any(others):
             raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
@@ -132,6 +128,9 @@ def attend(
         raise UsageError("--target goes with one text, not with --file")
     opened = open_model(model, without, opening)
     found = opened.attend(_texts(text, file), None if target is None else [target], **reading)
+    if steps is not None:
+        _show_steps(found[0], steps, html, as_json=as_json)
+        return
     chosen = kind or None, numbers(layers, "--layers"), numbers(heads, "--heads")
     writer = None if writes is None else TokenWriter(opened.reader, writes)
     saved = [one.saved(one.parts(*chosen), top)._replace(writer=writer) for one in found]

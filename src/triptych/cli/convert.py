@@ -8,7 +8,7 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json
 from triptych.converting.conversion import Conversion
 from triptych.errors import UsageError
-from triptych.face import Model
+from triptych.face import Model, load
 
 
 def convert(
@@ -18,6 +18,7 @@ def convert(
     to: Literal["hf", "ctranslate2", "onnx"] | None = None,
     origin: Literal["hf"] | None = None,
     converting: Annotated[Options, "Options", Model.convert, "quantization"],
+    opening: Annotated[Options, "Options", load, "offline"],
     as_json: bool = False,
 ) -> None:
     """Convert a model to or from the format of another library.
@@ -36,7 +37,7 @@ def convert(
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
-    opened = open_model(model, opening={"device": "cpu"})
+    opened = open_model(model, opening={"device": "cpu", **opening})
     conversion = opened.convert(out, to or "triptych", **converting)
     if as_json:
         print_json(conversion.record())

@@ -164,7 +164,7 @@ class Steering(Change):
             block.added_after = sum_of(block.added_after, self.vector)
 
     def into_weights(self, model: LanguageModel | EncoderDecoder) -> None:
-        """Add the direction to the bias that stands last before it in the stream, in a copy of a model."""
+        """Add the direction to the last bias before it in the stream, in a copy of a model."""
         block = blocks_of(model, self.stack)[self.block - 1]
         frame = block.feed_forward_residual
         target = frame.norm if not frame.pre else getattr(block.feed_forward, "outer", None)
@@ -187,7 +187,7 @@ def changed_copy(
     changes: Sequence[Change],
     order: Callable[[LanguageModel | EncoderDecoder], Sequence[AttentionSite]],
 ) -> LanguageModel | EncoderDecoder:
-    """A model with changes; its modules are new, and its parameters those of the old one."""
+    """A model with changes: new modules, which share the parameters of the old ones."""
     kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, kept)
     for change in changes:

@@ -1,4 +1,4 @@
-"""Whether a model's numbers are those of `transformers`."""
+"""Compares a model's numbers with `transformers`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

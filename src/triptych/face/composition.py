@@ -102,11 +102,6 @@ def _folded(head: Head, into: Into) -> Head:
 
 def _qk(head: Head) -> tuple[Tensor, Tensor]:
     form = head.qk
-    if head.weights.semantics.scores is not None:
-        raise UsageError(
-            f"head {head.name}: its scores are no product of queries and keys, so there is no composition "
-            'into "Q" or "K"; into "V" there is'
-        )
     if head.weights.semantics.rotary is not None:
         raise UsageError(
             f"head {head.name}: rotary positions make W_QK another form at every distance, so there is no "

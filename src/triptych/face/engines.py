@@ -291,7 +291,7 @@ class CTranslate2Generator(OtherEngine):
         ends: _Ends = lambda row, token: False,
         batch_rows: int = 32,
     ) -> list[list[Generated]]:
-        """Continue prompts, those of one length together."""
+        """Continue prompts, in batches of one length."""
         self._check(prompts, options)
         if options.beam_size > 1:
             return [self._beam_search(ids, options) for ids in prompts]
@@ -429,7 +429,7 @@ def make_generator(
     precision: Precision = "fp32",
     device: str = "auto",
 ) -> TextGenerator:
-    """What continues texts; arguments and errors as those of `make_translator`."""
+    """What continues texts; arguments and errors as in `make_translator`."""
     if engine == "triptych":
         return opened.generator(precision=precision)
     require_ctranslate2()

@@ -168,7 +168,7 @@ class Head:
         With rotary positions it is a form for every distance (`RotaryForm`).
 
         Raises:
-            UsageError: norms or clipping between queries and keys make the scores no bilinear form.
+            UsageError: norms, clipping or a way to score that is no product make the scores no bilinear form.
         """
         if found := [why for why in self.between if why in _BREAKS_QK]:
             raise UsageError(
@@ -263,7 +263,10 @@ _NORM_WITHIN_QK, _NORM_WITHIN_V = (
     "a norm within the map of queries or keys",
     "a norm within the map of values",
 )
-_BREAKS_QK = ("QK-norm", "clipped queries, keys and values", _NORM_WITHIN_QK)
+_BREAKS_QK = (
+    *("QK-norm", "clipped queries, keys and values", "scores that are no product of queries and keys"),
+    _NORM_WITHIN_QK,
+)
 _BREAKS_OV = ("clipped queries, keys and values", _NORM_WITHIN_V)
 
 
@@ -364,7 +367,11 @@ class Layer:
         return iter(self.heads)
 
     def __getitem__(self, number: int) -> Head:
-        """A head."""
+        """A head.
+
+        Raises:
+            UsageError: there is no such head.
+        """
         if not -self.num_heads <= number < self.num_heads:
             # An IndexError, too, for loops that go by index.
             raise NoSuchHeadError(

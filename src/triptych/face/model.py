@@ -261,7 +261,11 @@ class Model:
     def __getitem__(self, place: tuple[int | str, int]) -> Head: ...
 
     def __getitem__(self, place: int | str | tuple[int | str, int]) -> Layer | Head:
-        """A layer by its name (`3`, `"decoder.3"`), a head by both (`model[3, 2]`, `model["3.2"]`)."""
+        """A layer by its name (`3`, `"decoder.3"`), a head by both (`model[3, 2]`, `model["3.2"]`).
+
+        Raises:
+            UsageError: there is no such place, or several; the message lists them.
+        """
         if isinstance(place, tuple):
             layer, head = place
             return self.layers[self._places.layer(layer)][head]
@@ -458,7 +462,7 @@ class Model:
                 num_samples,
                 beam_size,
                 alpha,
-                stop_texts=tuple(stop),
+                stop_texts=(stop,) if isinstance(stop, str) else tuple(stop),
                 max_prompt_tokens=max_prompt_tokens,
             )
         except ValueError as error:
@@ -511,7 +515,7 @@ class Model:
         alpha: float | None = None,
         stop: Stop | None = None,
         workers: int = 1,
-        progress: Progress = lambda what, done, total: None,
+        progress: Progress = untold,
     ) -> Any:
         """How well the model predicts a text; with references, how well it translates one.
 
@@ -629,7 +633,7 @@ class Model:
         explain: bool = False,
         context: int | None = None,
         most_tokens: int | None = None,
-        progress: Progress = lambda what, done, total: None,
+        progress: Progress = untold,
     ) -> OverText:
         """What every head does over a whole text: previous token, induction, what it is worth.
 
@@ -869,7 +873,7 @@ class Model:
         metric: Callable[[Run], float | Tensor],
         what: Activation = "z",
         *,
-        progress: Progress = lambda what, done, total: None,
+        progress: Progress = untold,
     ) -> Sweep:
         """Patch every head in turn from a run on clean text into one on corrupted text.
 
@@ -934,17 +938,23 @@ class Model:
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"
         target = Path(name) if temporary is None else temporary / "rewritten"
-        with self._files() as source:
-            rewrite_checkpoint(
-                source,
-                target,
-                _recipe(steps, calibration, skip_refused),
-                family=self._opened.options.family,
-                text=None if text is None else Path(text),
-                compare=compare,
-                progress=progress,
-            )
-        return Model(Opened(name, find_source(target), self._opened.options, temporary=temporary))
+        try:
+            with self._files() as source:
+                rewrite_checkpoint(
+                    source,
+                    target,
+                    _recipe(steps, calibration, skip_refused),
+                    family=self._opened.options.family,
+                    text=None if text is None else Path(text),
+                    compare=compare,
+                    progress=progress,
+                )
+            rewritten = find_source(target)
+        except BaseException:  # an interruption too leaves nothing behind
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return Model(Opened(name, rewritten, self._opened.options, temporary=temporary))
 
     # Keeping.
 
@@ -1102,7 +1112,8 @@ class Model:
             source = find_source(self.save(Path(place, "model")))
             tokenizers = self._opened.options.tokenizer
             if self._opened.module is not None and isinstance(tokenizers, str | Path):
-                shutil.copy(Path(tokenizers, "tokenizer.json"), source.folder)
+                for file in Path(tokenizers).glob("tokenizer*.json"):
+                    shutil.copy(file, source.folder)
             source.name = ", ".join((self.name, *self.changes))
             yield source
 

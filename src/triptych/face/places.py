@@ -29,7 +29,7 @@ class Places:
         )
 
     def layer(self, place: int | str) -> int:
-        """The number, in order, of the layer that a name stands for."""
+        """The number, in order, of the layer of a name."""
         if isinstance(place, int) and place < 0 and len(self.stacks) == 1 and -place <= len(self.names):
             return len(self.names) + place
         wanted = self._full(str(place))
@@ -52,7 +52,7 @@ class Places:
         return self.layer(place), None
 
     def heads(self, places: str | Sequence[str], counts: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """The heads that places and patterns stand for, by the number of their layer."""
+        """The heads of places and patterns, by the number of their layer."""
         given = re.split(r"[,\s]+", places.strip()) if isinstance(places, str) else list(places)
         found: dict[int, set[int]] = {}
         for place in given:

@@ -118,7 +118,11 @@ class Run:
         return self.losses.mean()
 
     def __getitem__(self, place: str | int) -> Activations:
-        """The activations of a layer (`"3"`, `"cross.3"`) or of a head (`"3.2"`)."""
+        """The activations of a layer (`"3"`, `"cross.3"`) or of a head (`"3.2"`).
+
+        Raises:
+            UsageError: there is no such place; the message says which there are.
+        """
         number, head = self._places.split(str(place))
         site = self._order[number]
         if site not in self._calls:

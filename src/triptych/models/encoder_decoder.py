@@ -35,7 +35,15 @@ class EncoderDecoder(nn.Module):
         pad_id: int = 0,
         recipe: ModelConfig | None = None,
     ) -> None:
-        """Make a model with fresh weights around attention layers."""
+        """Make a model with fresh weights around attention layers.
+
+        Args:
+            architecture: what it is made of.
+            encoder: a layer for every block of the encoder.
+            decoder: self-attention and cross-attention for every block of the decoder.
+            pad_id: the token that attention must not see.
+            recipe: the configuration that describes the model, if one does.
+        """
         super().__init__()
         self.architecture, self.recipe = architecture, recipe
         self.pad_id = pad_id

@@ -99,7 +99,7 @@ class OpenedModel:
 
     @property
     def tokenizers(self) -> TokenizerPair:
-        """Those of the two sides of a translator that is searched."""
+        """The source and target tokenizers of a translator that is searched."""
         if not isinstance(self._tokenizers, TokenizerPair):
             raise self.unsearched or _does_not_translate(self.name)
         return self._tokenizers

@@ -254,7 +254,7 @@ class Reader(TextModel):
     def record(
         self, texts: Sequence[TextIds], max_tokens: int | None = None
     ) -> Iterator[tuple[list[int], Recording]]:
-        """Run the model over texts, those of like length in one batch."""
+        """Run the model over texts, in batches of similar length."""
         self.check(texts, max_tokens)
         lengths = [[*(one.ids if one.source is None else one.source)] for one in texts]
         limit = self.model.rotary_limit if isinstance(self.model, LanguageModel) else None
@@ -368,7 +368,7 @@ class Reader(TextModel):
         model, tokenizers = self.opened.encoder_decoder, self.opened.tokenizers
         start, longest, most = tokenizers.target.rules.start, model.max_source_tokens, model.max_target_tokens
         (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
-        if model.recipe is None:  # of others' models there are only so many positions
+        if model.recipe is None:  # models of other libraries have a fixed number of positions
             src, tgt = src[:longest], tgt[: None if most is None else most - len(start)]
         inputs = {
             "input_ids": torch.tensor([[*src, tokenizers.source.eos_id]]),

@@ -121,14 +121,14 @@ class TextModel(ABC):
 
 
 def _side_by_side(ids: Tensor, length: int) -> Iterator[Window]:
-    """Windows of so many tokens, each token after the first predicted once."""
+    """Windows of `length` tokens, each token after the first predicted once."""
     for start in range(0, len(ids) - 1, length):
         piece = ids[start : start + length + 1]
         yield Window({"input_ids": piece[None, :-1]}, piece[1:])
 
 
 def _up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
-    """Windows until so many tokens are predicted, or read where nothing is predicted."""
+    """Windows until enough tokens are predicted, or read where nothing is predicted."""
     done = 0
     for window in windows:
         yield window

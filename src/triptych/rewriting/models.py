@@ -7,7 +7,7 @@ parameterisation that they call for. What was passed in is never changed.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import singledispatch
+from functools import singledispatch, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
 import torch
@@ -233,7 +233,7 @@ class OfAnything(Generic[Options]):
 
     def __init__(self, function: Callable[Concatenate[AttentionWeights, Options], Rewritten]) -> None:
         self._function = function
-        self.__doc__ = function.__doc__
+        update_wrapper(self, function)  # type: ignore[arg-type]  # this takes a layer or a model too
 
     def __call__(self, target: Target, *args: Options.args, **options: Options.kwargs) -> Target:
         return rewrite(target, lambda weights: self._function(weights, *args, **options)).result

@@ -64,7 +64,7 @@ class Result:
 
     figures: dict[str, float]  # by metric
     heads: dict[str, float]  # means over the heads of measures of `inspect`, by the measure's name
-    seconds: float  # of training; of the run that was rewritten, where one was; likewise the rest
+    seconds: float  # of training; where a run was rewritten, these three are of that run
     steps: int  # updates made
     tokens: int  # target tokens learned from
 

@@ -39,8 +39,8 @@ class Estimate:
     """A mean over seeds."""
 
     mean: float  # of the seeds
-    low: float  # lower end of its 95 % interval (Student's t); NaN for one seed. Likewise `high`
-    high: float  # upper end
+    low: float  # lower end of its 95 % interval (Student's t); NaN for one seed
+    high: float  # upper end of it
     deviation: float  # standard deviation of the seeds; NaN for one
     count: int  # number of seeds
 

@@ -46,7 +46,7 @@ class PretrainedRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # What tells the file from others; it stands first.
+    # Marks the file; always its first field.
     format: Literal["triptych pretrained tokenizer 1"] = "triptych pretrained tokenizer 1"
     tokens: dict[str, str]  # the named special tokens, such as `eos_token`
     # After decoding, the space before punctuation and English contractions is taken out.

@@ -167,7 +167,7 @@ class SentencePieceRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
-    # What tells the file from others; it stands first.
+    # Marks the file; always its first field.
     format: Literal["triptych sentencepiece 2"] = "triptych sentencepiece 2"
     pad_id: int = Field(ge=0)  # fills rows up
     bos_id: int = Field(ge=0)  # begins every output

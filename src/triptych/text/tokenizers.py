@@ -62,7 +62,11 @@ class Tokenizer(ABC):
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text."""
+        """Token ids of each text; a string is one text.
+
+        `add_special` puts the special tokens of the checkpoint around each text (`[CLS]` and `[SEP]`, `<s>`).
+        `parse_special` reads special tokens that a text spells out (`[MASK]`, `<|im_end|>`) as such.
+        """
 
     @abstractmethod
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
@@ -100,8 +104,8 @@ class OutputRules:
     start: tuple[int, ...]  # tokens that the decoder reads first, at least one; they are no part of an output
     end: int  # the token that ends an output
     never: tuple[int, ...] = ()  # tokens that no output has
-    min_length: int = 0  # fewest tokens before the end, those of `start` counted
-    # So many tokens in a row, those of `start` counted, do not come a second time; 0 for no such rule.
+    min_length: int = 0  # fewest tokens before the end, `start` included
+    # No sequence of this many tokens occurs twice, `start` included; 0 for no such rule.
     no_repeat: int = 0
 
 

@@ -34,7 +34,7 @@ class TokenizerSettings:
     given: Mapping[str, str | AddedToken]
     # Further special tokens; None where the files do not speak of any.
     extra: tuple[str | AddedToken, ...] | None
-    added: Mapping[int, AddedToken]  # tokens beside the vocabulary, by id
+    added: Mapping[int, AddedToken]  # tokens outside the vocabulary, by id
     where: str  # the file, for messages
 
     def flag(self, name: str, default: bool) -> bool:

@@ -73,7 +73,7 @@ def prepare_continued(recipe: ContinuedRecipe, base: Path, display: Display) -> 
 
 
 def take_up_continued(recipe: ContinuedRecipe, folder: Path, base: Path, display: Display) -> Prepared:
-    """A run that has begun; arguments as those of `prepare_continued`, and its folder."""
+    """Prepare to go on with the run in a folder; other arguments are as in `prepare_continued`."""
     loaded = _loaded(folder)
     tokenizer = load_tokenizer(folder, vocab_size=loaded.model.vocab_size)
     text, config = TextOfRun(recipe, base), read_limited(folder / CONFIG, LONGEST_JSON).decode()
@@ -88,12 +88,6 @@ def take_up_continued(recipe: ContinuedRecipe, folder: Path, base: Path, display
 def goes_on(folder: Path) -> bool:
     """Whether a folder is that of a run that goes on with a checkpoint."""
     return holds_run(folder) and not is_own(settings(folder))
-
-
-def holds_language_model(folder: Path) -> bool:
-    """Whether a folder is that of a run which learned the tokens of a text."""
-    record = settings(folder)
-    return goes_on(folder) or (is_own(record) and record.get("model_type") == "triptych")
 
 
 def copy_checkpoint(folder: Path, target: Path) -> None:

@@ -27,12 +27,12 @@ _SMALLEST_BATCH = 512
 
 @dataclass(frozen=True)
 class _Limits:
-    """What a machine is good for."""
+    """Sizes that a machine trains in reasonable time."""
 
-    # Of the model, each with the least target tokens of a text that it is for, largest first.
+    # Least target tokens of a text, and the preset of the model for it; largest first.
     presets: tuple[tuple[int, str], ...]
-    vocab_size: int  # of a vocabulary
-    batch_tokens: int  # of a batch
+    vocab_size: int
+    batch_tokens: int
     total_tokens: float  # target tokens of a whole run
 
 

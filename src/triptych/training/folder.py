@@ -93,10 +93,9 @@ class Prepared:
 
 def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> WordVectors:
     """The vectors of a recipe's file for the tokens of a tokenizer."""
-    special = tokenizer.special_ids
-    ids = range(tokenizer.vocab_size)
-    pieces = [None if token in special else tokenizer.pieces([token])[0] for token in ids]
-    return WordVectors(base / path, pieces, width)
+    special, pieces = tokenizer.special_ids, tokenizer.pieces(range(tokenizer.vocab_size))
+    words = [None if token in special else piece for token, piece in enumerate(pieces)]
+    return WordVectors(base / path, words, width)
 
 
 def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:

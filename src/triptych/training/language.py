@@ -57,7 +57,7 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
 
 
 def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
-    """Prepare to go on with the run in a folder; other arguments as those of `prepare_language`."""
+    """Prepare to go on with the run in a folder; other arguments are as in `prepare_language`."""
     text, tokenizer = TextOfRun(recipe, base), read_tokenizer(folder / TOKENIZER)
     return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display), base)
 

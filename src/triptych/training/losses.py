@@ -5,13 +5,12 @@
 summed over the target tokens, so that the mean over any set of batches is a sum of losses over a
 sum of tokens. Source: Szegedy et al. 2016, arXiv 1512.00567, section 7.
 
-With R-Drop, two passes over the same tokens, drawn apart by dropout, that should agree:
+R-Drop penalises the divergence of two passes over the same tokens, which differ by dropout:
 
     loss = ½ (CE(p₁) + CE(p₂)) + (α / 4) Σ_t KL(p₁ ‖ p₂) + KL(p₂ ‖ p₁)
 
-What dropout leaves to chance costs something of its own, which small data sets need: a step takes twice the
-time, and many more steps go by before the model knows its text by heart. Source: Liang et al. 2021, R-Drop,
-arXiv 2106.14448, equations 1 to 3, all divided by two.
+It regularises: on small data sets the model overfits many steps later. A step takes twice the time. Source:
+Liang et al. 2021, R-Drop, arXiv 2106.14448, equations 1 to 3, all divided by two.
 """
 
 from typing import Any, NamedTuple
@@ -174,10 +173,14 @@ def _loss_and_gradients(
     return smoothed, likelihood, of_x, of_weight
 
 
+def chunk_tokens(vocab_size: int) -> int:
+    """How many rows of logits are alive at a time."""
+    return min(max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+
+
 def chunks(x: Tensor, weight: Tensor) -> list[slice]:
     """The rows of `x` whose logits are alive at a time."""
-    tokens = min(max(CHUNK_LOGITS // weight.shape[0], MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
-    total = x.shape[0]
+    tokens, total = chunk_tokens(weight.shape[0]), x.shape[0]
     return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]
 
 

@@ -33,7 +33,7 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     """The items in their order, made in a thread of their own up to `depth` ahead of their use.
 
     The thread lives from the first item asked for until the last one is taken, an error, or `close`, which
-    waits for the item being made. Who may stop before the end should close, with `contextlib.closing`.
+    waits for the item being made. Close it (`contextlib.closing`) if you may stop before the end.
     """
     made: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     room, closed = Semaphore(depth), Event()

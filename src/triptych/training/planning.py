@@ -1,4 +1,4 @@
-"""What a training step needs of devices that are not here, by formulas: memory, time, communication.
+"""Memory, time and communication of a training step on devices that need not be here, by formulas.
 
 All bytes are of one device. P are the parameters, of which a device has a share of 1/s; e is 4 bytes in
 float32 and 2 in bfloat16.
@@ -18,7 +18,7 @@ torch's allocator gives out in real processes.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -32,7 +32,6 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block, Residual
 from triptych.models.feed_forward import FeedForward
 from triptych.models.storage import OwnModel
-from triptych.thresholds import CHUNK_LOGITS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from triptych.training.fitting import (
     choices,
     fit_language_tokenizer,
@@ -40,21 +39,22 @@ from triptych.training.fitting import (
     fit_tokenizer,
     fit_training,
 )
+from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
 from triptych.training.parallel.computing import require_kind
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
-# Of a device's memory; the rest is for what an allocator cannot use, and for the libraries' own buffers.
+# Share of a device's memory that is planned for. An allocator cannot use all, and libraries have buffers.
 USABLE = 0.9
-# A simpler layout is taken in the place of one that is faster by less.
+# A simpler layout is preferred to one that is faster by less than this factor.
 _WORTH = 1.02
-# Of what a recipe leaves out, training takes the largest for a text as long as this.
+# A text so long that training chooses its largest values for what a recipe leaves out.
 _LONG_TEXT = 10**12
-# Tokens of a sentence, its end included. The batches of a translation hold as many tokens whatever it is.
+# Tokens of a sentence, its end included. A translator's batches have the same number of tokens for any value.
 _SENTENCE = 32
-# How often operations that are no matrix products read or write each byte that the layers keep (forwards and
-# backwards), of the logits, and of a device's parameters in float32; and in several processes each byte of
-# all parameters, which are gathered and summed. Fitted to the operations of steps of 48 sizes (docs/log.md).
+# How often operations other than matrix products read or write each byte that the layers keep (forwards and
+# backwards), each byte of the logits, and each byte of a device's parameters in float32; in several processes
+# also each byte of all parameters, which are gathered and summed. Fitted to steps of 48 sizes (docs/log.md).
 _PASSES_FORWARD, _PASSES_BACKWARD, _PASSES_OF_LOGITS = 12, 18, 27
 _PASSES_OF_PARAMETERS, _PASSES_OF_EXCHANGE = 36, 30
 _BUCKET_BYTES = 25 * 2**20  # of DDP
@@ -63,7 +63,7 @@ _BUCKET_BYTES = 25 * 2**20  # of DDP
 @final
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal machines. The rates are those that are reached, not those of a data sheet.
+    """Equal devices in equal machines. Rates are what is reached in practice, not what a data sheet says.
 
     Attributes:
         devices: number of devices, with a process on each.
@@ -134,7 +134,7 @@ class Exchange(NamedTuple):
     calls: int  # how many
 
     def seconds(self, cluster: Cluster) -> float:
-        """Of rings, of which each leaves a machine by another device's link."""
+        """Time of ring collectives. Each ring leaves a machine by another device's link."""
         if self.num_nodes == 1:
             return self.sent_bytes / cluster.node_bandwidth
         links = self.group_size / self.num_nodes * cluster.link_bandwidth
@@ -178,12 +178,12 @@ class PlannedLayout:
 
     @property
     def seconds(self) -> float:
-        """Of a step whose exchange goes on behind the computation."""
+        """Time of a step: the exchange overlaps with the computation."""
         return max(self.compute_seconds, self.exchange_seconds)
 
     @property
     def needed(self) -> int:
-        """In a step or a validation."""
+        """Most bytes held, in a step or a validation."""
         return max(self.peak, self.validating)
 
     def figures(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class TrainingPlan:
         """As JSON has it."""
         return {
             "recipe": self.recipe.name,
-            "cluster": vars(self.cluster),
+            "cluster": asdict(self.cluster),
             "parameters": self.num_parameters,
             "host_bytes": self.whole_model,
             "target_tokens": self.target_tokens,
@@ -254,7 +254,7 @@ class TrainingPlan:
 
 
 def plan(recipe: AnyRecipe, cluster: Cluster) -> TrainingPlan:
-    """Say what a recipe needs on devices that need not be here, and how to lay it on them.
+    """Predict what a recipe needs on devices that need not be here, and choose its layout.
 
     Text is not read.
 
@@ -553,7 +553,7 @@ class Step:
             optimizer=optimizer,
             activations=activations,
             peaks=peaks,
-            moved=round(moved),
+            moved=moved,
             exchanges=exchanges,
             flops=flops,
             compute_seconds=flops / cluster.device_flops + moved / cluster.device_bandwidth,
@@ -564,7 +564,7 @@ class Step:
 
     def _logits(self) -> int:
         """Bytes of the logits that are there at a time, and of their probabilities."""
-        rows = min(max(CHUNK_LOGITS // self.vocab_size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS, self.targets)
+        rows = min(chunk_tokens(self.vocab_size), self.targets)
         if isinstance(self.recipe, Recipe) and self.recipe.training.rdrop:
             return 11 * 4 * rows * self.vocab_size  # both passes, their logarithms and gradients in float32
         return 2 * self.bytes * rows * self.vocab_size

@@ -49,7 +49,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display) -> Prepare
 
 
 def take_up_translation(recipe: Recipe, folder: Path, base: Path, display: Display) -> Prepared:
-    """Prepare to go on with the run in a folder; other arguments as those of `prepare_translation`."""
+    """Prepare to go on with the run in a folder; other arguments are as in `prepare_translation`."""
     tokenizers = TokenizerPair.load(folder)
     check_tokenizers(tokenizers, recipe, folder)
     train_text, valid_text = _read_texts(recipe, base, display)
