@@ -19,7 +19,7 @@ from triptych.training.optimizers import Optimizer
 from triptych.training.parallel import Computing, OneProcess, World, launched, rows_of_rank
 from triptych.training.planning import filled
 
-# Weights and activations of a few MB each: what is not a tensor of the step is small beside them.
+# Weights and activations of a few MB each: what is not a tensor of the step is small compared with them.
 TREES: dict[str, Any] = {
     "language model": {
         "task": "language-model",

@@ -1,4 +1,4 @@
-"""Tokenizers of translators: trained byte-level ones, those of SentencePiece models, and pairs of them."""
+"""Tokenizers of translators: trained byte-level tokenizers, SentencePiece models, and pairs of tokenizers."""
 
 import json
 from collections.abc import Sequence

@@ -234,7 +234,7 @@ def _rdrop_and_gradients(
     """Both sums, and the gradients of the smoothed one.
 
     With a = log p − log q, the sum of the divergences is Σ (p − q) a, and its gradient with respect to
-    the logits of p is p (a − Σ p a) + p − q; for q likewise, with −a.
+    the logits of p is p (a − Σ p a) + p − q; for q, with −a.
     """
     share = rdrop / 4
     wide = torch.promote_types(weight.dtype, torch.float32)

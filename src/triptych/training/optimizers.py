@@ -1,4 +1,4 @@
-"""Learning rates; Adam, AdamW whose decay spares what is no matrix, and Muon for the matrices of blocks."""
+"""Learning rates; Adam, AdamW with decay of matrices alone, and Muon for the matrices of blocks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator

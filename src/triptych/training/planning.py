@@ -484,7 +484,7 @@ class Step:
         return self._rows * numbers * e, self._rows * cost.flops, again
 
     def _kept_outside(self, model: OwnModel) -> tuple[int, int]:
-        """Bytes kept besides the blocks until the backward pass ends, and those that it uses first."""
+        """Bytes kept before the blocks, until the backward pass ends, and after them, which it uses first."""
         if isinstance(model, EncoderDecoder):
             norms, sides, dropout = (model.encoder_norm, model.decoder_norm), 2, model.embedding_dropout.p
             memory = self._stream

@@ -52,7 +52,7 @@ class _Failure:
 
 @final
 class World:
-    """The processes of a run, as one of them sees them. One that was not launched with others asks none."""
+    """The processes of a run, as one of them sees them. Without a launcher there is one, and no exchange."""
 
     def __init__(self, store: Store | None = None, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> None:
         self._store, self._timeout_minutes = store, timeout_minutes
