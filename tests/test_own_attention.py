@@ -15,7 +15,7 @@ from triptych.attention import MultiHeadAttention
 from triptych.cli.main import run as run_command
 from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import TriptychError, UsageError
-from triptych.models import EncoderDecoder, ModelConfig
+from triptych.models import AttentionConfig, EncoderDecoder, ModelConfig
 from triptych.opening import open_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-attention.md"
@@ -142,6 +142,13 @@ def test_a_rewrite_keeps_the_class_or_writes_another_or_is_refused_in_one_line(r
         model.rewrite("truncate(rank=4, forms=['ov'])")
 
 
+def test_a_layer_of_it_scaled_outside_the_softmax_has_a_configuration(place: Path) -> None:
+    user_code.use_code("mine.py")
+    layer = MultiHeadAttention(16, 2, triptych.parameterisation("mine.py:TurnedValues"), scale="outside")
+    found = AttentionConfig.of(layer)
+    assert (found.projections, found.scale) == ("mine.py:TurnedValues", "outside")
+
+
 def test_opening_a_run_executes_nothing_of_it_and_says_what_to_do(run: Path) -> None:
     (run / "mine.py").write_text("raise SystemExit('executed')")
     for opened in (
@@ -184,7 +191,11 @@ def test_another_file_than_the_runs_is_refused(run: Path) -> None:
         ("def broken(:\n", r"mine\.py, line 1: SyntaxError"),
         ("import no_such_library\n", r"mine\.py: ModuleNotFoundError: .*no_such_library"),
         ("class TurnedValues:\n    pass\n", "is no Parameterisation"),
-        ("x = 1\n", r"mine\.py has no class TurnedValues"),
+        ("x = 1\n", r"mine\.py defines no class TurnedValues"),
+        (
+            "from triptych.attention import Factored as TurnedValues\n",
+            r"mine\.py defines no class TurnedValues",
+        ),
     ],
 )
 def test_a_file_that_is_not_as_it_should_be_is_said_in_one_line(place: Path, text: str, message: str) -> None:

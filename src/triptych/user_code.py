@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from triptych.errors import UsageError
 from triptych.storage.untrusted import LONGEST_TEXT, read_limited
+
+ClassT = TypeVar("ClassT", bound=type)
 
 _NAME = re.compile(r"([^/\\:]+\.py):([A-Za-z_]\w*)")
 
@@ -72,8 +74,8 @@ def is_own(name: str) -> bool:
     return ".py:" in name
 
 
-def find_class(name: str) -> type:
-    """The class of a name."""
+def find_class(name: str, base: ClassT, key: str) -> ClassT:
+    """The class of a name, which a recipe gives at a key: derived from `base`, whose `name` it gets."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise UsageError(
@@ -85,10 +87,16 @@ def find_class(name: str) -> type:
             f"{name!r} is in a file that is never executed by itself: give it with --code {file} "
             f'(code="{file}" in Python)'
         )
-    found = getattr(_FILES[file].module, own, None)
-    if not isinstance(found, type):
-        raise UsageError(f"{_FILES[file].path} has no class {own}")
-    return found
+    module = _FILES[file].module
+    found = getattr(module, own, None)
+    # A class that the file imports belongs to others, who know it by another name.
+    if not isinstance(found, type) or found.__module__ != module.__name__:
+        raise UsageError(f"{_FILES[file].path} defines no class {own}")
+    if not issubclass(found, base):
+        raise ValueError(f"{key} = {name!r} is no {base.__name__}: derive it from that class")
+    named: Any = found
+    named.name = name
+    return named  # type: ignore[no-any-return]
 
 
 def named_files(tree: Any) -> set[str]:

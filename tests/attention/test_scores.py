@@ -133,6 +133,13 @@ def test_a_layer_of_its_weights_is_the_same_layer_and_its_configuration_too(kind
     assert all(part.shape[0] == 2 for part in (some.scores.tensors().values() if some.scores else ()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_scale_outside_is_known_after_it_was_rounded(dtype: torch.dtype) -> None:
+    weights = layer_of({"scale": "outside"}).to(dtype).weights()
+    for given in (weights, weights.to(torch.float32)):
+        assert AttentionConfig.of(MultiHeadAttention.from_weights(given, named=True)).scale == "outside"
+
+
 def test_a_configuration_without_these_options_is_stored_as_before() -> None:
     assert not {"scores", "scale"} & AttentionConfig().model_dump().keys()
     assert AttentionConfig(scores="cosine").model_dump()["scores"] == "cosine"

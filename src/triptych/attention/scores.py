@@ -7,11 +7,7 @@ from triptych.algebra.semantics import AdditiveScores, Scores, Semantics
 def scores_class(name: str) -> type[Scores]:
     """The class of scores that are no products: "additive", or `FILE.py:CLASS`."""
     if user_code.is_own(name):
-        own = user_code.find_class(name)
-        if not issubclass(own, Scores):
-            raise ValueError(f"scores = {name!r} is no Scores: derive it from that class")
-        own.name = name
-        return own
+        return user_code.find_class(name, Scores, "scores")
     if name != AdditiveScores.name:
         raise ValueError(f"scores = {name!r} is not one of dot, cosine, additive: or name FILE.py:CLASS")
     return AdditiveScores

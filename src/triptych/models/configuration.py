@@ -132,16 +132,16 @@ class AttentionConfig(_Config):
     def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
         """The configuration that gives such a layer."""
         chosen, semantics = layer.parameterisation, layer.semantics
-        if user_code.is_own(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
-            raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
         scores = scores_name(semantics)
-        beside: dict[str, Any] = {
+        others: dict[str, Any] = {
             "scores": scores,
             "qk_norm": semantics.qk_norm and scores != "cosine",
             "output_gate": semantics.gate is not None,
         }
         if isinstance(chosen, ScaledOutside):
-            chosen, beside["scale"] = chosen.inner, "outside"
+            chosen, others["scale"] = chosen.inner, "outside"
+        if user_code.is_own(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
+            raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
         options = {
             field.name: getattr(chosen, field.name)
             for field in dataclasses.fields(chosen)
@@ -152,7 +152,7 @@ class AttentionConfig(_Config):
                 "projections": chosen.name,
                 "num_heads": layer.num_heads,
                 "dropout": layer.dropout,
-                **beside,
+                **others,
                 **options,
             }
         )

@@ -8,11 +8,17 @@ import difflib
 import math
 from dataclasses import replace
 
+import torch
+
 from triptych import user_code
 from triptych.algebra.weights import SIDES, AttentionWeights, standard_scale
 from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
 from triptych.attention.projections import table
-from triptych.attention.projections.abstract import Parameterisation, structural_difference
+from triptych.attention.projections.abstract import (
+    Parameterisation,
+    same_but_rounded,
+    structural_difference,
+)
 from triptych.attention.projections.as_written import AsWritten
 from triptych.attention.projections.table import ScaledOutside
 
@@ -45,11 +51,7 @@ REFUSED: dict[str, str] = {"four_way": FOUR_WAY_IS_NO_LAYER}
 def parameterisation_class(name: str) -> type[Parameterisation]:
     """The class of a name: one of `PARAMETERISATIONS`, or `FILE.py:CLASS`."""
     if user_code.is_own(name):
-        own = user_code.find_class(name)
-        if not issubclass(own, Parameterisation):
-            raise ValueError(f"projections = {name!r} is no Parameterisation: derive it from that class")
-        own.name = name
-        return own
+        return user_code.find_class(name, Parameterisation, "projections")
     if name in REFUSED:
         raise ValueError(f"projections = {name!r} is no layer: {REFUSED[name]}")
     if name not in PARAMETERISATIONS:
@@ -126,4 +128,4 @@ def _is_scaled_outside(weights: AttentionWeights) -> bool:
     if len(weights.o) < 2 or weights.o[0].learned or not weights.o[0].diagonal:
         return False
     factor, d_k = weights.o[0].weight, weights.multiplied("k").d_out if weights.k else weights.d_model
-    return factor.shape[0] == 1 and bool((factor - standard_scale(d_k)).abs().max() < 1e-6)
+    return factor.shape[0] == 1 and same_but_rounded(torch.full_like(factor, standard_scale(d_k)), factor)

@@ -447,7 +447,7 @@ class Projections(nn.Module):
             return
         if own.learned:
             own.weight.copy_(given.weight)
-        elif not _same_but_rounded(own.weight, given.weight):
+        elif not same_but_rounded(own.weight, given.weight):
             raise ValueError(f"{self._name} cannot hold these weights: a fixed map differs")
         if own.bias is not None:
             own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
@@ -492,7 +492,7 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
     return ""
 
 
-def _same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
+def same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
     """Whether a fixed map is the same, or was before it passed through a dtype of fewer digits."""
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     return any(torch.equal(fixed.to(dtype).to(fixed.dtype), given) for dtype in dtypes)
