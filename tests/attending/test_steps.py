@@ -26,8 +26,19 @@ IN_EVERY_RUN = ("gpt2", "gemma2", "gpt_oss", "deepseek_v3", "bloom", "bert", "de
 HEADS = {"bert": "BertForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM"}
 
 
-def require_sums(attention: Attention, rows: tuple[int, ...] = (0, 3, -1)) -> None:
-    """In every layer the heads and the output bias are what the layer gives, with its own kernels."""
+# By which sums over heads may differ from what the layer computes, of its largest output or of 1.
+MOST = {"output": 1e-6, "weights": 2e-6, "added": 2e-6, "z": 1e-5}
+# By step, layer and row.
+Differences = dict[tuple[str, str, int], float]
+
+
+def differences(attention: Attention, rows: tuple[int, ...] = (0, 3, -1)) -> Differences:
+    """What the heads of every layer add up to, against the layer with its own kernels.
+
+    The heads and the output bias against the output, the weights of head 0, what is added to the stream, and
+    the shares of the keys against z.
+    """
+    found = {}
     for stack in attention.stacks:
         for layer in stack.layers:
             call = layer.call
@@ -43,19 +54,28 @@ def require_sums(attention: Attention, rows: tuple[int, ...] = (0, 3, -1)) -> No
                 nothing = call.site.residual.added(torch.zeros_like(expected))
             bias = call.layer.weights().o_bias
             place = f"{stack.kind}.{layer.number}"
+            scale = max(1.0, float(expected.abs().max()))
             for row in rows:
                 steps = [attention.steps(place, head, query=row) for head in range(layer.num_heads)]
                 total = torch.stack([one.output for one in steps]).sum(dim=0)
                 total = total if bias is None else total + bias
-                scale = max(1.0, float(expected.abs().max()))
-                assert float((total - expected[row]).abs().max()) <= 1e-6 * scale, (place, row)
-                weights = attention[place, 0][row]
-                torch.testing.assert_close(steps[0].weights + 0, weights, rtol=0, atol=2e-6)
+                pairs = {
+                    "output": [(total / scale, expected[row] / scale)],
+                    "weights": [(steps[0].weights + 0, attention[place, 0][row])],
+                    "z": [(one.shares.sum(dim=0), one.z) for one in steps],
+                }
                 if bias is None:
                     parts = torch.stack([one.added for one in steps]).sum(dim=0)
-                    assert float((parts - (added - nothing)[row]).abs().max()) <= 2e-6 * scale
-                for one in steps:
-                    torch.testing.assert_close(one.shares.sum(dim=0), one.z, rtol=0, atol=1e-5)
+                    pairs["added"] = [(parts / scale, (added - nothing)[row] / scale)]
+                for step, values in pairs.items():
+                    apart = [float((one - other).abs().max()) for one, other in values]
+                    found[step, place, row] = max(apart)
+    return found
+
+
+def beyond(found: Differences) -> Differences:
+    """The differences that are larger than rounding."""
+    return {place: apart for place, apart in found.items() if not apart <= MOST[place[0]]}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -69,17 +89,16 @@ def test_heads_and_bias_add_up_to_the_output_of_the_layer(name: str, tmp_path: P
     model = load(tmp_path, dtype=torch.float32)
     two = "translate" in model.can or name.startswith("t5")
     attention = model.attend(WORDS, target=WORDS if two else None)
-    require_sums(attention)
+    found = differences(attention)
+    assert {step for step, *_ in found} >= {"output", "weights", "z"}
+    assert beyond(found) == {}
 
 
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_heads_add_up_under_every_parameterisation(name: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"latent": {"d_latent": 6}, "grouped": {"num_kv_heads": 2}}.get(name, {})
-    try:
-        opened = language_model(tmp_path, positions="none", attention={"projections": name, **more})
-    except ValueError as error:
-        pytest.skip(str(error))
-    require_sums(attend(Reader(opened), TEXT))
+    opened = language_model(tmp_path, positions="none", attention={"projections": name, **more})
+    assert beyond(differences(attend(Reader(opened), TEXT))) == {}
 
 
 def test_gates_and_alibi_add_up(tmp_path: Path) -> None:
@@ -87,7 +106,7 @@ def test_gates_and_alibi_add_up(tmp_path: Path) -> None:
     for parameter in opened.model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     attention = attend(Reader(opened), TEXT)
-    require_sums(attention)
+    assert beyond(differences(attention)) == {}
     steps = attention.steps(1, 2, query=5)
     assert steps.gate is not None
     assert 0 < steps.gate < 1

@@ -1,5 +1,7 @@
 """The engine against the model's own modules: the same outputs from every kind of model."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -140,6 +142,19 @@ def test_lower_precision_comes_close(precision: str, close: float) -> None:
     assert torch.equal(finite, logits[1].isfinite())
     error = (logits[0] - logits[1])[finite].norm() / logits[0][finite].norm()
     assert 0 < float(error) < close
+
+
+def test_a_model_in_float16_reads_sentences_of_unlike_length_as_in_float32() -> None:
+    model = make_model().float()
+    src, tokens = pad(SOURCES), torch.full((len(SOURCES),), BOS)
+    assert bool((src == PAD).any())
+    expected, found = (
+        engine.step(tokens, engine.start(src, 1))
+        for engine in (Engine(model, never=(PAD, BOS)), Engine(copy.deepcopy(model).half(), never=(PAD, BOS)))
+    )
+    finite = expected.isfinite()
+    assert torch.equal(finite, found.isfinite())
+    assert float((expected - found)[finite].norm() / expected[finite].norm()) < 0.01
 
 
 def test_int8_is_for_cpus() -> None:

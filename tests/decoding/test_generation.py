@@ -1,5 +1,6 @@
 """Continuations: the same whatever the batch, the padding and the cache."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -302,13 +303,17 @@ def test_the_prepared_model_computes_what_the_model_does(
     assert (float(apart) > 1e-5) == (precision != "fp32")
 
 
-@pytest.mark.parametrize(("precision", "most"), [("fp32", 1e-5), ("bf16", 0.05)])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "most"),
+    [("fp32", torch.float32, 1e-5), ("bf16", torch.float32, 0.05), ("fp32", torch.float16, 0.01)],
+)
 def test_texts_of_unlike_length_grow_over_many_slots_as_the_model_reads_them(
-    precision: Precision, most: float
+    precision: Precision, dtype: torch.dtype, most: float
 ) -> None:
     model = make("rotary", attention={"projections": "grouped", "num_kv_heads": 1}).float()
     texts = torch.randint(0, VOCAB, (2, 70), generator=torch.Generator().manual_seed(1))
-    opened, _ = (engine := TextEngine(model, precision)).read([texts[0, :60].tolist(), texts[1, :3].tolist()])
+    engine = TextEngine(copy.deepcopy(model).to(dtype), precision)
+    opened, _ = engine.read([texts[0, :60].tolist(), texts[1, :3].tolist()])
     for i in range(10):  # past the number of slots that bfloat16 reads at once
         logits = engine.step(torch.stack([texts[0, 60 + i], texts[1, 3 + i]]), opened)
         grown = texts[:1, : 61 + i], texts[1:, : 4 + i]

@@ -1,4 +1,4 @@
-"""Layers are rewritten whole, in a stated multiple of their size; what is free goes back to the system."""
+"""A layer is rewritten whole, in a few times its size; what is free goes back to the system."""
 
 import subprocess
 import sys

@@ -137,10 +137,10 @@ class Attention:
         """A layer with its stack, and a head of it; None for all."""
         layer, head = place if isinstance(place, tuple) else (place, None)
         parts = str(layer).split(".")
-        kind = "" if parts[0].lstrip("-").isdigit() else parts.pop(0)
-        if head is None and len(parts) == 2 and parts[1].isdigit():
+        kind = "" if parts[0].removeprefix("-").isdecimal() else parts.pop(0)
+        if head is None and len(parts) == 2 and parts[1].isdecimal():
             head = int(parts.pop())
-        if len(parts) != 1 or not parts[0].lstrip("-").isdigit():
+        if len(parts) != 1 or not parts[0].removeprefix("-").isdecimal():
             raise UsageError(f'"{layer}" is no place: write a layer as 3 or cross.3, a head as 3.2')
         if not kind and len(self.stacks) > 1:
             names = ", ".join(f"{stack.kind}.{layer}" for stack in self.stacks)

@@ -6,17 +6,16 @@ that looks at all visible keys evenly would give.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from triptych.algebra.semantics import Kind
 from triptych.attending.layers import ids_of
 from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.opening import Reader
-
-Kind = Literal["self", "causal", "cross"]
 
 # A head is called by what takes a third of its weight or more, if that is more than looking evenly gives.
 NAMED_FROM = 1 / 3
@@ -245,7 +244,7 @@ def measure_behaviour(
     for unit, text, stacks in read_windows(reader, windows, progress):
         for stack in stacks:
             figures: RowFigures | None = None
-            kind = LayerFigures(stack.kind, 0, {}).kind
+            kind = stack.layers[0].call.site.kind
             names = tuple(figure.name for figure in figures_of(kind))
             for layer in stack.layers:
                 compared = layer.queries_and_keys()

@@ -79,8 +79,7 @@ def score_parts(call: LayerCall) -> ScoreParts:
 
 def in_float64(call: LayerCall) -> tuple[AttentionWeights, Tensor, Tensor | None]:
     """A layer's weights, and what queries and keys are made of."""
-    kinds = {"encoder": "self", "decoder": "causal", "cross": "cross"}
-    weights = call.layer.weights(kinds[call.kind]).to(torch.float64)  # type: ignore[arg-type]
+    weights = call.layer.weights(call.site.kind).to(torch.float64)
     return weights, call.x.double(), None if call.memory is None else call.memory.double()
 
 

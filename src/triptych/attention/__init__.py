@@ -15,33 +15,15 @@ from triptych.attention.operation import Attended as Attended
 from triptych.attention.operation import Explanation as Explanation
 from triptych.attention.operation import attention as attention
 from triptych.attention.operation import explain_attention as explain_attention
-from triptych.attention.positions import (
-    AlibiPositions as AlibiPositions,
-)
-from triptych.attention.positions import (
-    AttentionPositions as AttentionPositions,
-)
-from triptych.attention.positions import (
-    LearnedPositions as LearnedPositions,
-)
-from triptych.attention.positions import (
-    NoPositions as NoPositions,
-)
-from triptych.attention.positions import (
-    Places as Places,
-)
-from triptych.attention.positions import (
-    PositionIds as PositionIds,
-)
-from triptych.attention.positions import (
-    RotaryPositions as RotaryPositions,
-)
-from triptych.attention.positions import (
-    SinusoidalPositions as SinusoidalPositions,
-)
-from triptych.attention.positions import (
-    sinusoidal as sinusoidal,
-)
+from triptych.attention.positions import AlibiPositions as AlibiPositions
+from triptych.attention.positions import AttentionPositions as AttentionPositions
+from triptych.attention.positions import LearnedPositions as LearnedPositions
+from triptych.attention.positions import NoPositions as NoPositions
+from triptych.attention.positions import Places as Places
+from triptych.attention.positions import PositionIds as PositionIds
+from triptych.attention.positions import RotaryPositions as RotaryPositions
+from triptych.attention.positions import SinusoidalPositions as SinusoidalPositions
+from triptych.attention.positions import sinusoidal as sinusoidal
 from triptych.attention.projections import PARAMETERISATIONS as PARAMETERISATIONS
 from triptych.attention.projections import parameterisation as parameterisation
 from triptych.attention.projections import parameterisation_class as parameterisation_class

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.attention import AttentionCache, DecoderCache, LayerCache, PositionIds
-from triptych.decoding.fused import HIDDEN, FusedAttention, call_directly, even_length, fused
+from triptych.decoding.fused import FusedAttention, call_directly, even_length, fused, hidden_score
 from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import Block, NewTokens
@@ -131,7 +131,7 @@ class Engine(DecodingEngine):
         mask = None
         if not bool(real.all()):
             mask = torch.zeros(len(src), 1, 1, real.shape[1], dtype=self.dtype, device=self.device)
-            mask.masked_fill_(~real[:, None, None, :], HIDDEN)
+            mask.masked_fill_(~real[:, None, None, :], hidden_score(self.dtype))
         cache = (FixedBeamCache if fixed else GrowingBeamCache)(self, len(src), beam_size, mask)
         for own, entries in zip(cache.layers.memory, self.read(self.model.encode(src)), strict=True):
             own.append((F.pad(entries[0], (0, 0, 0, missing)), F.pad(entries[1], (0, 0, 0, missing))))

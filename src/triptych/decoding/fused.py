@@ -41,8 +41,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # On CPUs, sizes of products of which the bits of a row do not depend: up to `EVEN_KEYS` keys a multiple of
 # `EVEN_ROWS`, beyond them so many at a time; of rows that differ in number, a multiple of `EVEN_ROWS`.
 EVEN_KEYS, EVEN_ROWS = 64, 16
-# What is added to the scores of keys that a query may not see. A query that sees none still has a softmax.
-HIDDEN = -1e30
 # With fewer multiplications, torch takes a product in a way of its own.
 _SMALL_PRODUCT = 400
 
@@ -255,7 +253,7 @@ class FusedAttention(nn.Module):
                 k, v = (F.pad(t, (0, 0, 0, missing)) for t in (k, v))
                 if mask is None:
                     mask = rows.new_zeros(k.shape[2] - missing)
-                mask = F.pad(mask, (0, missing), value=HIDDEN)
+                mask = F.pad(mask, (0, missing), value=hidden_score(mask.dtype))
                 bias = None if bias is None else F.pad(bias, (0, missing))
             more = -count % EVEN_ROWS if length > 1 and not self.is_cross else 0
             missing = max(more, -(-_SMALL_PRODUCT // (EVEN_ROWS * self.width)) - count)
@@ -433,8 +431,17 @@ def _both(mask: Tensor | None, allowed: Tensor, like: Tensor) -> Tensor:
 
 
 def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
-    """0 where a query may look and `HIDDEN` where it may not."""
-    return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, HIDDEN)
+    """0 where a query may look and `hidden_score` where it may not."""
+    numbers = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
+    return numbers.masked_fill_(~allowed, hidden_score(like.dtype))
+
+
+def hidden_score(dtype: torch.dtype) -> float:
+    """What is added to the scores of keys that a query may not see.
+
+    It is finite, also where it is added twice: a query that sees no key still has a softmax.
+    """
+    return max(-1e30, torch.finfo(dtype).min / 4)
 
 
 def _for_steps(weights: AttentionWeights) -> Semantics:

@@ -10,7 +10,14 @@ from torch.nn import functional as F
 
 from triptych.algebra.semantics import Semantics
 from triptych.attention import DecoderCache, LayerCache, MultiHeadAttention, PositionIds
-from triptych.decoding.fused import EVEN_KEYS, HIDDEN, call_directly, cast_parameters, evaluating_copy, fuse
+from triptych.decoding.fused import (
+    EVEN_KEYS,
+    call_directly,
+    cast_parameters,
+    evaluating_copy,
+    fuse,
+    hidden_score,
+)
 from triptych.decoding.mapped import MappedFiles
 from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import LanguageModel
@@ -41,7 +48,7 @@ class OpenTexts:
         """
         if self.hidden is not None:
             if slots > self.hidden.shape[3]:
-                self.hidden = F.pad(self.hidden, (0, EVEN_KEYS), value=HIDDEN)
+                self.hidden = F.pad(self.hidden, (0, EVEN_KEYS), value=hidden_score(self.hidden.dtype))
             if queries == 1:
                 self.hidden[..., slots - 1] = 0
             return self.hidden
@@ -149,7 +156,8 @@ class TextEngine:
         padding = padding + skipped
         slots = torch.arange(skipped + longest, device=self.device)
         hidden = torch.zeros(len(padding), 1, 1, len(slots), dtype=self._dtype, device=self.device)
-        return OpenTexts(cache, padding, hidden.masked_fill_(slots < padding[:, None, None, None], HIDDEN))
+        hidden.masked_fill_(slots < padding[:, None, None, None], hidden_score(self._dtype))
+        return OpenTexts(cache, padding, hidden)
 
     @torch.inference_mode()
     def step(self, tokens: Int[Tensor, " rows"], opened: OpenTexts) -> Float[Tensor, "rows vocab"]:

@@ -1,26 +1,12 @@
 """Configuration, blocks, the models made of them, and their files."""
 
-from triptych.models.configuration import (
-    PRESETS as PRESETS,
-)
-from triptych.models.configuration import (
-    AttentionConfig as AttentionConfig,
-)
-from triptych.models.configuration import (
-    DecoderConfig as DecoderConfig,
-)
-from triptych.models.configuration import (
-    EncoderConfig as EncoderConfig,
-)
-from triptych.models.configuration import (
-    LanguageModelConfig as LanguageModelConfig,
-)
-from triptych.models.configuration import (
-    ModelConfig as ModelConfig,
-)
-from triptych.models.configuration import (
-    PositionsConfig as PositionsConfig,
-)
+from triptych.models.configuration import PRESETS as PRESETS
+from triptych.models.configuration import AttentionConfig as AttentionConfig
+from triptych.models.configuration import DecoderConfig as DecoderConfig
+from triptych.models.configuration import EncoderConfig as EncoderConfig
+from triptych.models.configuration import LanguageModelConfig as LanguageModelConfig
+from triptych.models.configuration import ModelConfig as ModelConfig
+from triptych.models.configuration import PositionsConfig as PositionsConfig
 from triptych.models.encoder_decoder import EncoderDecoder as EncoderDecoder
 from triptych.models.language_model import LanguageModel as LanguageModel
 from triptych.models.language_model import LanguageModelOutput as LanguageModelOutput

@@ -292,7 +292,6 @@ class Latent(_OfFourSides):
     }
 
     d_latent: int | None = None
-
     down_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
@@ -341,9 +340,21 @@ class Collaborative(_OfFourSides):
         }
 
 
+@dataclass(frozen=True)
+class _Sliced(Parameterisation):
+    """Sides without a map: heads read or write their slices of the stream."""
+
+    sliced: ClassVar[tuple[Side, ...]] = ()
+
+    @classmethod
+    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
+        fits = all(_is_sliced(weights, side) for side in cls.sliced)
+        return super().fitting(weights) if fits else None
+
+
 @final
 @dataclass(frozen=True)
-class IdentityQuery(Parameterisation):
+class IdentityQuery(_Sliced):
     """W^Q = I: the i-th slice of the input is the query of head i, `W_QK = I_i W_i^Kᵀ`.
 
     d_k = d_model / num_heads. Source: arXiv 2510.23912.
@@ -352,6 +363,7 @@ class IdentityQuery(Parameterisation):
     name = "identity_query"
     parameters_formula = "h*d*d_k + 2*h*d*d_v"
     cache_formula = "h*(d_k + d_v)"
+    sliced = ("q",)
     q = ("slices",)
 
     d_v: int | None = None
@@ -364,14 +376,10 @@ class IdentityQuery(Parameterisation):
         key = ToHeads(s.d, s.d_k, s.h, self.k_bias, s.variance(s.d_k) ** 2 / s.d)
         return {"slices": Slices(s.h, s.d_k), **super().maps(s), "k_proj": key}
 
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
-        return super().fitting(weights) if _is_sliced(weights, "q") else None
-
 
 @final
 @dataclass(frozen=True)
-class IdentityValue(Parameterisation):
+class IdentityValue(_Sliced):
     """W^V = I: the i-th slice of the input is the value of head i, `W_OV = I_i W_i^O`.
 
     d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too
@@ -381,6 +389,7 @@ class IdentityValue(Parameterisation):
     name = "identity_value"
     parameters_formula = "2*h*d*d_k + h*d*d_v"
     cache_formula = "h*(d_k + d_v)"
+    sliced = ("v",)
     v = ("slices",)
 
     d_k: int | None = None
@@ -393,14 +402,10 @@ class IdentityValue(Parameterisation):
         last = FromHeads(s.d_v, s.d, s.h, self.o_bias, 1 / (2 * s.d))
         return {**super().maps(s), "slices": Slices(s.h, s.d_v), "o_proj": last}
 
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
-        return super().fitting(weights) if _is_sliced(weights, "v") else None
-
 
 @final
 @dataclass(frozen=True)
-class IdentityOutput(Parameterisation):
+class IdentityOutput(_Sliced):
     """W^O = I: head i writes the i-th slice of the output, `W_OV = W_i^V I_iᵀ`.
 
     d_v = d_model / num_heads. Heads no longer mix before the residual sum. `o_bias` is of the output.
@@ -409,6 +414,7 @@ class IdentityOutput(Parameterisation):
     name = "identity_output"
     parameters_formula = "2*h*d*d_k + h*d*d_v"
     cache_formula = "h*(d_k + d_v)"
+    sliced = ("o",)
 
     d_k: int | None = None
     q_bias: bool = False
@@ -419,14 +425,10 @@ class IdentityOutput(Parameterisation):
     def maps(self, s: LayerSizes) -> Maps:
         return {**super().maps(s), "o_proj": Joined(s.h, s.d_v, self.o_bias)}
 
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
-        return super().fitting(weights) if _is_sliced(weights, "o") else None
-
 
 @final
 @dataclass(frozen=True)
-class IdentityOV(Parameterisation):
+class IdentityOV(_Sliced):
     """W^V = W^O = I: head i adds its slice of the tokens it looks at to the same slice, `W_OV = I_i I_iᵀ`.
 
     d_v = d_model / num_heads. Heads neither change what they move nor mix it, and no map could make what they
@@ -438,6 +440,7 @@ class IdentityOV(Parameterisation):
     name = "identity_ov"
     parameters_formula = "2*h*d*d_k"
     cache_formula = "h*(d_k + d_v)"
+    sliced = ("v", "o")
     v = ("slices",)
 
     d_k: int | None = None
@@ -451,11 +454,6 @@ class IdentityOV(Parameterisation):
             "slices": Slices(s.h, s.d_v),
             "o_proj": Joined(s.h, s.d_v, self.o_bias),
         }
-
-    @classmethod
-    def fitting(cls, weights: AttentionWeights) -> Parameterisation | None:
-        sliced = _is_sliced(weights, "v") and _is_sliced(weights, "o")
-        return super().fitting(weights) if sliced else None
 
 
 @final
