@@ -1,7 +1,6 @@
 """The rooms: who may import whom, and that the tests check every shape."""
 
 import ast
-import functools
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -12,12 +11,23 @@ import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
 
-import triptych
+from rooms import (
+    BUDGET,
+    MODULES,
+    PATHS,
+    ROOT,
+    SOURCE,
+    graph_of_modules,
+    graph_of_rooms,
+    imported,
+    measured,
+    module_of,
+    over_budget,
+    parse,
+    picture,
+    room_of,
+)
 from triptych.attention import attention
-
-SOURCE = Path(triptych.__file__).parent
-ROOT = Path(__file__).parent.parent
-MODULES = sorted(SOURCE.rglob("*.py"))
 
 # The table of the design: data flows one way, imports follow it. A module at the top is a room of its own.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -140,53 +150,8 @@ OPTIONAL = {
 }
 
 
-def module_of(path: Path) -> str:
-    """The full name of a module; of a package that of its folder."""
-    parts = ("triptych", *path.relative_to(SOURCE).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def room_of(module: str) -> str:
-    """The folder or module right below the package; "triptych" for the package itself."""
-    return [*module.split("."), "triptych"][1]
-
-
-def imported(tree: ast.AST) -> Iterator[str]:
-    """The full name of every module, or thing in one, that is imported anywhere in the tree."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{name.name}" for name in node.names)
-
-
-@functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def name_of(path: Path) -> str:
     return str(path.relative_to(SOURCE))
-
-
-PATHS = {module_of(path): path for path in MODULES}
-
-
-def modules_imported(module: str) -> set[str]:
-    """Those of ours that a module imports, or imports something from."""
-    names = (name for name in imported(parse(PATHS[module])) if name.split(".")[0] == "triptych")
-    return {name if name in PATHS else name.rpartition(".")[0] for name in names}
-
-
-def graph_of_modules() -> dict[str, set[str]]:
-    return {module: modules_imported(module) for module in PATHS}
-
-
-def graph_of_rooms() -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for module, others in graph_of_modules().items():
-        found.setdefault(room_of(module), set()).update(map(room_of, others))
-    return {room: others - {room} for room, others in found.items()}
 
 
 def cycle_in(graph: dict[str, set[str]]) -> tuple[str, ...]:
@@ -257,6 +222,16 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     drawers = {"utils", "util", "helpers", "common", "misc"}
     names = {name_of(path): {*path.relative_to(SOURCE).with_suffix("").parts} & drawers for path in MODULES}
     assert {name: found for name, found in names.items() if found} == {}
+
+
+def test_the_package_stays_within_its_budget_of_lines() -> None:
+    assert over_budget(measured()) == []
+    assert over_budget({name: most + 1 for name, most in BUDGET.items()})
+
+
+def test_the_picture_of_the_rooms_is_up_to_date() -> None:
+    """`make docs` draws it again."""
+    assert (ROOT / "docs/contributing/rooms.svg").read_text(encoding="utf-8") == picture()
 
 
 def test_shapes_are_checked_while_testing() -> None:
