@@ -112,6 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         *("text", "training"),
     },
+    "serving": {"attending", "decoding", "face"},  # models over HTTP
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "opening", "recipes", "reports", "rewriting"),
@@ -132,10 +133,14 @@ OPTIONAL = {
     "pandas",
     "pyarrow",
     "scipy",
+    "prometheus_client",
     "sentencepiece",
+    "starlette",
     "tensorboard",
     "torch.utils.tensorboard",
     "transformers",
+    "triptych.serving",
+    "uvicorn",
     "vl_convert",
 }
 
