@@ -1,6 +1,7 @@
 # make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
 # make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
+# make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make mutants OPTIONS="--mutants 200 --seed 1": which small changes of the source no test notices; hours.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 TABLE ?= all
 
-.PHONY: demo test test-all install lint types docs bench mutants clean
+.PHONY: demo test test-all install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -55,6 +56,9 @@ bench: $(BENCH_STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py $(OPTIONS)
+
+release-check:
+	$(PYTHON) .ci/release.py $(OPTIONS)
 
 # The list of peers is whole and exact: nothing is looked for besides (some ask for what excludes the rest).
 $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
