@@ -89,6 +89,7 @@ def test_the_page_loads_nothing_and_text_cannot_break_out_of_its_place() -> None
     text = attention_html(page)
     elements = Scripts(text).elements
     assert [dict(attrs).get("type") for tag, attrs in elements if tag == "script"] == [
+        None,
         "application/json",
         "module",
     ]

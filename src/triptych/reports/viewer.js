@@ -3,12 +3,6 @@ const WINDOW = 48; // rows and columns of the matrix at once
 const LISTED = 12; // weights in the list beside the text, at most
 const MEAN = -1; // the mean of a layer's heads, in the place of a head
 
-const make = (tag, attributes = {}, ...children) => {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-};
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const clamp = (value, low, high) => Math.max(low, Math.min(value, high));
 // A token in a line of its own: without the space before it, and never invisible.
@@ -152,7 +146,7 @@ class Viewer {
   readColours() {
     const style = getComputedStyle(this.root);
     const colour = (name) => style.getPropertyValue(name).trim();
-    this.colours = Object.fromEntries(["ink", "muted", "card", "line", "hot"].map((name) => [name, colour(`--${name}`)]));
+    this.colours = Object.fromEntries(["ink", "card", "hot", "made"].map((name) => [name, colour(`--${name}`)]));
     const parse = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
     const [zero, one] = [parse(colour("--zero")), parse(colour("--one"))];
     this.shades = Array.from({ length: 256 }, (_, level) => zero.map((from, i) => Math.round(from + ((one[i] - from) * level) / 255)));
@@ -212,7 +206,7 @@ class Viewer {
       first += layer.heads.length;
       return make("tr", {}, make("th", { scope: "row" }, `layer ${layer.number}`), ...cells);
     });
-    const table = make("table", {}, make("thead", {}, make("tr", {}, make("th"), ...heading)), make("tbody", {}, ...rows));
+    const table = make("table", {}, make("thead", {}, make("tr", {}, make("td"), ...heading)), make("tbody", {}, ...rows));
     table.style.setProperty("--cell", `${cell}px`);
     this.part("glance").replaceChildren(table);
   }
@@ -451,7 +445,7 @@ class Viewer {
     while (text && pen.measureText(`${text}…`).width > width) text = text.slice(0, -1);
     return `${text}…`;
   }
-  ink(side, index, isStrong) { return isStrong ? this.colours.hot : this.isGenerated(side, index) ? this.colours.hot : this.colours.ink; }
+  ink(side, index, isStrong) { return isStrong ? this.colours.hot : this.isGenerated(side, index) ? this.colours.made : this.colours.ink; }
 
   drawMatrix() {
     const view = this.window();
@@ -609,19 +603,7 @@ class Viewer {
       pick(link);
       link.focus();
     });
-    glance.addEventListener("keydown", (event) => {
-      const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-      const link = event.target.closest("[data-at]");
-      if (!link || !(event.key in steps)) return; // Enter is a click already
-      event.preventDefault();
-      const [layer, head] = link.dataset.at.split(" ").map(Number);
-      const [down, right] = steps[event.key];
-      const next = glance.querySelector(`[data-at="${layer + down} ${head + right}"]`);
-      if (!next) return;
-      link.tabIndex = -1;
-      next.tabIndex = 0;
-      next.focus();
-    });
+    moveByArrows(glance); // Enter is a click already
   }
 
   listenToTexts() {
