@@ -11,94 +11,63 @@ FusedLayout = Literal["q k v", "by group", "q v k in four parts"]
 
 @final
 class OtherNormSpec(Spec):
-    """A norm whose output maps outside the attention read, and which maps those are.
+    """A norm whose output maps outside the attention read, and which maps those are."""
 
-    Attributes:
-        when: on what condition of the configuration it is there.
-        norm: the first whose condition holds; none if none does. A name without {layer} is one norm for all
-            layers. It may be the norm that the attention reads as well.
-        within: the module in which everything lies that reads it.
-        read_by: the maps in it that do, as patterns; a map's tensors are NAME.weight and NAME.bias, or where
-            they hold several maps NAME and NAME_bias.
-        transposed: those of the maps that are stored `[in, out]`, as patterns.
-        rest: tensors beside them that do not read it, as patterns. What is neither is a reason not to fold.
-        output_map: instead of all these, the map to logits, above the model's own names; not where its tensor
-            is that of the embedding, as `tie_word_embeddings` says.
-        also_read_by: what else reads it and is no map of these, on conditions.
-    """
-
-    when: Expression = ""
+    when: Expression = ""  # on what condition of the configuration it is there
+    # the first whose condition holds; none if none does. A name without {layer} is one norm for all layers.
+    # It may be the norm that the attention reads as well.
     norm: tuple[NormSpec, ...] = Field(min_length=1)
-    within: str = ""
+    within: str = ""  # the module in which everything lies that reads it
+    # the maps in it that do, as patterns; a map's tensors are NAME.weight and NAME.bias, or where they hold
+    # several maps NAME and NAME_bias.
     read_by: tuple[str, ...] = ()
-    transposed: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()  # those of the maps that are stored `[in, out]`, as patterns
+    # tensors beside them that do not read it, as patterns. What is neither is a reason not to fold.
     rest: tuple[str, ...] = ()
+    # instead of all these, the map to logits, above the model's own names; not where its tensor is that of
+    # the embedding, as `tie_word_embeddings` says
     output_map: str = ""
-    also_read_by: tuple[Choice, ...] = ()
+    also_read_by: tuple[Choice, ...] = ()  # what else reads it and is no map of these, on conditions
 
 
 @final
 class HeadNormSpec(Spec):
-    """Norms of queries and keys (QK-norm).
+    """Norms of queries and keys (QK-norm). Source: Henry et al. 2020, arXiv 2010.04245."""
 
-    Attributes:
-        q: module within the attention; with "{head}" one for each head; "" for a norm without weights.
-            Likewise `k`.
-        kind: LayerNorm or RMSNorm.
-        over: each head by itself, or the channels of all heads side by side.
-        eps: added to the variance, or the mean square, below the root.
-        offset: added to the stored gain: 1 where the file holds the gain less 1.
-        turned: whether they follow the rotation, and are only there where positions turn something; all of a
-            head must be turned then.
-        when: on what condition they are there.
-
-    Source: Henry et al. 2020, arXiv 2010.04245.
-    """
-
+    # module within the attention; with "{head}" one for each head; "" for a norm without weights. Likewise
+    # `k`.
     q: str
     k: str
     kind: Literal["layer", "rms"] = "rms"
+    # each head by itself, or the channels of all heads side by side
     over: Literal["head", "all heads"] = "head"
-    eps: Expression = "rms_norm_eps | 1e-6"
-    offset: float = 0.0
+    eps: Expression = "rms_norm_eps | 1e-6"  # added to the variance, or the mean square, below the root
+    offset: float = 0.0  # added to the stored gain: 1 where the file holds the gain less 1
+    # whether they follow the rotation, and are only there where positions turn something; all of a head must
+    # be turned then
     turned: bool = False
     when: Expression = ""
 
 
 @final
 class TemperatureSpec(Spec):
-    """Queries that count for more the further they stand in a text.
+    """The query at position m is multiplied by `1 + strength · ln(1 + ⌊(m + first) / every⌋)`."""
 
-    That at position m is multiplied by `1 + strength · ln(1 + ⌊(m + first) / every⌋)`; for the source see
-    `Temperature` in `algebra/semantics.py`.
-
-    Attributes:
-        when: on what condition of the configuration they do.
-        unturned: whether they do only in layers whose positions turn nothing.
-        strength: of the growth. Where the configuration gives nothing for it, queries are left alone.
-        every: how many positions share a factor, above 0.
-        first: the number of position m = 0.
-    """
-
-    when: Expression = ""
-    unturned: bool = False
+    when: Expression = ""  # on what condition of the configuration they do
+    unturned: bool = False  # whether they do only in layers whose positions turn nothing
+    # of the growth. Where the configuration gives nothing for it, queries are left alone.
     strength: Expression
-    every: Expression
-    first: int = 0
+    every: Expression  # how many positions share a factor, above 0
+    first: int = 0  # the number of position m = 0
 
 
 @final
 class PatchesSpec(Spec):
-    """Tokens that are the patches of a picture, row by row, after some others.
+    """Tokens that are the patches of a picture, row by row, after some others."""
 
-    Attributes:
-        image: height and width of the picture in pixels, or one number for both.
-        patch: height and width of a patch in pixels, likewise.
-        before: how many tokens stand before the patches, in parts that are added.
-    """
-
-    image: Expression = "image_size"
-    patch: Expression = "patch_size"
+    image: Expression = "image_size"  # height and width of the picture in pixels, or one number for both
+    patch: Expression = "patch_size"  # height and width of a patch in pixels, likewise
+    # how many tokens stand before the patches, in parts that are added
     before: Annotated[tuple[str, ...], EXPRESSION] = ("1",)
 
 
@@ -106,101 +75,80 @@ class PatchesSpec(Spec):
 class PositionSpec(Spec):
     """How positions are told apart, on a condition.
 
-    Attributes:
-        kind: "sinusoidal" and "learned" are added to the embeddings (`[model]` says how); the attention layer
-            knows the others: "rotary" turns queries and keys, "alibi" and "distance table" add a number to
-            each score, "disentangled" products with embeddings of distances. "convolution" is over the input.
-        when: on what condition; the first position of a list whose condition holds counts.
-        pairing: which channels of a head turn together: i and i + n/2 of n ("halves"), or 2i and 2i + 1.
-        width: number of channels turned; all of a head if empty. `start` is the first of them.
-        share: of the width that is turned, rounded down (an odd number is refused); all of it if not given,
-            whatever the configuration says: few models read its `partial_rotary_factor`.
-        base: b of the frequencies b^(−2i/n), in radians a position.
-        scaling: paths of the record that scales them, such as `rope_scaling`; the first that is one.
-        original: the length that a model was first trained on, where it lies beside the record that scales
-            them; it counts for more than the record's.
-        factor: what turned channels are multiplied by under a scaling, instead of what its kind makes it.
-        long_factor: the same of texts longer than that length, which then turn at the frequencies of shorter
-            ones, whatever the scaling.
-        read_again: whether a text that grows past that length is read again from its first token.
-        slopes: how ALiBi's are found: as its authors do, or as MPT does.
-        before_scale: whether ALiBi's biases are added before the scores are scaled, and not after.
-        stored: tensors with the angles of rotary positions, frequencies `[pairs]` or sines and cosines
-            `[positions, 2 · pairs]`. Those that are there must be what the configuration gives.
-        table: the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own.
-        more_tables: those that are added to it.
-        table_norm: the norm that a table of embeddings passes, if the configuration says so.
-        both_ways: whether distances have a sign.
-        buckets: number of groups of distances that share a row; of a table all its rows if empty.
-        max_distance: distance in tokens from which on all share the last bucket.
-        patches: what positions are, if they are not places in a text. Rotary pairs turn by rows and columns,
-            and a distance table has an entry for each pair of them.
-        key_map: disentangled: within the attention, the map of the distances that queries meet; likewise
-            `query_map` of those that keys meet.
-        shared_maps: on what condition the maps of keys and queries serve instead; never if empty.
-
     Source: rotary: Su et al. 2021, arXiv 2104.09864; ALiBi: Press et al. 2021, arXiv 2108.12409; tables of
     distances: Raffel et al. 2019, arXiv 1910.10683; disentangled: He et al. 2020, arXiv 2006.03654.
     """
 
+    # "sinusoidal" and "learned" are added to the embeddings (`[model]` says how); the attention layer knows
+    # the others: "rotary" turns queries and keys, "alibi" and "distance table" add a number to each score,
+    # "disentangled" products with embeddings of distances. "convolution" is over the input.
     kind: Literal[
         "none", "sinusoidal", "learned", "rotary", "alibi", "distance table", "disentangled", "convolution"
     ]
-    when: Expression = ""
+    when: Expression = ""  # on what condition; the first position of a list whose condition holds counts
+    # which channels of a head turn together: i and i + n/2 of n ("halves"), or 2i and 2i + 1
     pairing: Literal["halves", "interleaved"] = "halves"
-    width: Expression = ""
+    width: Expression = ""  # number of channels turned; all of a head if empty. `start` is the first of them.
     start: Expression = "0"
+    # of the width that is turned, rounded down (an odd number is refused); all of it if not given, whatever
+    # the configuration says: few models read its `partial_rotary_factor`
     share: Expression = "1.0"
+    # b of the frequencies b^(−2i/n), in radians a position
     base: Expression = "rope_parameters.rope_theta | rope_theta | 10000.0"
+    # paths of the record that scales them, such as `rope_scaling`; the first that is one
     scaling: Annotated[tuple[str, ...], EXPRESSION] = ("rope_scaling", "rope_parameters")
+    # the length that a model was first trained on, where it lies beside the record that scales them; it
+    # counts for more than the record's
     original: Expression = "original_max_position_embeddings"
+    # what turned channels are multiplied by under a scaling, instead of what its kind makes it
     factor: Expression = ""
+    # the same of texts longer than that length, which then turn at the frequencies of shorter ones, whatever
+    # the scaling
     long_factor: Expression = ""
-    read_again: bool = False
-    slopes: Literal["authors", "mpt"] = "authors"
-    before_scale: bool = False
+    read_again: bool = False  # whether a text that grows past that length is read again from its first token
+    slopes: Literal["authors", "mpt"] = "authors"  # how ALiBi's are found: as its authors do, or as MPT does
+    before_scale: bool = False  # whether ALiBi's biases are added before the scores are scaled, and not after
+    # tensors with the angles of rotary positions, frequencies `[pairs]` or sines and cosines `[positions, 2 ·
+    # pairs]`. Those that are there must be what the configuration gives.
     stored: tuple[str, ...] = ()
+    # the tensor of a distance table; of the first layer, for all, with "{layer}" of each its own
     table: str = ""
-    more_tables: tuple[Choice, ...] = ()
-    table_norm: str = ""
-    both_ways: bool = True
+    more_tables: tuple[Choice, ...] = ()  # those that are added to it
+    table_norm: str = ""  # the norm that a table of embeddings passes, if the configuration says so
+    both_ways: bool = True  # whether distances have a sign
+    # number of groups of distances that share a row; of a table all its rows if empty
     buckets: Expression = ""
+    # distance in tokens from which on all share the last bucket
     max_distance: Expression = "relative_attention_max_distance | 128"
+    # what positions are, if they are not places in a text. Rotary pairs turn by rows and columns, and a
+    # distance table has an entry for each pair of them.
     patches: PatchesSpec | None = None
+    # disentangled: within the attention, the map of the distances that queries meet; likewise `query_map` of
+    # those that keys meet
     key_map: str = ""
     query_map: str = ""
+    # on what condition the maps of keys and queries serve instead; never if empty
     shared_maps: Expression = ""
 
 
 @final
 class LatentSpec(Spec):
-    """Keys and values out of a narrow latent, and queries perhaps too (DeepSeek).
+    """Keys and values out of a narrow latent, perhaps queries too (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
-    Attributes:
-        q_down: modules within the attention; likewise the others. Queries have a single map where there is no
-            `q_rank`.
-        rank: width of the latent of keys and values.
-        q_rank: width of that of queries.
-        plain: number of channels of a head that are not turned.
-        turned: number of those that are, after the plain ones; keys share one for all heads.
-        value: width of a head's values.
-        eps: of the RMSNorms of the latents.
-
-    Source: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1.
-    """
-
+    # modules within the attention; likewise the others. Queries have a single map where there is no `q_rank`.
     q_down: str = "q_a_proj"
     q_norm: str = "q_a_layernorm"
     q_up: str = "q_b_proj"
     kv_down: str = "kv_a_proj_with_mqa"
     kv_norm: str = "kv_a_layernorm"
     kv_up: str = "kv_b_proj"
-    rank: Expression = "kv_lora_rank"
-    q_rank: Expression = "q_lora_rank"
-    plain: Expression = "qk_nope_head_dim"
+    rank: Expression = "kv_lora_rank"  # width of the latent of keys and values
+    q_rank: Expression = "q_lora_rank"  # width of that of queries
+    plain: Expression = "qk_nope_head_dim"  # number of channels of a head that are not turned
+    # number of those that are, after the plain ones; keys share one for all heads
     turned: Expression = "qk_rope_head_dim"
-    value: Expression = "v_head_dim"
-    eps: Expression = "1e-6"
+    value: Expression = "v_head_dim"  # width of a head's values
+    eps: Expression = "1e-6"  # of the RMSNorms of the latents
 
 
 @final

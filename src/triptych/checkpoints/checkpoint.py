@@ -41,13 +41,7 @@ _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_lengt
 
 @final
 class Checkpoint(AttentionSource):
-    """A checkpoint whose family is known.
-
-    Attributes:
-        family: how it is written.
-        settings: its configuration.
-        tensors: all of them, by name.
-    """
+    """A checkpoint whose family is known."""
 
     def __init__(
         self, name: str, family: Family, settings: Settings, tensors: Tensors, known_by: str = "as told"
@@ -272,10 +266,7 @@ class Checkpoint(AttentionSource):
 def open_checkpoint(
     source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
-    """The attention layers of a source.
-
-    A `ConfigurationWarning` says which fields of the configuration are set and not followed.
-    """
+    """The attention layers of a source."""
     opened = _opened(find_source(source), family, mapped)
     for said in opened.warnings:
         warnings.warn(said, ConfigurationWarning, stacklevel=2)

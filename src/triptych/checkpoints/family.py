@@ -25,38 +25,24 @@ _FOLDER = files("triptych.checkpoints") / "families"
 
 @final
 class Unread(Spec):
-    """Attention that is known and not read.
+    """Attention that is known and not read."""
 
-    Attributes:
-        names: of its tensors, a pattern.
-        why: for reports.
-    """
-
-    names: str
+    names: str  # of its tensors, a pattern
     why: str
 
 
 @final
 class Family(Spec):
-    """An architecture family.
-
-    Attributes:
-        name: for people.
-        model_types: of configurations.
-        refused: why its checkpoints cannot be read, on conditions of the configuration.
-        attention: its kinds of attention layers; none where all are refused.
-        model: what its models are made of besides; None where they can be read, and not run.
-        rest: tensors that look like attention by their names and are not, as patterns.
-        unread: attention that is reported, and not read.
-    """
+    """An architecture family."""
 
     name: str
     model_types: tuple[str, ...] = ()
-    refused: tuple[Choice, ...] = ()
-    attention: tuple[AttentionSpec, ...] = ()
+    refused: tuple[Choice, ...] = ()  # why its checkpoints cannot be read, on conditions of the configuration
+    attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
+    # what its models are made of besides; None where they can be read, and not run
     model: ModelSpec | None = None
-    rest: tuple[str, ...] = ()
-    unread: tuple[Unread, ...] = ()
+    rest: tuple[str, ...] = ()  # tensors that look like attention by their names and are not, as patterns
+    unread: tuple[Unread, ...] = ()  # attention that is reported, and not read
 
     @model_validator(mode="after")
     def _require_attention(self) -> "Family":
@@ -66,10 +52,7 @@ class Family(Spec):
 
 
 def half_of(family: Family, half: str) -> Family:
-    """The family as files have it in which one half of its models, "encoder" or "decoder", was saved alone.
-
-    The names of its tensors then begin below that word.
-    """
+    """The family as files with one half of its models, "encoder" or "decoder", name it."""
 
     def below(held: Any) -> Any:
         match held:
@@ -148,10 +131,7 @@ def _try_names(spec: AttentionSpec) -> None:
 
 
 def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """A record with `like = "NAME"` in attention entries replaced by the first entry of that family.
-
-    In `[model]`, by the `[model]` of that family.
-    """
+    """A record with `like = "NAME"` in attention entries replaced by the first entry of that family."""
     entries, model = record.get("attention"), record.get("model")
     if isinstance(model, dict) and "like" in model:
         record = {**record, "model": _model_laid_over(model, where)}

@@ -26,11 +26,7 @@ _ROUNDING = 1e-9
 
 @final
 class Fitting:
-    """Brings one layer to its format; arguments as those of `write_layer`.
-
-    Attributes:
-        kept: head i of the rewritten layer is head `kept[i]` of the one that was read.
-    """
+    """Brings one layer to its format; arguments as those of `write_layer`."""
 
     def __init__(
         self,
@@ -43,6 +39,7 @@ class Fitting:
         self.checkpoint, self.site, self.same_sizes = checkpoint, before.site, same_sizes
         self.before, self.after = before.weights, after
         self.semantics = before.weights.semantics
+        # Head i of the rewritten layer is head `kept[i]` of the one that was read.
         self.kept = list(range(after.num_heads)) if kept is None else list(kept)
         self._require_kept(kept is not None)
 

@@ -10,13 +10,9 @@ from triptych.storage.tensors import Tensors
 
 
 class Hook(ABC):
-    """Code of one family, in `families/NAME.py`.
+    """Code of one family, in `families/NAME.py`."""
 
-    Attributes:
-        fields: of the configuration, those that it reads.
-    """
-
-    fields: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()  # of the configuration, those that it reads
 
     @abstractmethod
     def scale(self, place: Place, width: float) -> float:

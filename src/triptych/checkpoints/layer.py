@@ -11,19 +11,12 @@ from triptych.algebra.weights import AttentionWeights, Link, Norm, Side
 @final
 @dataclass(frozen=True)
 class Site:
-    """One attention layer of a checkpoint.
+    """One attention layer of a checkpoint."""
 
-    Attributes:
-        stack: "encoder", "decoder", "vision", …
-        layer: its number within the stack, from 0.
-        kind: where queries and keys come from.
-        module: the name of its module, in the checkpoint's own words.
-    """
-
-    stack: str
-    layer: int
-    kind: Literal["self", "causal", "cross"]
-    module: str
+    stack: str  # "encoder", "decoder", "vision", …
+    layer: int  # its number within the stack, from 0
+    kind: Literal["self", "causal", "cross"]  # where queries and keys come from
+    module: str  # the name of its module, in the checkpoint's own words
 
     @property
     def name(self) -> str:
@@ -34,43 +27,30 @@ class Site:
 @final
 @dataclass(frozen=True, eq=False)
 class InputNorms:
-    """The norms whose outputs an attention layer reads, wherever they stand: they bound its inputs' length.
+    """The norms whose outputs an attention layer reads: they bound its inputs' length."""
 
-    Attributes:
-        x: of the norm that makes what queries read (and keys and values, but for cross-attention); None where
-            there is none, or none is known.
-        memory: likewise, of what keys and values of cross-attention read.
-    """
-
+    # of the norm that makes what queries read (and keys and values, but for cross-attention); None where
+    # there is none, or none is known
     x: Norm | None = None
-    memory: Norm | None = None
+    memory: Norm | None = None  # likewise, of what keys and values of cross-attention read
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """What was read of one layer.
-
-    Attributes:
-        site: which.
-        weights: its maps, in the checkpoint's dtype, and what it does besides.
-        tensors: the names of all that was read for it.
-        uses: how often the model applies it, one time after the other.
-        inputs: the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm,
-            sandwich) and `weights` therefore does not have.
-        embedded_positions: how the embeddings, before all layers, tell positions apart.
-        fixed: why it cannot be rewritten; it can if empty.
-        borrows: the earlier layer whose keys and values it uses, made of what that one reads; None if it has
-            its own.
-    """
+    """What was read of one layer."""
 
     site: Site
-    weights: AttentionWeights
-    tensors: tuple[str, ...]
-    uses: int = 1
+    weights: AttentionWeights  # its maps, in the checkpoint's dtype, and what it does besides
+    tensors: tuple[str, ...]  # the names of all that was read for it
+    uses: int = 1  # how often the model applies it, one time after the other
+    # the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm, sandwich)
+    # and `weights` therefore does not have
     inputs: InputNorms = InputNorms()
+    # how the embeddings, before all layers, tell positions apart
     embedded_positions: Literal["none", "sinusoidal", "learned"] = "none"
-    fixed: str = ""
+    fixed: str = ""  # why it cannot be rewritten; it can if empty
+    # the earlier layer whose keys and values it uses, made of what that one reads; None if it has its own
     borrows: Site | None = None
 
     @property
@@ -81,29 +61,17 @@ class AttentionLayer:
 
 
 class AttentionSource(ABC):
-    """Something with attention layers, of which one is read at a time.
+    """Something with attention layers, of which one is read at a time."""
 
-    Attributes:
-        name: its path, or its id on the Hub.
-        written_as: the family it is written as.
-        known_by: what that is known by.
-        sites: its attention layers, in order.
-        num_tensors: there are in all.
-        left_over: tensors that are no attention, as far as their names tell.
-        unread: tensors of attention that is known and not read, and why.
-        absent: stacks that the configuration has and the tensors have not.
-        warnings: sentences on fields of the configuration that are set and not followed.
-    """
-
-    name: str
-    written_as: str
-    known_by: str
-    sites: tuple[Site, ...]
-    num_tensors: int
-    left_over: tuple[str, ...]
-    unread: dict[str, str]
-    absent: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    name: str  # its path, or its id on the Hub
+    written_as: str  # the family it is written as
+    known_by: str  # what that is known by
+    sites: tuple[Site, ...]  # its attention layers, in order
+    num_tensors: int  # there are in all
+    left_over: tuple[str, ...]  # tensors that are no attention, as far as their names tell
+    unread: dict[str, str]  # tensors of attention that is known and not read, and why
+    absent: tuple[str, ...] = ()  # stacks that the configuration has and the tensors have not
+    warnings: tuple[str, ...] = ()  # sentences on fields of the configuration that are set and not followed
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:

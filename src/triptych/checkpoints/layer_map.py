@@ -33,13 +33,9 @@ class LayerMap:
         norm            gain of the norm that is read, norm.bias its shift; likewise q_norm, k_norm of heads
         sinks           `[heads]`
         q_down, q_gain, q_up, kv_down, kv_gain, kv_up    through a latent, `[out, in]`, instead of q, k and v
-    What the file does not have is not there.
-
-    Attributes:
-        entries: which of ours come from which stored ones.
     """
 
-    entries: Mapping[tuple[str, ...], Named]
+    entries: Mapping[tuple[str, ...], Named]  # which of ours come from which stored ones
 
     @property
     def names(self) -> set[str]:

@@ -39,21 +39,14 @@ _Architecture = TypeVar("_Architecture", LanguageModelArchitecture, EncoderDecod
 @final
 @dataclass(frozen=True)
 class ModelMap(Generic[_Architecture]):
-    """A model as it lies in a checkpoint.
+    """A model as it lies in a checkpoint."""
 
-    Attributes:
-        architecture: what it is made of.
-        sites: the attention layer of every block: of an encoder, of a decoder, then cross-attention.
-        tensors: from the stored tensors to our others, by their names in the model.
-        copies: stored tensors that hold the numbers of another one, and that one.
-        pad_id: the token that attention must not see.
-    """
-
-    architecture: _Architecture
+    architecture: _Architecture  # what it is made of
+    # the attention layer of every block: of an encoder, of a decoder, then cross-attention
     sites: tuple[Site, ...]
-    tensors: LayerMap
-    copies: Mapping[str, str]
-    pad_id: int = 0
+    tensors: LayerMap  # from the stored tensors to our others, by their names in the model
+    copies: Mapping[str, str]  # stored tensors that hold the numbers of another one, and that one
+    pad_id: int = 0  # the token that attention must not see
 
 
 def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:

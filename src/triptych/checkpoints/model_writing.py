@@ -40,10 +40,7 @@ _TAKEN_UP = {"q_gain": "q_up", "kv_gain": "kv_up"}
 
 
 def write_read_model(model: ReadModel, source: Path | str, target: Path) -> CopiedCheckpoint:
-    """Write a model in the format of the checkpoint that it was read from.
-
-    All else is copied from there: configuration, tokenizer, tensors that did not change.
-    """
+    """Write a model in the format of the checkpoint that it was read from."""
     source = Path(source)
     checkpoint = open_checkpoint(source, mapped=True)
     if not isinstance(checkpoint, Checkpoint):
@@ -79,11 +76,7 @@ def new_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     given: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The tensors of a model in a new file of a family, which has tensors of these shapes.
-
-    The layers have one map a side; those of an encoder come first, and cross-attention last. What is not a
-    parameter of the model is `given`; biases that the model does not have are zeros.
-    """
+    """The tensors of a model in a new file of a family, which has tensors of these shapes."""
     name, family = "the new checkpoint", family_of(settings["model_type"])
     assert family is not None, "it is one of ours"
     zero = torch.zeros((), dtype=next(model.parameters()).dtype)
@@ -126,19 +119,12 @@ def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
 @final
 @dataclass(frozen=True)
 class _Parts:
-    """A model, and where its parts lie in a checkpoint.
-
-    Attributes:
-        model: the model.
-        beside: where all but attention lies.
-        copies: stored tensors that are the same as others, and those.
-        layers: the attention layers with their sites.
-    """
+    """A model, and where its parts lie in a checkpoint."""
 
     model: nn.Module
-    beside: LayerMap
-    copies: Mapping[str, str]
-    layers: Sequence[tuple[Site, MultiHeadAttention]]
+    beside: LayerMap  # where all but attention lies
+    copies: Mapping[str, str]  # stored tensors that are the same as others, and those
+    layers: Sequence[tuple[Site, MultiHeadAttention]]  # the attention layers with their sites
 
     @classmethod
     def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_Parts":
@@ -195,10 +181,7 @@ def _changed_in_layer(
 
 
 def _numbers(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
-    """All of a layer's numbers, by the names of its `LayerMap`; those that it does not have by names of ours.
-
-    Gains that reading multiplied into the next map are 1.
-    """
+    """All of a layer's numbers, by the names of its `LayerMap`, or else by names of ours."""
     found = _of_latent(place, weights) if place.spec.latent else _of_maps(weights)
     found["o"] = weights.o[-1].weight
     if weights.o_bias is not None:

@@ -26,21 +26,13 @@ _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 @final
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model loaded from another library's checkpoint.
+    """A model loaded from another library's checkpoint."""
 
-    Attributes:
-        model: ready to run, in evaluation mode.
-        name: the path or the id that was given.
-        family: the architecture that it is written as.
-        config: the record in its `config.json`.
-        folder: where its files lie, the tokenizer's among them.
-    """
-
-    model: LanguageModel
-    name: str
-    family: str
-    config: Mapping[str, Any]
-    folder: Path
+    model: LanguageModel  # ready to run, in evaluation mode
+    name: str  # the path or the id that was given
+    family: str  # the architecture that it is written as
+    config: Mapping[str, Any]  # the record in its `config.json`.
+    folder: Path  # where its files lie, the tokenizer's among them
 
 
 def load_language_model(
@@ -80,10 +72,7 @@ def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Lang
 def load_encoder_decoder(
     path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> EncoderDecoder:
-    """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them.
-
-    Arguments, errors and the use of memory are those of `load_language_model`.
-    """
+    """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them."""
     checkpoint, _ = _opened(path, dtype)
     return read_encoder_decoder(checkpoint, dtype).to(device)
 

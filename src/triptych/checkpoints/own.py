@@ -18,11 +18,7 @@ _LONGEST = 2048  # tokens, where a model says nothing
 
 @final
 class OwnModel(AttentionSource):
-    """A model of ours in memory.
-
-    Attributes:
-        model: the model.
-    """
+    """A model of ours in memory."""
 
     def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
         self.model = model

@@ -16,42 +16,26 @@ _Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedP
 
 @final
 class MapSizes(NamedTuple):
-    """Those of a layer's maps.
-
-    Attributes:
-        heads: query heads.
-        groups: key-value heads.
-        width: of queries and keys.
-        value_width: of values.
-    """
+    """Those of a layer's maps."""
 
     heads: int
-    groups: int
-    width: int
-    value_width: int
+    groups: int  # key-value heads
+    width: int  # of queries and keys
+    value_width: int  # of values
 
 
 @final
 @dataclass(frozen=True)
 class Place:
-    """An attention layer and how it is written; expressions are those of `storage.settings`, for this layer.
-
-    Attributes:
-        site: the layer.
-        spec: how it is written.
-        settings: what the configuration says of its stack.
-        prefix: what stands before the names that the family gives.
-        layer: the number that these names hold.
-        inner: its place within that layer, where one holds several.
-        lender: the earlier layer whose keys and values it uses, where it has none of its own.
-    """
+    """An attention layer and how it is written; `storage.settings` has the language of expressions."""
 
     site: Site
-    spec: AttentionSpec
-    settings: Settings
-    prefix: str
-    layer: int
-    inner: int
+    spec: AttentionSpec  # how it is written
+    settings: Settings  # what the configuration says of its stack
+    prefix: str  # what stands before the names that the family gives
+    layer: int  # the number that these names hold
+    inner: int  # its place within that layer, where one holds several
+    # the earlier layer whose keys and values it uses, where it has none of its own
     lender: "Place | None" = None
 
     def holds(self, condition: str) -> bool:

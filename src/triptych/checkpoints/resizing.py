@@ -20,15 +20,10 @@ from triptych.storage.tensors import Tensors
 @final
 @dataclass(frozen=True)
 class Resizing:
-    """How a configuration says other sizes.
+    """How a configuration says other sizes."""
 
-    Attributes:
-        settings: the entries it must have, by dotted path.
-        sites: the layers that get these sizes with them: all that share the configuration.
-    """
-
-    settings: dict[str, Any]
-    sites: tuple[Site, ...]
+    settings: dict[str, Any]  # the entries it must have, by dotted path
+    sites: tuple[Site, ...]  # the layers that get these sizes with them: all that share the configuration
 
 
 def sizes_of(weights: AttentionWeights) -> MapSizes:

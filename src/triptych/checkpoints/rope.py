@@ -16,17 +16,11 @@ from triptych.algebra.positions import GrowingBase, LongTexts, OtherFrequencies
 
 
 class Frequencies(NamedTuple):
-    """How fast each rotary pair turns.
+    """How fast each rotary pair turns."""
 
-    Attributes:
-        per_position: radians a position, one per pair, float64.
-        factor: what turned channels are multiplied by.
-        long: what long texts have instead; None if they have the same.
-    """
-
-    per_position: Tensor
-    factor: float
-    long: LongTexts | None = None
+    per_position: Tensor  # radians a position, one per pair, float64
+    factor: float  # what turned channels are multiplied by
+    long: LongTexts | None = None  # what long texts have instead; None if they have the same
 
 
 def rope_type(scaling: Mapping[str, Any]) -> str:

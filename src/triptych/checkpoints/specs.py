@@ -28,12 +28,7 @@ class Spec(BaseModel):
 
 @final
 class Choice(Spec):
-    """A value under a condition.
-
-    Attributes:
-        when: a condition; always if empty.
-        value: an expression.
-    """
+    """A value under a condition."""
 
     when: Expression = ""
     value: Expression
@@ -41,40 +36,28 @@ class Choice(Spec):
 
 @final
 class Ignored(Spec):
-    """A field that the model's class in `transformers` has and does not run by; nor does this library.
-
-    Attributes:
-        field: its path.
-        as_with: what the model does all the same, as if the field said so; "null" for as without it.
-    """
+    """A field that the model's class in `transformers` has and does not run by; nor does this library."""
 
     field: Expression
+    # what the model does all the same, as if the field said so; "null" for as without it
     as_with: str = "null"
 
 
 @final
 class NormSpec(Spec):
-    """A norm, of what the attention reads or of what other maps do.
+    """A norm, of what the attention reads or of what other maps do."""
 
-    Attributes:
-        at: its module; of the attention's own norm, the one whose output the attention reads. With post-norm
-            that is the last norm of what stands before it ("{previous}" is the layer before).
-        kind: LayerNorm or RMSNorm.
-        place: "pre"; "post" where it follows the residual sum; "sandwich" where there is one on both sides.
-        offset: what the stored gain is relative to.
-        when: on what condition it is there.
-        eps: an expression; that of the model (`ModelSpec.eps`) if empty.
-        weight: whether it has weights; with them and without `at`, there is no norm.
-        memory: of cross-attention, the norm of the same kind whose output keys and values read; "{last}" is
-            the last layer of `memory_layers`, the number of layers of the stack that makes it.
-    """
-
+    # its module; of the attention's own norm, the one whose output the attention reads. With post-norm that
+    # is the last norm of what stands before it ("{previous}" is the layer before).
     at: str = ""
     kind: Literal["layer", "rms"] = "layer"
+    # "pre"; "post" where it follows the residual sum; "sandwich" where there is one on both sides
     place: Literal["pre", "post", "sandwich"] = "pre"
-    offset: float = 0.0
-    when: Expression = ""
-    eps: Expression = ""
-    weight: bool = True
+    offset: float = 0.0  # what the stored gain is relative to
+    when: Expression = ""  # on what condition it is there
+    eps: Expression = ""  # an expression; that of the model (`ModelSpec.eps`) if empty.
+    weight: bool = True  # whether it has weights; with them and without `at`, there is no norm
+    # of cross-attention, the norm of the same kind whose output keys and values read; "{last}" is the last
+    # layer of `memory_layers`, the number of layers of the stack that makes it
     memory: str = ""
     memory_layers: Expression = ""

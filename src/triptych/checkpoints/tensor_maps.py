@@ -35,17 +35,11 @@ class TensorMap(ABC):
 @final
 @dataclass(frozen=True)
 class Named:
-    """Some of our tensors by the names of the stored ones that they come from.
+    """Some of our tensors by the names of the stored ones that they come from."""
 
-    Attributes:
-        names: of the stored ones.
-        shape: that each of them must have.
-        steps: from them to ours.
-    """
-
-    names: tuple[str, ...]
-    shape: Shape | None = None
-    steps: tuple[TensorMap, ...] = ()
+    names: tuple[str, ...]  # of the stored ones
+    shape: Shape | None = None  # that each of them must have
+    steps: tuple[TensorMap, ...] = ()  # from them to ours
 
     def then(self, *steps: TensorMap) -> "Named":
         """The same with more steps."""

@@ -56,15 +56,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class Languages(NamedTuple):
-    """The languages of a translation, as a checkpoint's tokenizer writes them: "de_DE", "deu_Latn", "de".
+    """The languages of a translation, as a checkpoint's tokenizer writes them: "de_DE", "deu_Latn", "de"."""
 
-    Attributes:
-        source: of the text.
-        target: of its translation.
-    """
-
-    source: str
-    target: str
+    source: str  # of the text
+    target: str  # of its translation
 
 
 class _Generation(BaseModel):
@@ -87,21 +82,13 @@ class _Generation(BaseModel):
 @final
 @dataclass(frozen=True)
 class TranslatorCheckpoint:
-    """An encoder-decoder with its tokenizers, and how its files want it to be searched.
+    """An encoder-decoder with its tokenizers, and how its files want it to be searched."""
 
-    Attributes:
-        model: in evaluation mode.
-        tokenizers: of both sides.
-        num_beams: with how many beams it is to be searched; None if its files do not say.
-        length_penalty: the exponent of the length by which scores are to be divided.
-        stops_when_full: whether the search ends when so many hypotheses have ended.
-    """
-
-    model: EncoderDecoder
-    tokenizers: TokenizerPair
-    num_beams: int | None
-    length_penalty: float
-    stops_when_full: bool
+    model: EncoderDecoder  # in evaluation mode
+    tokenizers: TokenizerPair  # of both sides
+    num_beams: int | None  # with how many beams it is to be searched; None if its files do not say
+    length_penalty: float  # the exponent of the length by which scores are to be divided
+    stops_when_full: bool  # whether the search ends when so many hypotheses have ended
 
 
 def read_translator(
