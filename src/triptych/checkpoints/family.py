@@ -1,10 +1,7 @@
-"""Families of architectures, one TOML file each: where its attention lies, and how it is written.
-
-A family file says nothing that its configurations say; where something depends on the configuration it
-holds an expression (`settings`). `--family my.toml` gives one more.
-"""
+"""Families of checkpoints: their files in `families/`, and the table of them in docs/families.md."""
 
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -14,11 +11,17 @@ from typing import Any, final
 
 from pydantic import ValidationError, model_validator
 
-from triptych.checkpoints.attention_spec import AttentionSpec
-from triptych.checkpoints.model_spec import ModelSpec
-from triptych.checkpoints.specs import Choice, Spec
+from triptych.checkpoints.specs import AttentionSpec, Choice, ModelSpec, Spec
 from triptych.errors import DataError, UsageError
+from triptych.files import write_text
 from triptych.toml import read_toml
+
+START, END = "<!-- families -->\n", "<!-- end of families -->\n"
+_TESTS = {
+    "decoder": "test_models_run.py",
+    "encoder": "test_encoders_run.py",
+    "encoder-decoder": "test_encoder_decoders_run.py",
+}
 
 _FOLDER = files("triptych.checkpoints") / "families"
 
@@ -168,3 +171,39 @@ def _laid_over(entry: Any, where: str) -> Any:
         raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")
     other = others[int(number or 0)]
     return {**other, **{key: value for key, value in entry.items() if key != "like"}}
+
+
+def with_table(page: str) -> str:
+    """A page with the table between its two marks brought up to date."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"the page has no {START.strip()} with {END.strip()} after it")
+    return before + start + "".join(f"{row}\n" for row in _rows()) + end + after
+
+
+def _rows() -> Iterator[str]:
+    yield "| family | `model_type` | read | rewritten | run | written | shown by, in `tests/checkpoints/` |"
+    yield "|---|---|---|---|---|---|---|"
+    for family in sorted(families(), key=lambda family: family.name.lower()):
+        if family.attention:
+            yield _row(family)
+
+
+def _row(family: Family) -> str:
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    kept = [spec for spec in family.attention if spec.why_kept]
+    rewritten = "no" if len(kept) == len(family.attention) else "in part" if kept else "yes"
+    model = family.model
+    run = "no" if model is None else "encoder-decoder" if model.encoder else model.kind
+    positions = (position.kind for spec in family.attention for position in spec.positions)
+    products = "disentangled" in positions
+    written = "no" if model is None else "in part" if products else "yes"
+    shown = ["test_families.py", *([_TESTS[run], "test_model_writing.py"] if run in _TESTS else [])]
+    tests = ", ".join(f"`{test}`" for test in shown)
+    return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    write_text(page, with_table(page.read_text(encoding="utf-8")))

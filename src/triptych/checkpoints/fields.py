@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
-from triptych.checkpoints.attention_spec import AttentionSpec
-from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.family import Family
+from triptych.checkpoints.hooks import hook_of
+from triptych.checkpoints.specs import AttentionSpec
 from triptych.errors import DataError
 from triptych.storage.settings import Settings, paths_in
 from triptych.storage.untrusted import shown

@@ -12,14 +12,12 @@ from typing import Generic, Never, TypeVar, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fields import listed, not_understood_of_model
-from triptych.checkpoints.layer import Site
+from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
 from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above
-from triptych.checkpoints.model_spec import EmbeddedPositionsSpec, ModelSpec
-from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
-from triptych.checkpoints.specs import NormSpec
+from triptych.checkpoints.specs import EmbeddedPositionsSpec, ModelSpec, NormSpec
 from triptych.errors import DataError
 from triptych.models.architecture import (
     BlockConfig,

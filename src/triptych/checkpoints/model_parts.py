@@ -5,12 +5,8 @@ from typing import Never, final
 
 import torch
 
-from triptych.checkpoints.layer_map import norm_tensors, tensor_names
-from triptych.checkpoints.model_spec import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.reading import require_shape
-from triptych.checkpoints.specs import NormSpec
-from triptych.checkpoints.tensor_maps import (
+from triptych.checkpoints.layer import Place
+from triptych.checkpoints.layer_map import (
     Alternating,
     Halves,
     Named,
@@ -19,7 +15,11 @@ from triptych.checkpoints.tensor_maps import (
     StackRows,
     TensorMap,
     Transposed,
+    norm_tensors,
+    tensor_names,
 )
+from triptych.checkpoints.reading import require_shape
+from triptych.checkpoints.specs import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
 from triptych.errors import DataError
 from triptych.models.architecture import Activation, ExpertsConfig, FeedForwardConfig, HeadConfig, NormConfig
 from triptych.storage.tensors import Tensors

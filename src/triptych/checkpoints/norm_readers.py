@@ -12,12 +12,10 @@ from typing import final
 from torch import Tensor
 
 from triptych.algebra.weights import Norm
-from triptych.checkpoints.attention_spec import OtherNormSpec
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import Site
+from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import norm_tensors
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.specs import NormSpec
+from triptych.checkpoints.specs import NormSpec, OtherNormSpec
 from triptych.storage.tensors import Tensors
 
 

@@ -15,11 +15,9 @@ from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.fitting import Fitting, refuse
-from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.fitting import Fitting, refuse, resizing, sizes_of
+from triptych.checkpoints.layer import AttentionLayer, MapSizes
 from triptych.checkpoints.layer_map import LayerMap, layer_map
-from triptych.checkpoints.place import MapSizes
-from triptych.checkpoints.resizing import resizing, sizes_of
 
 
 @final

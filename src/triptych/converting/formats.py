@@ -15,8 +15,8 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import PositionIds
-from triptych.checkpoints.marian import ACTIVATIONS as MARIAN_ACTIVATIONS
-from triptych.checkpoints.model_writing import new_tensors
+from triptych.checkpoints.models import new_tensors
+from triptych.checkpoints.translators import ACTIVATIONS as MARIAN_ACTIVATIONS
 from triptych.converting.plain import (
     HeadSizes,
     PlainModel,

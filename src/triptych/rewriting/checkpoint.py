@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder

@@ -11,12 +11,10 @@ import torch
 
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.checkpoint import Checkpoint, OwnModel
+from triptych.checkpoints.fitting import path_of_record, resizing, sizes_of
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, MapSizes, Site
 from triptych.checkpoints.norm_readers import NormSite, norm_sites
-from triptych.checkpoints.own import OwnModel
-from triptych.checkpoints.place import MapSizes
-from triptych.checkpoints.resizing import path_of_record, resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import TriptychError
 from triptych.files import file_hash
