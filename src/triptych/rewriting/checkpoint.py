@@ -262,11 +262,7 @@ class _RunRewriting(_Rewriting):
 
 @final
 class _FolderRewriting(_Rewriting):
-    """Rewrites a checkpoint in Hugging Face's layout, shard by shard, with at most two layers in memory.
-
-    A layer is measured from the saved numbers as soon as it is rewritten, while the next one is read, so that
-    nothing is read twice. If the configuration changes, layers are measured from the disk at the end.
-    """
+    """Rewrites a checkpoint in Hugging Face's layout, shard by shard, with at most two layers in memory."""
 
     def __init__(self, source: Checkpoint, prepared: Prepared, request: _Request) -> None:
         super().__init__(source, prepared, request)

@@ -33,17 +33,11 @@ _OURS_SHRINKS = (
 
 
 class Format(ABC):
-    """How a checkpoint stores its attention.
+    """How a checkpoint stores its attention."""
 
-    Attributes:
-        source: the checkpoint.
-        tensors: the tensors with norms outside the attention; None if these are not rewritten.
-        why_no_norms: why norms that no attention reads are not rewritten.
-    """
-
-    source: AttentionSource
-    tensors: Tensors | None = None
-    why_no_norms: ClassVar[str]
+    source: AttentionSource  # the checkpoint
+    tensors: Tensors | None = None  # the tensors with norms outside the attention
+    why_no_norms: ClassVar[str]  # why norms that no attention reads are not rewritten
 
     def norm_sites(self) -> tuple[NormSite, ...]:
         """The norms read by maps outside the attention that can be rewritten."""
