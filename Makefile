@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 docs: $(STAMP)
 	@echo "== docs: the keys in docs/recipes.md, the table in docs/families.md"
 	$(BIN)/python -m triptych.training.reference docs/recipes.md
-	$(BIN)/python -m triptych.checkpoints.family_table docs/families.md
+	$(BIN)/python -m triptych.checkpoints.family docs/families.md
 
 bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/bench.py $(TABLE) $(OPTIONS)
