@@ -46,9 +46,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 docs: $(STAMP)
-	@echo "== docs: the keys in docs/recipes.md, the table in docs/families.md"
-	$(BIN)/python -m triptych.training.reference docs/recipes.md
-	$(BIN)/python -m triptych.checkpoints.family_table docs/families.md
+	@echo "== docs: the keys in docs/reference/recipes.md, the table in docs/reference/families.md"
+	$(BIN)/python -m triptych.training.reference docs/reference/recipes.md
+	$(BIN)/python -m triptych.checkpoints.family_table docs/reference/families.md
 
 bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/bench.py $(TABLE) $(OPTIONS)

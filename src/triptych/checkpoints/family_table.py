@@ -1,6 +1,6 @@
-"""The table of families in docs/families.md: what is read, rewritten, run and written, and the tests for it.
+"""The table of families in docs/reference/families.md: what is read, rewritten, run, written and tested.
 
-python -m triptych.checkpoints.family_table docs/families.md
+python -m triptych.checkpoints.family_table docs/reference/families.md
 """
 
 import sys

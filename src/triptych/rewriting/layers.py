@@ -89,7 +89,7 @@ def shape_of(weights: AttentionWeights) -> AttentionWeights:
 def give_back_memory() -> None:
     """Return free memory to the system with glibc, which seldom uses a freed piece again for torch.
 
-    A model of many layers of 411 MB grew the process to 4 GB (docs/log.md).
+    A model of many layers of 411 MB grew the process to 4 GB (docs/contributing/log/).
     """
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
