@@ -50,7 +50,7 @@ docs: $(STAMP)
 	@echo "== docs: generated pages, then the site in site/ (read it with: python -m http.server -d site)"
 	$(BIN)/python -m triptych.cli.reference docs/reference/commands.md
 	$(BIN)/python -m triptych.training.reference docs/reference/recipes.md
-	$(BIN)/python -m triptych.checkpoints.family_table docs/reference/families.md
+	$(BIN)/python -m triptych.checkpoints.family docs/reference/families.md
 	$(BIN)/python -m zensical build --clean --strict
 	cd docs && find . -name '*.md' | tar -cf - -T - | tar -xf - -C ../site
 	cd docs && grep -rm1 --include='*.md' '^# ' . | sort | sed 's|^./\(.*\):# \(.*\)|- [\2](\1)|' > ../site/llms.txt

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.checkpoints.family import families
-from triptych.checkpoints.family_table import END, START, with_table
+from triptych.checkpoints.family import END, START, families, with_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 

@@ -1,9 +1,8 @@
-"""DeBERTa's disentangled positions.
-
-Source: He et al. 2021, arXiv 2006.03654; `modeling_deberta_v2.py` of github.com/huggingface/transformers.
-"""
+"""What of a family no file can say as data: code that its file names with `hook`."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -11,13 +10,52 @@ from torch import Tensor
 
 from triptych.algebra.positions import DisentangledBias, ScoreBias
 from triptych.algebra.weights import Link
-from triptych.checkpoints.hook import Hook
-from triptych.checkpoints.layer_map import LayerMap, module_map
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.tensor_maps import SplitHeads, Take
-from triptych.errors import DataError
+from triptych.checkpoints.layer import Place
+from triptych.checkpoints.layer_map import LayerMap, SplitHeads, Take, module_map
+from triptych.checkpoints.positions import yarn_magnitude
+from triptych.errors import DataError, UsageError
+from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors
 from triptych.storage.untrusted import shown
+
+
+class Hook(ABC):
+    """Code of one family."""
+
+    fields: tuple[str, ...] = ()  # of the configuration, those that it reads
+
+    @abstractmethod
+    def scale(self, place: Place, width: float) -> float:
+        """What scores are multiplied by, in place of 1/√width."""
+
+    def bias(
+        self, place: Place, tensors: Tensors, take: Take, q: Link, k: Link, scale: float
+    ) -> ScoreBias | None:
+        """What positions add to the scores, from the maps of queries and keys."""
+        return None
+
+
+@final
+class GPT2(Hook):
+    """Divides the scores of layer n by n + 1."""
+
+    fields = ("scale_attn_by_inverse_layer_idx",)
+
+    def scale(self, place: Place, width: float) -> float:
+        times = 1 / (place.layer + 1) if place.holds("scale_attn_by_inverse_layer_idx") else 1.0
+        return times / math.sqrt(width)
+
+
+@final
+class DeepSeek(Hook):
+    """Multiplies scores by the square of YaRN's magnitude, where `mscale_all_dim` says so."""
+
+    def scale(self, place: Place, width: float) -> float:
+        scaling = Settings(place.rope_scaling, f"{place.settings.where}, scaling of rope")
+        if not scaling.value("mscale_all_dim") or scaling.value("rope_type | type") in (None, "default"):
+            return 1 / math.sqrt(width)
+        magnitude = yarn_magnitude(scaling.number("factor"), scaling.number("mscale_all_dim"))
+        return magnitude**2 / math.sqrt(width)
 
 
 @final
@@ -104,3 +142,15 @@ def _link(place: Place, tensors: Tensors, take: Take, module: str, like: Link) -
     entries = module_map(place, tensors, "map", module, (rows, None))
     found = LayerMap({(part,): stored.then(SplitHeads(like.copies)) for part, stored in entries}).read(take)
     return Link(found["map"], found.get("map.bias"))
+
+
+HOOKS: Mapping[str, Hook] = {"deberta": DeBERTa(), "deepseek": DeepSeek(), "gpt2": GPT2()}
+
+
+def hook_of(name: str) -> Hook | None:
+    """The hook that a family file names with `hook = "NAME"`; None for the empty name."""
+    if not name:
+        return None
+    if name not in HOOKS:
+        raise UsageError(f"hook is {name!r} in the family file: there are {', '.join(HOOKS)}")
+    return HOOKS[name]
