@@ -7,7 +7,8 @@
 
 The first writes conclusions and tables of quality of every `docs/results/studies/results/NAME/README.md`
 again, from the `runs.csv` there. The others print the first variant minus the second, paired by seed, with
-the exact and Student's p, not corrected; `+` pools the seeds of several studies. `--metric bleu` compares another figure.
+the exact and Student's p, not corrected; `+` pools the seeds of several studies. `--metric bleu` compares
+another figure.
 """
 
 import argparse
