@@ -59,7 +59,7 @@ def limit_kernel_cache() -> None:
 
     It compiles one for every shape of a matrix product and keeps 1,024 with their buffers. Batches of
     sentences have hundreds of shapes, and a model of 5 million parameters came to 5 GB
-    (docs/contributing/log/); compiling anew costs no time that shows. What the environment says is left alone.
+    (docs/contributing/log/); compiling anew costs no time that shows. What the environment says stays.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, _KERNELS_KEPT)
