@@ -1,4 +1,4 @@
-"""The table of families in docs/families.md."""
+"""The table of families in docs/reference/families.md."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from triptych.checkpoints.family import END, START, families, with_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 
 
 def test_the_table_is_what_the_family_files_say() -> None:

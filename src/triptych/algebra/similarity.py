@@ -80,7 +80,7 @@ def chance_of_as_much(
 
     tr(P Q), the sum of the squared cosines, is Pillai's trace of a multivariate analysis of variance. Its law
     is replaced by the beta law of the same mean and variance, which is exact where one subspace is a line. In
-    very few dimensions the tail is far too small: `docs/similarity.md`.
+    very few dimensions the tail is far too small: `docs/explanation/similarity.md`.
     """
     found = torch.ones_like(shared)
     for one, other in {*zip(p.tolist(), q.tolist(), strict=True)}:

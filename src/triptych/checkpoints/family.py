@@ -1,4 +1,4 @@
-"""Families of checkpoints: their files in `families/`, and the table of them in docs/families.md."""
+"""Families of checkpoints: their files in `families/`, and their table in docs/reference/families.md."""
 
 import re
 import sys

@@ -116,7 +116,7 @@ class Inspection:
         write_text(Path(path), heads_page([self], f"inspect {self.name}"))
 
     def to_csv(self, path: str | Path) -> None:
-        """Write one row per head as CSV; `docs/columns.md` says what the columns are.
+        """Write one row per head as CSV; `docs/reference/columns.md` says what the columns are.
 
         Args:
             path: the file.
