@@ -32,6 +32,14 @@ def is_page(path: Path) -> bool:
         return GENERATOR.encode() in file.read(1024)
 
 
+def short_name(name: str) -> str:
+    """A name to read: of a path its last part, of other names all."""
+    try:
+        return Path(name).resolve(strict=True).name or name
+    except (OSError, ValueError):
+        return name
+
+
 def require_charts() -> None:
     """Check that pages with charts can be written."""
     require_extra("reports", "vl_convert", what="a page with charts")
