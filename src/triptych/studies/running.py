@@ -18,7 +18,7 @@ from triptych.launch import environment_alone, num_on_machine, place_on_machine
 from triptych.studies.job import Job, Result, read_result
 from triptych.training.machine import StopRequest
 from triptych.training.metrics import read_metrics
-from triptych.training.parallel import Turns, World
+from triptych.training.processes import Turns, World
 
 # The process that does a job; it gets the job's file.
 _COMMAND = (sys.executable, "-m", "triptych.cli.job")

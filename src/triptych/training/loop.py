@@ -19,6 +19,7 @@ from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.models.blocks import recompute_activations
 from triptych.models.storage import OwnModel, model_tensors, read_tensors
+from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
 from triptych.training.machine import (
     StopRequest,
     Throughput,
@@ -30,7 +31,6 @@ from triptych.training.machine import (
 from triptych.training.metrics import MetricsLog, MetricsRecord
 from triptych.training.objectives import Batches, Objective, Score, TrainingBatch
 from triptych.training.optimizers import Optimizer, learning_rate
-from triptych.training.parallel import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
 from triptych.training.progress import Display, Moment, duration
 from triptych.training.sections import OptimisationConfig
 from triptych.training.state import (
@@ -48,7 +48,7 @@ from triptych.training.state import (
 )
 
 if TYPE_CHECKING:
-    from triptych.training.parallel.saving import ShardedStates
+    from triptych.training.sharded_state import ShardedStates
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ _TIMED_TOKENS = 1024
 _DAY = 86400.0  # seconds
 
 # Imported by runs of several processes alone: FSDP takes torch a second to import.
-_SPREADING, _SAVING = "triptych.training.parallel.spreading", "triptych.training.parallel.saving"
+_SPREADING, _SAVING = "triptych.training.distributed", "triptych.training.sharded_state"
 
 
 @dataclass(frozen=True)

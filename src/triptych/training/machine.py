@@ -24,7 +24,7 @@ from torch.utils.flop_counter import (
 )
 
 from triptych.errors import UsageError
-from triptych.training.parallel import World
+from triptych.training.processes import World
 
 T = TypeVar("T")
 

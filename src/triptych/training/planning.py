@@ -32,6 +32,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block, Residual
 from triptych.models.feed_forward import FeedForward
 from triptych.models.storage import OwnModel
+from triptych.training.computing import require_kind
 from triptych.training.fitting import (
     choices,
     fit_language_tokenizer,
@@ -41,7 +42,6 @@ from triptych.training.fitting import (
 )
 from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
-from triptych.training.parallel.computing import require_kind
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
 # Share of a device's memory that is planned for. An allocator cannot use all, and libraries have buffers.

@@ -28,20 +28,12 @@ from triptych.training import (
     read_recipe,
 )
 from triptych.training.card import write_card
+from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, OneProcess, choose_parallel
 from triptych.training.continuing import prepare_continued, take_up_continued
 from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
 from triptych.training.language import prepare_language, take_up_language
 from triptych.training.objectives import Objective
-from triptych.training.parallel import (
-    ONE_PROCESS,
-    Layout,
-    LazyParameters,
-    OneProcess,
-    World,
-    choose_parallel,
-    code_digests,
-    launched,
-)
+from triptych.training.processes import World, code_digests, launched
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
 from triptych.training.translation import prepare_translation, take_up_translation

@@ -24,10 +24,10 @@ from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import OffsetNorm
 from triptych.models.storage import OwnModel, model_tensors
+from triptych.training.computing import Computing, Kind, LazyParameters, LossOfBatch
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.computing import Computing, Kind, LazyParameters, LossOfBatch
-from triptych.training.parallel.world import World
+from triptych.training.processes import World
 
 
 def spread(

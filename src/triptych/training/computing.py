@@ -18,8 +18,8 @@ from triptych.models.device import find_device
 from triptych.models.storage import OwnModel, load_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.world import World
 from triptych.training.precision import NarrowTwin
+from triptych.training.processes import World
 from triptych.training.sections import OptimisationConfig
 
 Kind = Literal["ddp", "fsdp", "hybrid"]

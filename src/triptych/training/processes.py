@@ -297,7 +297,7 @@ def _join(on_gpu: bool, timeout_minutes: float) -> Store:
 def code_digests() -> dict[str, str]:
     """Digests of this package and of torch's version, which all processes must have alike."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parents[2]
+    folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode())
         digest.update(path.read_bytes())
