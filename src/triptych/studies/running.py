@@ -182,12 +182,7 @@ class _Clock:
 
 @final
 class _Process:
-    """A process that does a job; what it prints goes to a file.
-
-    Attributes:
-        planned: what it does.
-        place: its number among those that run at a time, from 0; of GPUs it gets the one of that number.
-    """
+    """A process that does a job; what it prints goes to a file."""
 
     def __init__(self, planned: Planned, place: int) -> None:
         self.planned, self.place = planned, place

@@ -72,11 +72,7 @@ class TrainingResult:
 
 @final
 class Trainer:
-    """One run: a model, its text, its folder.
-
-    In float32, in one process and with the same number of threads, a run is a function of recipe
-    and seed to the last bit, however often it was interrupted and resumed.
-    """
+    """One run: a model, its text, its folder."""
 
     def __init__(
         self,
@@ -138,10 +134,7 @@ class Trainer:
         return max(self._last_step() - self.counters.step, 0)
 
     def measure_seconds(self, batch: TrainingBatch) -> float:
-        """Seconds of forward and backward pass of a batch, the second time; the first counts its operations.
-
-        Weights, gradients and random numbers are left as they were.
-        """
+        """Seconds of a second forward and backward pass of a batch; the first counts its operations."""
         random = torch.get_rng_state()
         on_gpu = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         self.computing.set_mode(training=True)
@@ -202,11 +195,7 @@ class Trainer:
             return outcome
 
     def describe_plan(self) -> str:
-        """The steps to come and about how long they take on this machine; empty if there are none.
-
-        A small batch of the text goes through the model, forward and backward, and its time is scaled to the
-        tokens of the run; validations and updates of the weights are not in it.
-        """
+        """The steps to come and about how long they take on this machine; empty if there are none."""
         if not (steps := self.steps_left):
             return ""
         text, passes = self.objective.train, steps / self.steps_per_epoch

@@ -211,27 +211,16 @@ class PlannedLayout:
 @final
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A recipe on devices that need not be here.
+    """A recipe on devices that need not be here."""
 
-    Attributes:
-        recipe: with what training would choose.
-        cluster: the devices.
-        num_parameters: of the model.
-        target_tokens: that a step learns from, all devices together.
-        cache: bytes of keys and values of one text while the model writes.
-        layouts: simplest first.
-        best: the one to take; None if none fits.
-        notes: what was chosen for the recipe, and what is wrong with its batches.
-    """
-
-    recipe: AnyRecipe
-    cluster: Cluster
-    num_parameters: int
-    target_tokens: int
-    cache: int
-    layouts: tuple[PlannedLayout, ...]
-    best: PlannedLayout | None
-    notes: tuple[str, ...]
+    recipe: AnyRecipe  # with what training would choose
+    cluster: Cluster  # the devices
+    num_parameters: int  # of the model
+    target_tokens: int  # that a step learns from, all devices together
+    cache: int  # bytes of keys and values of one text while the model writes
+    layouts: tuple[PlannedLayout, ...]  # simplest first
+    best: PlannedLayout | None  # the one to take; None if none fits
+    notes: tuple[str, ...]  # what was chosen for the recipe, and what is wrong with its batches
 
     @property
     def whole_model(self) -> int:

@@ -152,10 +152,7 @@ class World:
             self._store.set(_ERROR_KEY, json.dumps(vars(_Failure.of(self.rank, error))))
 
     def explained(self, error: RuntimeError) -> TriptychError | None:
-        """The error that an error of communication comes from; None if it is none of those.
-
-        A process that fails closes its connections, which the others see as an error of their own.
-        """
+        """The error that an error of communication comes from; None if it is none of those."""
         text = str(error)
         if "imed out" in text or "imeout" in text:
             return TriptychError(

@@ -222,11 +222,7 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
 
 
 def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitStack, *, force: bool) -> None:
-    """Make the folder of a new run, and hold it until `held` is closed.
-
-    Nothing that is there is replaced before the folder is held and `require_place` has been asked under that:
-    while the text was read, another process may have made a run there.
-    """
+    """Make the folder of a new run, and hold it until `held` is closed."""
 
     def fill(place: Path) -> None:
         prepared.begin(model, place)
@@ -244,6 +240,7 @@ def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitSt
             raise
         return
     held.enter_context(hold_folder(folder, wait=False))
+    # While the text was read, another process may have made a run here.
     require_place(folder, force=force)
     for path in own_files(folder):
         path.unlink()
