@@ -4,7 +4,7 @@ from typing import Literal
 
 from triptych.cli.terminal import print_json, write_output
 from triptych.errors import UsageError
-from triptych.recipes import about, find, names
+from triptych.training.recipe import find_recipe, shipped_recipes
 
 
 def recipes(action: Literal["show"] | None = None, name: str | None = None, *, as_json: bool = False) -> None:
@@ -22,7 +22,7 @@ def recipes(action: Literal["show"] | None = None, name: str | None = None, *, a
         triptych recipes show demo
     """
     if action is None:
-        found = {one: about(one) for one in names()}
+        found = {one: _read(one).partition("\n")[0].removeprefix("# ") for one in shipped_recipes()}
         if as_json:
             print_json(found)
             return
@@ -31,4 +31,8 @@ def recipes(action: Literal["show"] | None = None, name: str | None = None, *, a
         return
     if name is None or as_json:
         raise UsageError("show takes the name of a recipe and no options: triptych recipes show demo")
-    write_output(find(name).read_text(encoding="utf-8"))
+    write_output(_read(name))
+
+
+def _read(name: str) -> str:
+    return find_recipe(name).read_text(encoding="utf-8")

@@ -98,7 +98,7 @@ def _written(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
     """The text of the recipe: what was given first, then each key with its meaning."""
     lines = [
         "# Made by `triptych new`. The sizes fit the text and the machine; change what you like.",
-        f"# Train it: triptych train {path}    Every other key: docs/recipes.md",
+        f"# Train it: triptych train {path}    Every other key: docs/reference/recipes.md",
     ]
     if "task" in tree:
         lines += ['task = "language-model"']
