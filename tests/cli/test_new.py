@@ -11,8 +11,8 @@ from command import Command
 from triptych.text import generate_pairs
 from triptych.text.corpora import CorpusSpec, read_parallel
 from triptych.training import LanguageRecipe, Recipe, read_recipe
-from triptych.training.recipe import shipped_recipes
 from triptych.training.progress import SilentDisplay
+from triptych.training.recipe import shipped_recipes
 from triptych.training.runs import prepare
 
 FEW_STEPS = ("--set", "training.max_steps=2", "--set", "validation.max_sentences=2")
