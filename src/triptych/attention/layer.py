@@ -39,15 +39,10 @@ _EPS = 1e-6
 
 
 class LayerOutput(NamedTuple):
-    """What the layer gives back.
-
-    Attributes:
-        output: `[batch, query_len, d_model]`.
-        weights: `[batch, num_heads, query_len, key_len]`; None unless asked for.
-    """
+    """What the layer gives back."""
 
     output: Float[Tensor, "batch query_len d_model"]
-    weights: Float[Tensor, "batch num_heads query_len key_len"] | None
+    weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless asked for
 
 
 @final
@@ -198,10 +193,7 @@ class MultiHeadAttention(nn.Module):
         self._look_at_semantics()
 
     def _look_at_semantics(self) -> None:
-        """Find what every call asks: whether nothing stands beside the products, and what turns stored keys.
-
-        Keys that no rotation turns when they are stored are turned later, or never.
-        """
+        """Find what every call asks: whether there are products alone, and what turns stored keys."""
         semantics, projections = self._semantics, self.projections
         self._plain = not semantics.beyond(
             ("scale", "kind", "soft_cap", "sinks", "dropout", "gate", "scores")
@@ -349,10 +341,7 @@ class MultiHeadAttention(nn.Module):
         causal: bool | None = None,
         positions: PositionIds | None = None,
     ) -> QueriesAndKeys:
-        """What the weights of a call are made of, without the call; arguments and errors as in `forward`.
-
-        Queries and keys are those of the maps in their own dtype. They are compared in float32 at least.
-        """
+        """What the weights of a call are made of, without the call; arguments and errors as in `forward`."""
         self._check_inputs(x, memory, None)
         semantics = self.semantics
         q, places, remembered = self._remembered(semantics, x, memory, None, None, positions)

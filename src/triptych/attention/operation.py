@@ -39,37 +39,28 @@ _KERNELS: dict[int, Kernel] = {
 
 
 class Attended(NamedTuple):
-    """The result of attention.
-
-    Attributes:
-        output: `[batch, num_heads, query_len, d_v]`.
-        weights: `[batch, num_heads, query_len, key_len]`, before dropout; None unless asked for.
-    """
+    """The result of attention."""
 
     output: Float[Tensor, "batch num_heads query_len d_v"]
+    # before dropout; None unless asked for
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None
 
 
 class Explanation(NamedTuple):
-    """How a call of `attention` is computed, and why.
+    """How a call of `attention` is computed, and why."""
 
-    Attributes:
-        path: equation 1 written out, which holds all the weights; the same for a few sentences, heads or
-            queries at a time, which holds those; torch's fused operation; or the latter with d_k or d_v
-            filled up with zeros to the wider of the two.
-        heads: how query heads read the heads of keys and values. "grouped by rows": those that share
-            one lie below each other as rows of one product, so that it is read once. "grouped by
-            the kernel": torch's `enable_gqa`. "expanded": repeated to a common number, without a
-            copy where there is a single one.
-        kernel: what runs. "math" holds all the weights, as "batched products" do; the others need
-            memory linear in the lengths.
-        reason: one sentence, with the numbers.
-    """
-
+    # equation 1 written out, which holds all the weights; the same for a few sentences, heads or queries at a
+    # time, which holds those; torch's fused operation; or the latter with d_k or d_v filled up with zeros to
+    # the wider of the two
     path: Implementation
+    # how query heads read the heads of keys and values. "grouped by rows": those that share one lie below
+    # each other as rows of one product, so that it is read once. "grouped by the kernel": torch's
+    # `enable_gqa`. "expanded": repeated to a common number, without a copy where there is a single one
     heads: HeadGrouping
+    # what runs. "math" holds all the weights, as "batched products" do; the others need memory linear in the
+    # lengths
     kernel: Kernel
-    reason: str
+    reason: str  # one sentence, with the numbers
 
 
 def attention(

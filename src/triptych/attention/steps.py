@@ -23,33 +23,22 @@ class Tap(Protocol):
 @final
 @dataclass(frozen=True, eq=False)
 class LayerSteps:
-    """Every value of one call, in the order of the computation; keys and values of every query head.
+    """Every value of one call, in the order of the computation; keys and values of every query head."""
 
-    Attributes:
-        q: queries as they meet the keys, after norms and rotation.
-        k: keys, likewise.
-        v: values.
-        products: `q kᵀ`; of other scores, what these make of queries and keys.
-        scaled: the products times the scale.
-        biased: with what positions add.
-        scores: after the soft cap: what the softmax takes, before any mask.
-        visible: True where a query may attend; broadcasts to the scores.
-        weights: the attention weights.
-        gate: what the mixed values of each head are multiplied by; None without a gate.
-        z: what W_O reads: the weights times the values, times the gate.
-        output: of the layer.
-    """
-
-    q: Float[Tensor, "batch heads query_len d_k"]
-    k: Float[Tensor, "batch heads key_len d_k"]
+    q: Float[Tensor, "batch heads query_len d_k"]  # queries as they meet the keys, after norms and rotation
+    k: Float[Tensor, "batch heads key_len d_k"]  # keys, likewise
     v: Float[Tensor, "batch heads key_len d_v"]
+    # `q kᵀ`; of other scores, what these make of queries and keys
     products: Float[Tensor, "batch heads query_len key_len"]
-    scaled: Float[Tensor, "batch heads query_len key_len"]
-    biased: Float[Tensor, "batch heads query_len key_len"]
+    scaled: Float[Tensor, "batch heads query_len key_len"]  # the products times the scale
+    biased: Float[Tensor, "batch heads query_len key_len"]  # with what positions add
+    # after the soft cap: what the softmax takes, before any mask
     scores: Float[Tensor, "batch heads query_len key_len"]
     visible: Bool[Tensor, "#batch #heads #query_len key_len"]
     weights: Float[Tensor, "batch heads query_len key_len"]
+    # what the mixed values of each head are multiplied by; None without a gate
     gate: Float[Tensor, "batch heads query_len 1"] | None
+    # what W_O reads: the weights times the values, times the gate
     z: Float[Tensor, "batch heads query_len d_v"]
     output: Float[Tensor, "batch query_len d_model"]
 

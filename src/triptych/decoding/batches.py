@@ -64,11 +64,7 @@ def batches_of_like_length(
 
 
 def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
-    """The parts of a batch whose texts do not change each other.
-
-    Beyond a limit, rotary positions may depend on the longest text of a batch: then all texts of a part have
-    one length.
-    """
+    """The parts of a batch whose texts do not change each other."""
     if limit is None or max(lengths[i] for i in batch) <= limit:
         yield [*batch]
         return

@@ -36,16 +36,11 @@ class Kept(Protocol):
 
 
 class DecodingEngine(ABC):
-    """A model that is decoded step by step.
+    """A model that is decoded step by step."""
 
-    Attributes:
-        device: where it runs.
-        pad_id: the token that is read nowhere.
-        max_target_tokens: longest target that the model has positions for; None if there is no limit.
-    """
-
-    device: torch.device
-    pad_id: int
+    device: torch.device  # where it runs
+    pad_id: int  # the token that is read nowhere
+    # longest target that the model has positions for; None if there is no limit
     max_target_tokens: int | None
 
     @abstractmethod
@@ -59,17 +54,7 @@ class DecodingEngine(ABC):
 
 @final
 class Engine(DecodingEngine):
-    """A model as decoding wants it: `fused`, its tables scaled, its output layer filled up.
-
-    It shares memory with the model where it can: after the model changes, make another.
-
-    Attributes:
-        model: the fused model.
-        precision: of the maps: "fp32"; "bf16", activations too; or "int8" (`Int8Maps`). The model's own
-            float64 stays float64.
-        vocab: number of columns of the logits: the target vocabulary, filled up to whole groups.
-        max_target_tokens: longest target that the model has positions for; None if there is no limit.
-    """
+    """A model as decoding wants it: `fused`, its tables scaled, its output layer filled up."""
 
     @torch.no_grad()
     def __init__(
@@ -171,13 +156,6 @@ class BeamCache(ABC):
     slot `t · beam_size + i`. Which slots belong to the history of a row is kept in a mask, so that when
     hypotheses change places only the mask is rearranged, and the slots of a sentence are read once for all
     its rows.
-
-    Attributes:
-        length: tokens held a row.
-        layers: the cache of every layer.
-        memory_mask: 0 where there is a source token and −inf where there is padding,
-            `[batch, 1, 1, src_len]`; None without padding.
-        mask: 0 where a slot is of a row's history, `[batch, beam_size, slots]`; None for one row.
     """
 
     def __init__(self, engine: Engine, batch: int, beam_size: int, memory_mask: Tensor | None) -> None:

@@ -53,10 +53,6 @@ class FusedAttention(nn.Module):
     the narrower are filled up with zeros. Self-attention makes queries, keys and values in one product;
     cross-attention makes queries only, and reads keys and values from its cache. With `once`, keys and values
     that are the same, but for positions that turn keys, are made and kept once.
-
-    Attributes:
-        memory_rows: of cross-attention, the map from the memory to keys and values, and its bias: for one
-            product for all layers.
     """
 
     def __init__(self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False) -> None:

@@ -40,25 +40,17 @@ def require_alpha(alpha: float) -> None:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search.
+    """How to search."""
 
-    Attributes:
-        beam_size: hypotheses kept at every step; 1 is greedy.
-        alpha: exponent of the length penalty; 0 for none.
-        max_extra_tokens: a sentence's output ends at the number of its tokens plus this.
-        num_best: hypotheses returned, at most beam_size.
-        stop: when a sentence is done: "certain", when none of its open hypotheses can overtake the last
-            finished one wanted, however it goes on; or "full", already when beam_size have finished, which
-            most toolkits do and which takes about half the steps. Greedy search ends at the first.
-        max_source_tokens: longest sentence that is read at once; None for the model's limit, or 1,024 where
-            it has none.
-    """
-
-    beam_size: int = 4
-    alpha: float = 0.6
-    max_extra_tokens: int = 50
-    num_best: int = 1
+    beam_size: int = 4  # hypotheses kept at every step; 1 is greedy
+    alpha: float = 0.6  # exponent of the length penalty; 0 for none
+    max_extra_tokens: int = 50  # a sentence's output ends at the number of its tokens plus this
+    num_best: int = 1  # hypotheses returned, at most beam_size
+    # when a sentence is done: "certain", when none of its open hypotheses can overtake the last finished one
+    # wanted, however it goes on; or "full", already when beam_size have finished, which most toolkits do and
+    # which takes about half the steps. Greedy search ends at the first
     stop: Stop = "certain"
+    # longest sentence that is read at once; None for the model's limit, or 1,024 where it has none
     max_source_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -75,17 +67,11 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A finished output.
+    """A finished output."""
 
-    Attributes:
-        ids: its tokens, without beginning and end of sentence.
-        log_prob: natural logarithm of its probability, the end of sentence included.
-        score: log_prob over the length penalty.
-    """
-
-    ids: tuple[int, ...]
-    log_prob: float
-    score: float
+    ids: tuple[int, ...]  # its tokens, without beginning and end of sentence
+    log_prob: float  # natural logarithm of its probability, the end of sentence included
+    score: float  # log_prob over the length penalty
 
 
 def length_penalty(length: int, alpha: float) -> float:

@@ -20,9 +20,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 class MappedFiles:
     """The mappings of files in this process whose pages nobody has written to.
 
-    Pages of a file count as memory of the process from when they are read until it gives them back. Written
-    pages would lose what was written: such a mapping is left alone. Where the system is not Linux, nothing is
-    given back.
+    Written pages would lose what was written: such a mapping is left alone.
     """
 
     def __init__(self) -> None:

@@ -140,11 +140,7 @@ class Int8Maps(Maps):
 
 @final
 class Int8Linear(nn.Module):
-    """A map of int8 weights.
-
-    Each row of the input is divided by its largest absolute value before it is rounded, and its result
-    multiplied by it.
-    """
+    """A map of int8 weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

@@ -8,10 +8,7 @@ _BOUNDARIES = (re.compile(r"(?<=[.!?…。！？])\s+"), re.compile(r"(?<=[,;:�
 
 
 def split_line(line: str, fits: Callable[[str], bool]) -> list[str]:
-    """Cut a line into pieces that fit: between sentences, else clauses, else words, else anywhere.
-
-    Neighbouring pieces are joined again as long as they fit together, so there are few.
-    """
+    """Cut a line into pieces that fit: between sentences, else clauses, else words, else anywhere."""
     return _split(line, fits, 0)
 
 

@@ -45,11 +45,7 @@ def search(
 
 @final
 class _Beams:
-    """The open hypotheses of the sentences still in the batch, `beam_size` rows for each.
-
-    A sentence that is done stays, without effect, until enough of them are to make room at once; with
-    fixed steps, to the end.
-    """
+    """The open hypotheses of the sentences still in the batch, `beam_size` rows for each."""
 
     def __init__(
         self,
@@ -141,10 +137,7 @@ class _Beams:
                 log_probs[sentence, row, again] = -torch.inf
 
     def _best(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best continuations of each sentence: their values, rows and tokens, best first.
-
-        The `count` best lie in the `count` groups of tokens with the best bests.
-        """
+        """The best continuations of each sentence: their values, rows and tokens, best first."""
         batch, k, vocab = log_probs.shape
         groups = vocab // GROUP
         grouped = log_probs.view(batch, k * groups, GROUP)

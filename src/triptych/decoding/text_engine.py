@@ -27,15 +27,7 @@ from triptych.models.experts import Experts
 
 @final
 class OpenTexts:
-    """The texts of a batch: the cache of their tokens, aligned on the right.
-
-    Attributes:
-        length: slots a row: tokens, and the padding on the left of shorter texts.
-        cache: keys and values.
-        padding: slots on the left of each row that hold no token, `[rows]`; None if there are none.
-        hidden: what is added to the scores of an even cache's slots, `[rows, 1, 1, slots]`; else None.
-        ids: of the slots, for a text that may be read again; else None.
-    """
+    """The texts of a batch: the cache of their tokens, aligned on the right."""
 
     def __init__(self, cache: DecoderCache, padding: Tensor | None, hidden: Tensor | None) -> None:
         self.cache, self.padding, self.hidden, self.length = cache, padding, hidden, cache.length

@@ -26,19 +26,12 @@ _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One translation of a line.
+    """One translation of a line."""
 
-    Attributes:
-        text: as a reader wants it, in one line.
-        pieces: its tokens, readable.
-        score: log-probability over the length penalty; for a line translated in pieces, their sum.
-        log_prob: natural logarithm of the probability.
-    """
-
-    text: str
-    pieces: tuple[str, ...]
-    score: float
-    log_prob: float
+    text: str  # as a reader wants it, in one line
+    pieces: tuple[str, ...]  # its tokens, readable
+    score: float  # log-probability over the length penalty; for a line translated in pieces, their sum
+    log_prob: float  # natural logarithm of the probability
 
 
 @dataclass(frozen=True)
@@ -117,11 +110,7 @@ class Translator:
         return list(self.translate_stream([list(lines)]))
 
     def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
-        """Translate batch by batch, each as soon as it is there, in their order.
-
-        With more than one worker the next batches are read while the first is translated, a few at
-        most: memory does not grow with the length of the stream.
-        """
+        """Translate batch by batch, each as soon as it is there, in their order."""
         several = [batches] if isinstance(batches, str) else batches
         yield from self._translated_stream(as_lines(batch) for batch in several)
 

@@ -83,11 +83,7 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
 def parameterisation_of(
     weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
 ) -> tuple[AttentionWeights, Parameterisation]:
-    """The parameterisation whose structure a writing has, and the writing in just that structure.
-
-    Maps that several heads share are repeated where that is what it takes. What no other can hold is held as
-    it is written, by `AsWritten`.
-    """
+    """The parameterisation whose structure a writing has, and the writing in just that structure."""
     if own is not None and not structural_difference(
         own.skeleton(weights.d_model, weights.num_heads), weights
     ):

@@ -11,21 +11,13 @@ from triptych.attention.projections.maps import FromHeads, HeadMap, LinkMap
 @final
 @dataclass(frozen=True)
 class AsWritten(Parameterisation):
-    """The chains of a writing: any number of maps, shared or not, fixed or learned, with norms between them.
-
-    For layers that are made of weights (`MultiHeadAttention.from_weights`); a recipe cannot ask for it.
-
-    Attributes:
-        own_maps: by name, the output map `o_proj` last.
-        chains: the names of the maps of each side.
-        width: of queries and keys.
-    """
+    """Chains of any number of maps, shared or not, fixed or learned, with norms between them."""
 
     name = "as_written"
 
-    own_maps: dict[str, HeadMap] = field(compare=False)
-    chains: dict[Side, tuple[str, ...]] = field(compare=False)
-    width: int
+    own_maps: dict[str, HeadMap] = field(compare=False)  # by name, the output map `o_proj` last
+    chains: dict[Side, tuple[str, ...]] = field(compare=False)  # the names of the maps of each side
+    width: int  # of queries and keys
 
     @classmethod
     def of(cls, weights: AttentionWeights) -> "tuple[AttentionWeights, AsWritten]":
