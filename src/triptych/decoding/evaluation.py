@@ -9,8 +9,8 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from triptych.decoding.hypotheses import SearchOptions
 from triptych.decoding.maps import Precision
+from triptych.decoding.search import SearchOptions
 from triptych.decoding.translator import Translator
 from triptych.errors import DataError
 from triptych.text import as_lines

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triptych.decoding.lengths import LONGEST_SHOWN, check_length
+from triptych.decoding.batches import LONGEST_SHOWN, check_length
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import LanguageModel

@@ -30,8 +30,7 @@ from triptych.attention import (
     PositionIds,
 )
 from triptych.attention.written_out import finished_scores, piece_of, weights_of
-from triptych.decoding.mapped import MappedFiles
-from triptych.decoding.maps import Maps, constant
+from triptych.decoding.maps import MappedFiles, Maps, constant
 from triptych.models.blocks import OffsetNorm
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from triptych import thresholds
-from triptych.decoding.batches import padded_alike
-from triptych.decoding.hypotheses import (
+from triptych.decoding.batches import LONGEST_PROMPT, check_length, padded_alike
+from triptych.decoding.sampling import Sampler, SamplingOptions
+from triptych.decoding.search import (
     LARGEST_BEAM,
     MOST_TOKENS,
     length_penalty,
@@ -18,8 +19,6 @@ from triptych.decoding.hypotheses import (
     require_count,
     require_finite_logits,
 )
-from triptych.decoding.lengths import LONGEST_PROMPT, check_length
-from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import OpenTexts, TextEngine
 
 Finish = Literal["token", "text", "length", "positions"]

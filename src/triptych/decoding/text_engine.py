@@ -18,8 +18,7 @@ from triptych.decoding.fused import (
     fuse,
     hidden_score,
 )
-from triptych.decoding.mapped import MappedFiles
-from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
+from triptych.decoding.maps import MappedFiles, Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.experts import Experts

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from triptych.attention import AttentionCache, MultiHeadAttention, PositionIds
 from triptych.models.architecture import BlockConfig, NormConfig, SublayerConfig
-from triptych.models.dropout import Dropout
 from triptych.models.experts import make_feed_forward
+from triptych.models.feed_forward import Dropout
 
 
 class NewTokens(NamedTuple):

@@ -7,8 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triptych.models.architecture import ExpertsConfig, FeedForwardConfig
-from triptych.models.dropout import Dropout
-from triptych.models.feed_forward import FeedForward, activation_of, combined
+from triptych.models.feed_forward import Dropout, FeedForward, activation_of, combined
 
 
 class Choice(NamedTuple):

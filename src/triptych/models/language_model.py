@@ -11,9 +11,8 @@ from triptych.attention import DecoderCache, LearnedPositions, MultiHeadAttentio
 from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageModelArchitecture
 from triptych.models.blocks import Block, make_norm
 from triptych.models.configuration import LanguageModelConfig
-from triptych.models.dropout import Dropout
 from triptych.models.embedding import embed, make_positions
-from triptych.models.feed_forward import ACTIVATIONS
+from triptych.models.feed_forward import ACTIVATIONS, Dropout
 
 
 class LanguageModelOutput(NamedTuple):
