@@ -132,7 +132,7 @@ globalThis.document = {
   querySelector: () => null,
   documentElement: new Node("html"),
 };
-const colours = { "--low": "#000000", "--high": "#0000ff" };
+const colours = { "--zero": "#000000", "--one": "#0000ff" };
 globalThis.getComputedStyle = () => ({ getPropertyValue: (name) => colours[name] ?? "#888888" });
 globalThis.addEventListener = () => {};
 globalThis.matchMedia = () => ({ matches: false });

@@ -74,7 +74,7 @@ def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
 
 
 def test_the_documented_columns_are_those_there_are() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "columns.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "columns.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE)
     mark = {True: " Depends on the basis within the head.", False: ""}
     assert documented == [(measure.name, measure.meaning + mark[measure.of_basis]) for measure in MEASURES]

@@ -228,11 +228,7 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
 
 
 def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
-    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V, from the inner products of pairs.
-
-    With the largest inner products that rotations of each pair reach, it is a lower bound: no rotation of all
-    three is better for every pair.
-    """
+    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V; a lower bound where pairs are rotated."""
     norms = measured.norms
     energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
     inner = torch.zeros_like(energies)

@@ -37,19 +37,12 @@ _SHADES = " ░▒▓█"
 @final
 @dataclass(frozen=True)
 class NearCopy:
-    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps.
+    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps."""
 
-    Attributes:
-        form: "qk" or "ov".
-        one: a head, as "encoder 0, head 3".
-        other: another.
-        cosine: cosine of their forms; negative if they are opposite.
-    """
-
-    form: str
-    one: str
+    form: str  # "qk" or "ov"
+    one: str  # a head, as "encoder 0, head 3"
     other: str
-    cosine: float
+    cosine: float  # cosine of their forms; negative if they are opposite
 
 
 @final
@@ -123,7 +116,7 @@ class Inspection:
         write_text(Path(path), heads_page([self], f"inspect {self.name}"))
 
     def to_csv(self, path: str | Path) -> None:
-        """Write one row per head as CSV; `docs/columns.md` says what the columns are.
+        """Write one row per head as CSV; `docs/reference/columns.md` says what the columns are.
 
         Args:
             path: the file.
@@ -303,10 +296,7 @@ _BY_BASIS = "depends on the basis"
 
 
 def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """For each pair of maps: its name, the mean overlap over chance, and the heads above chance.
-
-    A head counts as above chance at p < 0.001 / heads.
-    """
+    """For each pair of maps: its name, the mean overlap over chance, and the heads above chance."""
     for pair, both in _PAIRS.items():
         times = _distinct(inspection, pair, "times_chance", "subspaces")
         if times:
@@ -460,10 +450,7 @@ def side_by_side(*inspections: Inspection) -> Table:
 
 
 def shaded_map(inspection: Inspection, measure: str) -> list[str]:
-    """A map of layers × heads in shades, from the lowest to the highest finite value. A dot is a missing one.
-
-    Layers whose W_QK is measured in another way have a scale of their own.
-    """
+    """A map of layers × heads in shades of the finite values; a dot is a missing one."""
     if not values_of(inspection, measure):
         return []
     about = next(m for m in MEASURES if m.name == measure)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SPACE_MARK = "▁"
 
-# The first release that refused every damaged model we made; see docs/decisions/010.
+# The first release that refused every damaged model we made; see docs/explanation/decisions/010.
 _OLDEST = (0, 2, 3)
 
 # Numbers of fields, types and kinds in github.com/google/sentencepiece, src/sentencepiece_model.proto.

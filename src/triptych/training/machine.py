@@ -1,8 +1,8 @@
 """What training does with the machine: batches made ahead, signals, compiled blocks, rates and waiting.
 
 `torch.compile` generates kernels that join what lies between the matrix products, for every shape of batch
-at once. That takes about a minute at the start. On the CPUs measured it does not win (docs/log.md); on GPUs,
-where launching small kernels costs most, it is meant to.
+at once. That takes about a minute at the start. On the CPUs measured it does not win
+(docs/contributing/log/); on GPUs, where launching small kernels costs most, it is meant to.
 """
 
 import shutil

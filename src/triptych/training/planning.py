@@ -54,7 +54,8 @@ _LONG_TEXT = 10**12
 _SENTENCE = 32
 # How often operations other than matrix products read or write each byte that the layers keep (forwards and
 # backwards), each byte of the logits, and each byte of a device's parameters in float32; in several processes
-# also each byte of all parameters, which are gathered and summed. Fitted to steps of 48 sizes (docs/log.md).
+# also each byte of all parameters, which are gathered and summed. Fitted to steps of 48 sizes
+# (docs/contributing/log/).
 _PASSES_FORWARD, _PASSES_BACKWARD, _PASSES_OF_LOGITS = 12, 18, 27
 _PASSES_OF_PARAMETERS, _PASSES_OF_EXCHANGE = 36, 30
 _BUCKET_BYTES = 25 * 2**20  # of DDP

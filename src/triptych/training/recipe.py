@@ -42,8 +42,8 @@ class _AnyRecipe(Section):
         data_seed: of the order of the text and of what is masked; `seed` if None.
         initial_values: "in_order", drawn one after the other, or "by_name": from the seed and the name of
             each parameter, so that models that differ in one place start from equal values in all others.
-        code: the SHA-256 of each file whose classes the recipe names (docs/own-attention.md). Training writes
-            it; a recipe with it needs that very file, given with `--code`.
+        code: the SHA-256 of each file whose classes the recipe names (docs/how-to/own-attention.md).
+            Training writes it; a recipe with it needs that very file, given with `--code`.
     """
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")

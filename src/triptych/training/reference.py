@@ -1,6 +1,6 @@
-"""The tables of `docs/recipes.md`, made from the models that check a recipe.
+"""The tables of `docs/reference/recipes.md`, made from the models that check a recipe.
 
-`python -m triptych.training.reference docs/recipes.md` (`make docs`) brings the page up to date.
+`python -m triptych.training.reference docs/reference/recipes.md` (`make docs`) brings the page up to date.
 """
 
 import re

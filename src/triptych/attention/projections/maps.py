@@ -78,7 +78,7 @@ class ToHeads(_Linear):
         bias: whether the map has one.
         variance: of the numbers drawn. Half of Glorot's if None, as one map to queries, keys and values
             would be drawn: post-norm models learn faster so, in 200 steps of a small one to 4.30 instead of
-            4.59 nats (docs/log.md).
+            4.59 nats (docs/contributing/log/).
     """
 
     d_in: int
