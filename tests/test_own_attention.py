@@ -1,4 +1,4 @@
-"""A user's own attention class, as docs/own-attention.md shows it: trained, resumed, opened, compared."""
+"""A user's own attention class, as docs/how-to/own-attention.md shows it: trained, opened, compared."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ from triptych.errors import TriptychError, UsageError
 from triptych.models import AttentionConfig, EncoderDecoder, ModelConfig
 from triptych.opening import open_model
 
-PAGE = Path(__file__).parent.parent / "docs" / "own-attention.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "own-attention.md"
 STUDY = """
 name = "turned"
 base = "base.toml"

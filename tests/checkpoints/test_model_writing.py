@@ -11,8 +11,7 @@ from checkpoints import test_encoder_decoders_run as of_both
 from checkpoints import test_encoders_run as of_encoders
 from checkpoints import test_models_run as of_decoders
 from checkpoints.test_models_run import apart, changed, in_float64, made
-from triptych.checkpoints.model_writing import ReadModel, write_read_model
-from triptych.checkpoints.models import load_encoder_decoder, load_language_model
+from triptych.checkpoints.models import ReadModel, load_encoder_decoder, load_language_model, write_read_model
 from triptych.errors import DataError
 
 transformers = pytest.importorskip("transformers")

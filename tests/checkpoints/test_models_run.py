@@ -20,8 +20,8 @@ from triptych.attention import PositionIds
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import Family, families, family_of
 from triptych.checkpoints.model_map import model_map
-from triptych.checkpoints.model_spec import ModelSpec
 from triptych.checkpoints.models import load_language_model
+from triptych.checkpoints.specs import ModelSpec
 from triptych.errors import DataError, UsageError
 from triptych.models.language_model import LanguageModel
 from triptych.opening import record_calls

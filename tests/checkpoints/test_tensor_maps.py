@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triptych.checkpoints.attention_spec import FusedLayout
-from triptych.checkpoints.place import MapSizes
-from triptych.checkpoints.tensor_maps import HeadColumns, Named, Split, SplitHeads, StackRows, Transposed
+from triptych.checkpoints.layer import MapSizes
+from triptych.checkpoints.layer_map import HeadColumns, Named, Split, SplitHeads, StackRows, Transposed
+from triptych.checkpoints.specs import FusedLayout
 from triptych.errors import DataError
 
 LAYOUTS: tuple[FusedLayout, ...] = ("q k v", "by group", "q v k in four parts")

@@ -15,7 +15,11 @@ from triptych.text import generate_pairs
 from triptych.training import read_recipe
 
 ROOT = Path(__file__).parent.parent.parent
-README, TRAINING, ATTENTION = ROOT / "README.md", ROOT / "docs/training.md", ROOT / "docs/attention.md"
+README, TRAINING, ATTENTION = (
+    ROOT / "README.md",
+    ROOT / "docs/how-to/training.md",
+    ROOT / "docs/reference/parameterisations.md",
+)
 
 
 def _block(page: Path, language: str, containing: str) -> str:

@@ -685,7 +685,7 @@ def test_a_marian_translator_that_stays_as_large_is_offered_the_format_that_shri
 
 # The page about it.
 
-DOCS = Path(__file__).parents[2] / "docs" / "rewriting.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "rewriting.md"
 
 
 def blocks(language: str) -> list[str]:

@@ -26,9 +26,10 @@ from small_checkpoints import gpt2_that_runs
 from triptych.decoding import score_continuations
 from triptych.errors import UsageError
 from triptych.face import Model, load
-from triptych.serving import Limits, ServedModel, application
-from triptych.serving.limits import RequestError
+from triptych.serving.application import application
+from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup
+from triptych.serving.models import ServedModel
 from triptych.serving.worker import Item, Job, Worker
 
 

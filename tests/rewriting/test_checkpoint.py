@@ -628,7 +628,7 @@ def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_schema_in_the_docs_is_that_of_the_certificate() -> None:
-    path = Path(__file__).parents[2] / "docs" / "certificate.schema.json"
+    path = Path(__file__).parents[2] / "docs" / "reference" / "certificate.schema.json"
     assert json.loads(path.read_text(encoding="utf-8")) == Certificate.model_json_schema()
 
 

@@ -25,21 +25,14 @@ SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
 @final
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One affine map, `x ↦ x W + b`, in one or several copies.
+    """One affine map, `x ↦ x W + b`, in one or several copies."""
 
-    Attributes:
-        weight: `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map. A copy serves
-            `num_heads / copies` consecutive heads.
-        bias: `[copies, d_out]` or None.
-        norm: of what the map puts out, before the next map of its chain reads it; None if there is none,
-            which is what lets the two be folded.
-        learned: False for a map without numbers of its own (a slice of the input, a fixed factor).
-    """
-
-    weight: Float[Tensor, "copies *matrix"]
+    weight: Float[
+        Tensor, "copies *matrix"
+    ]  # `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map
     bias: Float[Tensor, "copies d_out"] | None = None
-    norm: HeadNorm | None = None
-    learned: bool = True
+    norm: HeadNorm | None = None  # of what the map puts out, before the next map of its chain reads it
+    learned: bool = True  # False for a map without numbers of its own (a slice of the input, a fixed factor)
 
     @property
     def diagonal(self) -> bool:
@@ -117,17 +110,11 @@ Chain = tuple[Link, ...]
 @final
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The weight and bias of a LayerNorm or RMSNorm.
+    """The weight and bias of a LayerNorm or RMSNorm."""
 
-    Attributes:
-        weight: `[d_model]`, as stored.
-        bias: `[d_model]` or None.
-        offset: what the stored weight is relative to: 1 for the families that store `w` of `1 + w`.
-    """
-
-    weight: Float[Tensor, " d_model"]
+    weight: Float[Tensor, " d_model"]  # as stored
     bias: Float[Tensor, " d_model"] | None = None
-    offset: float = 0.0
+    offset: float = 0.0  # what the stored weight is relative to: 1 for the families that store `w` of `1 + w`
 
 
 @final
@@ -389,10 +376,7 @@ class AttentionWeights:
         return replace(whole, q=q, k=k, v=v, o=o)
 
     def evened(self, groups: int) -> "AttentionWeights":
-        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values.
-
-        Chains of several links and shared ones stay as they are.
-        """
+        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values."""
 
         def even(side: Side, copies: int) -> Chain:
             chain = self.chain(side)

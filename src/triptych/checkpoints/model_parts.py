@@ -5,12 +5,8 @@ from typing import Never, final
 
 import torch
 
-from triptych.checkpoints.layer_map import norm_tensors, tensor_names
-from triptych.checkpoints.model_spec import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.reading import require_shape
-from triptych.checkpoints.specs import NormSpec
-from triptych.checkpoints.tensor_maps import (
+from triptych.checkpoints.layer import Place
+from triptych.checkpoints.layer_map import (
     Alternating,
     Halves,
     Named,
@@ -19,7 +15,11 @@ from triptych.checkpoints.tensor_maps import (
     StackRows,
     TensorMap,
     Transposed,
+    norm_tensors,
+    tensor_names,
 )
+from triptych.checkpoints.reading import require_shape
+from triptych.checkpoints.specs import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
 from triptych.errors import DataError
 from triptych.models.architecture import Activation, ExpertsConfig, FeedForwardConfig, HeadConfig, NormConfig
 from triptych.storage.tensors import Tensors
@@ -113,14 +113,9 @@ def activation(place: Place, expression: str) -> Activation:
 
 @final
 class FeedForwardMap:
-    """A block's feed-forward layer as the first fitting entry of the family has it.
+    """A block's feed-forward layer as the first fitting entry of the family has it."""
 
-    Attributes:
-        config: what it is made of.
-        entries: which of our tensors come from which stored ones.
-    """
-
-    config: FeedForwardConfig | ExpertsConfig
+    config: FeedForwardConfig | ExpertsConfig  # what it is made of
 
     def __init__(
         self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], d_model: int, tensors: Tensors
@@ -233,10 +228,7 @@ class FeedForwardMap:
         return tuple(f"{ours}.{part}.{kind}" for part in parts)
 
     def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
-        """Names of weight and bias, of every expert where each has its own.
-
-        Up to the first that is not there: a configuration may say any number.
-        """
+        """Names of weight and bias, of every expert where each has its own."""
         for number in range(experts or 1) if "{expert}" in module else (0,):
             name = self.place.beside(f"{spec.at}.{module}", expert=number)
             names = (name, f"{name}_bias") if spec.bare else tensor_names(name)

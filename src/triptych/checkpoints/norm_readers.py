@@ -12,31 +12,22 @@ from typing import final
 from torch import Tensor
 
 from triptych.algebra.weights import Norm
-from triptych.checkpoints.attention_spec import OtherNormSpec
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import Site
+from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import norm_tensors
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.specs import NormSpec
+from triptych.checkpoints.specs import NormSpec, OtherNormSpec
 from triptych.storage.tensors import Tensors
 
 
 @final
 @dataclass(frozen=True)
 class NormReader:
-    """A linear map that reads a norm, or several of one shape side by side.
+    """A linear map that reads a norm, or several of one shape side by side."""
 
-    Attributes:
-        module: its name.
-        weight: the name of its tensor, `[out, in]`, or `[maps, out, in]`.
-        bias: of that of its bias; "" if it has none.
-        transposed: whether the weight is stored `[in, out]`.
-    """
-
-    module: str
-    weight: str
-    bias: str
-    transposed: bool
+    module: str  # its name
+    weight: str  # the name of its tensor, `[out, in]`, or `[maps, out, in]`
+    bias: str  # of that of its bias; "" if it has none
+    transposed: bool  # whether the weight is stored `[in, out]`
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -55,24 +46,16 @@ class NormReader:
 @final
 @dataclass(frozen=True)
 class NormSite:
-    """A norm with the maps outside the attention that read it.
+    """A norm with the maps outside the attention that read it."""
 
-    Attributes:
-        module: its name.
-        layer: the layer it lies in, as the sites of its stack count them; None for one after all layers.
-        own_tensors: names of gain and shift; the shift need not be there.
-        spec: which kind it is.
-        readers: the maps.
-        attention: the attention layer that reads it as well; None if none does.
-        refused: why it cannot be folded into them, as far as names and configuration tell; "" if it can.
-    """
-
-    module: str
+    module: str  # its name
+    # the layer it lies in, as the sites of its stack count them; None for one after all layers
     layer: int | None
-    own_tensors: tuple[str, str]
+    own_tensors: tuple[str, str]  # names of gain and shift; the shift need not be there
     spec: NormSpec
     readers: tuple[NormReader, ...]
-    attention: Site | None = None
+    attention: Site | None = None  # the attention layer that reads it as well; None if none does
+    # why it cannot be folded into them, as far as names and configuration tell; "" if it can
     refused: str = ""
 
     def read(self, tensors: Tensors) -> Norm:

@@ -13,15 +13,12 @@ from torch import Tensor
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
-from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.fields import is_turned_round
-from triptych.checkpoints.hook import Hook
-from triptych.checkpoints.layer import AttentionLayer, InputNorms
-from triptych.checkpoints.layer_map import LayerMap, layer_map, norm_tensors, tensor_names
-from triptych.checkpoints.place import Place
+from triptych.checkpoints.hooks import Hook, hook_of
+from triptych.checkpoints.layer import AttentionLayer, InputNorms, Place
+from triptych.checkpoints.layer_map import LayerMap, Parts, Shape, layer_map, norm_tensors, tensor_names
 from triptych.checkpoints.positions import read_bias, read_rotary, stored_angles, table_names
 from triptych.checkpoints.specs import Choice, NormSpec
-from triptych.checkpoints.tensor_maps import Parts, Shape
 from triptych.errors import DataError
 from triptych.storage.tensors import Tensors
 

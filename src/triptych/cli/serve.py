@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import triptych
 from triptych.cli.failures import say
 from triptych.cli.signatures import Options
 from triptych.errors import UsageError
-from triptych.extras import require_extra
 from triptych.face import Model, load
 from triptych.serving.limits import Limits
 
@@ -47,11 +47,6 @@ def serve(
         triptych serve de-en=runs/mine
         curl localhost:8000/translate -d q="Guten Tag." -d source=de -d target=en
     """
-    require_extra(
-        "serve", "starlette", "uvicorn", "python_multipart", "prometheus_client", what="triptych serve"
-    )
-    from triptych import serving
-
     named = dict(map(_named, models))
     if len(named) < len(models):
         raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
@@ -60,7 +55,7 @@ def serve(
             raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be above 0")
     opened: dict[str, Model] = {name: load(path, **opening) for name, path in named.items()}
     say(f"serving {', '.join(opened)} at http://{host}:{port}")
-    serving.serve(
+    triptych.serve(
         opened,
         host=host,
         port=port,

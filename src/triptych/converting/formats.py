@@ -15,8 +15,8 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import PositionIds
-from triptych.checkpoints.marian import ACTIVATIONS as MARIAN_ACTIVATIONS
-from triptych.checkpoints.model_writing import new_tensors
+from triptych.checkpoints.models import new_tensors
+from triptych.checkpoints.translators import ACTIVATIONS as MARIAN_ACTIVATIONS
 from triptych.converting.plain import (
     HeadSizes,
     PlainModel,
@@ -49,17 +49,11 @@ _ACTIVATIONS = {
 @final
 @dataclass(frozen=True)
 class Exported:
-    """A model in a format.
+    """A model in a format."""
 
-    Attributes:
-        settings: of its `config.json`.
-        tensors: by the format's names.
-        done: what was done to make the model fit, in words.
-    """
-
-    settings: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    done: tuple[str, ...] = ()
+    settings: Mapping[str, Any]  # of its `config.json`.
+    tensors: Mapping[str, Tensor]  # by the format's names
+    done: tuple[str, ...] = ()  # what was done to make the model fit, in words
 
 
 def _maps(at: str, maps: _Names, bias_from: int | None = 0) -> _Names:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.marian import read_marian
 from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.checkpoints.models import load_language_model
+from triptych.checkpoints.translators import read_marian
 from triptych.converting import formats
 from triptych.converting.checks import (
     TOLERANCES,

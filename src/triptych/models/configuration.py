@@ -73,11 +73,11 @@ class AttentionConfig(_Config):
 
     Attributes:
         projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
-            your own (docs/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the fields of
-            its class) are keys of this table too.
+            your own (docs/how-to/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the
+            fields of its class) are keys of this table too.
         scores: how queries and keys are compared: "dot", their product over √d_k; "cosine", their cosine
             times √d_k and a learned number of each head; "additive", `v · tanh(q + k)` with a learned vector
-            of each head; or `FILE.py:CLASS` for scores of your own (docs/own-attention.md).
+            of each head; or `FILE.py:CLASS` for scores of your own (docs/how-to/own-attention.md).
         scale: where 1/√d_k stands: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
         num_heads: number of query heads.
         dropout: probability that an attention weight is dropped while training.

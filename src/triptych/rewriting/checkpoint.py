@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
@@ -263,11 +262,7 @@ class _RunRewriting(_Rewriting):
 
 @final
 class _FolderRewriting(_Rewriting):
-    """Rewrites a checkpoint in Hugging Face's layout, shard by shard, with at most two layers in memory.
-
-    A layer is measured from the saved numbers as soon as it is rewritten, while the next one is read, so that
-    nothing is read twice. If the configuration changes, layers are measured from the disk at the end.
-    """
+    """Rewrites a checkpoint in Hugging Face's layout, shard by shard, with at most two layers in memory."""
 
     def __init__(self, source: Checkpoint, prepared: Prepared, request: _Request) -> None:
         super().__init__(source, prepared, request)

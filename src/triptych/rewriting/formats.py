@@ -11,12 +11,10 @@ import torch
 
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.checkpoint import Checkpoint, OwnModel
+from triptych.checkpoints.fitting import path_of_record, resizing, sizes_of
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, MapSizes, Site
 from triptych.checkpoints.norm_readers import NormSite, norm_sites
-from triptych.checkpoints.own import OwnModel
-from triptych.checkpoints.place import MapSizes
-from triptych.checkpoints.resizing import path_of_record, resizing, sizes_of
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import TriptychError
 from triptych.files import file_hash
@@ -35,17 +33,11 @@ _OURS_SHRINKS = (
 
 
 class Format(ABC):
-    """How a checkpoint stores its attention.
+    """How a checkpoint stores its attention."""
 
-    Attributes:
-        source: the checkpoint.
-        tensors: the tensors with norms outside the attention; None if these are not rewritten.
-        why_no_norms: why norms that no attention reads are not rewritten.
-    """
-
-    source: AttentionSource
-    tensors: Tensors | None = None
-    why_no_norms: ClassVar[str]
+    source: AttentionSource  # the checkpoint
+    tensors: Tensors | None = None  # the tensors with norms outside the attention
+    why_no_norms: ClassVar[str]  # why norms that no attention reads are not rewritten
 
     def norm_sites(self) -> tuple[NormSite, ...]:
         """The norms read by maps outside the attention that can be rewritten."""

@@ -157,24 +157,15 @@ def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 class MapErrors(NamedTuple):
-    """Output errors on the probes of a map that reads a norm.
+    """Output errors on the probes of a map that reads a norm."""
 
-    Attributes:
-        worst: largest entry of the difference in float64.
-        moved: square of the norm of that difference.
-        size: of the norm of the original's output.
-        own: of the norm of the original's error in the map's own dtype; `new` of that of the rewritten one.
-        eps: of that dtype.
-        rounding: of the norm by which a rounding of every new number moves the output, at random.
-    """
-
-    worst: float
-    moved: float
-    size: float
-    own: float
+    worst: float  # largest entry of the difference in float64
+    moved: float  # square of its norm
+    size: float  # square of the norm of the original's output
+    own: float  # square of the norm of the original's error in the map's own dtype
     new: float
-    eps: float
-    rounding: float
+    eps: float  # of that dtype
+    rounding: float  # square of the norm by which a rounding of every new number moves the output, at random
 
 
 Map = tuple[Tensor, Tensor | None]
@@ -249,16 +240,11 @@ def rounding_of_maps(maps: Sequence[MapErrors]) -> Rounding:
 
 
 class _Bounds(NamedTuple):
-    """Upper bounds on the change of a score and of a head's output.
+    """Upper bounds on the change of a score and of a head's output."""
 
-    Attributes:
-        score: None where none is known; likewise `output`.
-        why_not: why one of them is not known; "" if both are.
-    """
-
-    score: float | None
+    score: float | None  # None where none is known
     output: float | None
-    why_not: str
+    why_not: str  # why one of them is not known; "" if both are
 
 
 def _bounds(before: AttentionLayer, after: AttentionLayer) -> _Bounds:
@@ -310,10 +296,7 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
 
 
 def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
-    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
-
-    For W_QK of rotary heads it is the root mean square over long distances, biases as rows (`rotary_move`).
-    """
+    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared."""
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within:
         return None

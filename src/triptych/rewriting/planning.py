@@ -37,19 +37,12 @@ from triptych.storage.untrusted import shown
 @final
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A recipe, prepared with all layers and the calibration text.
+    """A recipe, prepared with all layers and the calibration text."""
 
-    Attributes:
-        steps: ready for each layer.
-        moments: by layer and number of the step.
-        skip_refused: as in the recipe.
-        norms: those that maps outside the attention read.
-    """
-
-    steps: tuple[Rewrite, ...]
-    moments: dict[str, dict[int, Moments]]
-    skip_refused: bool
-    norms: OtherNorms
+    steps: tuple[Rewrite, ...]  # ready for each layer
+    moments: dict[str, dict[int, Moments]]  # by layer and number of the step
+    skip_refused: bool  # as in the recipe
+    norms: OtherNorms  # those that maps outside the attention read
 
     def through(
         self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
@@ -193,17 +186,11 @@ def total(costs: Sequence[Cost]) -> Cost:
 
 
 class Costs(NamedTuple):
-    """Of one layer, or all.
+    """Of one layer, or all."""
 
-    Attributes:
-        before: as read.
-        after: as written.
-        maps: of the new maps alone, without what a format fills up.
-    """
-
-    before: Cost
-    after: Cost
-    maps: Cost
+    before: Cost  # as read
+    after: Cost  # as written
+    maps: Cost  # of the new maps alone, without what a format fills up
 
     @property
     def unpadded(self) -> Cost | None:

@@ -48,9 +48,7 @@ async def steps(server: Server, request: Request) -> Response:
         query = fields.get("query", -1)
         if not isinstance(layer, int | str) or not isinstance(head, int) or not isinstance(query, int):
             raise RequestError(400, "layer, head and query: give a layer's number or name, and two numbers")
-        return lambda model: json.dumps(
-            model.attend(text).steps(layer, head, query).record(), allow_nan=False
-        )
+        return lambda model: _json(model.attend(text).steps(layer, head, query).record())
 
     return await _answered(server, request, "run", ask)
 

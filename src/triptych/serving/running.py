@@ -1,63 +1,32 @@
-"""Running the application on uvicorn: the address, the keys, and a stop that loses no request."""
+"""Running the application on uvicorn, with a stop that loses no request."""
 
-import ipaddress
-import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 from types import FrameType
 from typing import final
 
 import uvicorn
 
-from triptych.errors import DataError, UsageError
-from triptych.face import Model
 from triptych.serving.application import application
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
 
-KEY_VARIABLE = "TRIPTYCH_API_KEY"
 _MOST_CONNECTIONS = 512
 
 
-def serve(
-    models: Mapping[str, Model],
+def run(
+    models: Sequence[ServedModel],
+    host: str,
+    port: int,
+    keys: Sequence[str],
+    limits: Limits,
+    shutdown_timeout: float,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    keys_file: Path | None = None,
-    limits: Limits | None = None,
-    shutdown_timeout: float = 30.0,
+    public: bool,
 ) -> None:
-    """Serve models over HTTP until the process is told to stop.
-
-    Args:
-        models: by name; the name of a translator ends in its languages, as in de-en.
-        host: address to listen at. One that other machines can reach needs a key.
-        port: port to listen at.
-        keys_file: file of keys, one per line, of which every request needs one. Default: the keys in
-            TRIPTYCH_API_KEY, with spaces between them; without any, no key is needed.
-        limits: of every request.
-        shutdown_timeout: seconds that running requests get to end when the process is told to stop.
-
-    Raises:
-        UsageError: a model cannot be served, or an address that other machines can reach without a key.
-        DataError: the file of keys holds none.
-    """
-    keys = _keys(keys_file)
-    public = not _is_loopback(host)
-    if public and not keys:
-        raise UsageError(
-            f"--host {host} can be reached by other machines: give --keys-file or {KEY_VARIABLE}, "
-            "or leave out --host"
-        )
-    limits = limits or Limits()
-    served = [ServedModel(name, model, limits) for name, model in models.items()]
-    for model in served:
-        model.check_batches()  # builds it, too, before the first request comes
-    app = application(served, limits, keys, public=public)
+    """Serve until the process is told to stop."""
     config = uvicorn.Config(
-        app,
+        application(models, limits, keys, public=public),
         host,
         port,
         log_level="warning",
@@ -88,24 +57,3 @@ class _Draining(uvicorn.Server):
         if server.is_stopping and (not server.num_requests or time.monotonic() > self._until):
             self.should_exit = True
         return await super().on_tick(counter)
-
-
-def _keys(file: Path | None) -> list[str]:
-    if file is None:
-        return os.environ.get(KEY_VARIABLE, "").split()
-    try:
-        keys = file.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read as a file of keys ({error})") from None
-    if not keys:
-        raise DataError(f"{file}: holds no key; write one per line")
-    return keys
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

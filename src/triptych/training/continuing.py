@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.model_writing import changed_tensors, tie_shared, why_not_written
-from triptych.checkpoints.models import LoadedModel, load_language_model
+from triptych.checkpoints.models import (
+    LoadedModel,
+    changed_tensors,
+    load_language_model,
+    tie_shared,
+    why_not_written,
+)
 from triptych.checkpoints.source import is_own
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.files import write_text

@@ -92,12 +92,7 @@ def merge_rotary_kv_heads(
     bounded: bool = False,
     tolerance: float = 1e-9,
 ) -> Rewritten:
-    """Let consecutive query heads read one key-value head, where queries and keys are turned by positions.
-
-    Each rotary pair of a group gets one complex key direction, the best for all its heads. The queries of
-    each head take it up by a complex factor (see `merge_rotary_pairs`). Channels that are not turned, and
-    values, are merged as by `merge_kv_heads`. Nothing moves if the heads of a group are equal up to gauge.
-    """
+    """Let consecutive query heads read one key-value head, where queries and keys are turned by positions."""
     name = "merge_rotary_kv_heads"
     require_rotary(name, weights)
     return _merge(name, weights, num_kv_heads, _KeysOfRotaryPairs(), bounded, tolerance)

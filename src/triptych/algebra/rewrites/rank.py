@@ -192,10 +192,7 @@ def num_groups(weights: AttentionWeights, form: Form) -> int:
 def without_fixed_widths(
     name: str, weights: AttentionWeights, forms: Collection[Form], notes: list[str]
 ) -> AttentionWeights:
-    """Several output maps as one where a layer could not have them any more.
-
-    Another d_v is not the width between them, and another d_k makes a fixed 1/√d_k another number.
-    """
+    """Several output maps as one where a layer could not have them any more."""
     if len(weights.o) < 2:
         return weights
     fixed = any(not link.learned for link in weights.o)
@@ -245,10 +242,7 @@ def _truncate_qk(
 def _truncate_ov(
     weights: AttentionWeights, ranks: list[int], rounding: float, notes: list[str]
 ) -> tuple[AttentionWeights, AttentionWeights, list[int]]:
-    """W_OV at those ranks: what it was made from, the result, and the ranks that it had.
-
-    If the channels left cannot carry the value bias, it goes into the output's first, where it may.
-    """
+    """W_OV at those ranks: what it was made from, the result, and the ranks that it had."""
     v = weights.multiplied("v")
     basis = joint_basis(weights.W_O.mT.reshape(v.copies, 1, -1, v.d_out), v.weight[:, None], "common")
     cut = basis.of_widths(ranks)
@@ -300,10 +294,7 @@ def _require_latent(weights: AttentionWeights) -> None:
 def _product_of_rank(
     whole: Float[Tensor, "d_model full"], rank: int
 ) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, "rank full"], int]:
-    """Two factors of the nearest matrix of a rank, and the rank that it takes to be exact.
-
-    At full width the matrix itself and the identity.
-    """
+    """Two factors of the nearest matrix of a rank, and the rank that it takes to be exact."""
     d_model, full = whole.shape
     if rank == full:
         return whole, torch.eye(full, dtype=whole.dtype, device=whole.device), full

@@ -42,13 +42,7 @@ def truncate_rotary_maps(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Rewritten:
-    """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores.
-
-    Keys are cut for the queries as they are, then queries for those keys, and so on in turn, which never
-    makes the error of a group of heads larger. The first cut of the keys is the best there is; that of both
-    need not be, so this is also done from the strongest rotary pairs, and the better end is taken. Pairs by
-    themselves (`truncate_rotary_pairs`) save channels, and are a far narrower choice.
-    """
+    """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores."""
     name = "truncate_rotary_maps"
     rotation = require_rotary(name, weights).of_length(longest)
     ranks = _require_ranks(name, weights, qk_rank)
@@ -82,11 +76,7 @@ def measure_rotary_energies(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups d_k"]:
-    """What each direction of the keys of a group carries of its heads' scores: descending, float64.
-
-    Σ of those left out is the mean square of the scores that keys of a rank lose, queries whole. What
-    `allocate` shares ranks out by. Arguments as those of `truncate_rotary_maps`.
-    """
+    """What each direction of the keys of a group carries of its heads' scores: descending, float64."""
     name = "measure_rotary_energies"
     rotation = require_rotary(name, weights).of_length(longest)
     scores = _Scores.of(name, weights.to(torch.float64), rotation, moments, longest, PRIOR)
@@ -101,41 +91,25 @@ class _Maps(NamedTuple):
 
 
 class _Best(NamedTuple):
-    """What is needed for the best maps of a side at any rank.
+    """What is needed for the best maps of a side at any rank."""
 
-    Attributes:
-        energies: `[groups, members, d]`, of the directions, descending.
-        directions: `[groups, members, d, d]`, in columns.
-        into: `[groups, members, d, d]`, takes y to the coordinates in which its best ŷ at full rank is seen.
-        back: takes these to channels.
-    """
-
-    energies: Float[Tensor, "groups members d"]
-    directions: Float[Tensor, "groups members d d"]
-    into: Float[Tensor, "groups members d d"]
-    back: Float[Tensor, "groups members d d"]
+    energies: Float[Tensor, "groups members d"]  # of the directions, descending
+    directions: Float[Tensor, "groups members d d"]  # in columns
+    into: Float[Tensor, "groups members d d"]  # to coordinates in which the best ŷ of full rank is seen
+    back: Float[Tensor, "groups members d d"]  # takes the coordinates of `into` to channels
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Second moments of queries and keys, and how turning mixes them.
+    """Second moments of queries and keys, and how turning mixes them."""
 
-    Attributes:
-        q: `[groups, members, d + 1, d + 1]`, E[(q, 1)ᵀ(q, 1)] of the query heads of every key head; likewise
-            `k`, with one member.
-        free: the sides whose bias may become another.
-        basis: `[d, d]`, in columns, combinations of channels that R(m) multiplies by e^{imω}.
-        phases: `[d, d]`, mean of e^{im(ω_y − ω_x)}.
-        factor: `[d]`, the square of what the rotation multiplies each channel by besides.
-    """
-
-    q: Float[Tensor, "groups members e e"]
+    q: Float[Tensor, "groups members e e"]  # E[(q, 1)ᵀ(q, 1)] of the query heads of every key head
     k: Float[Tensor, "groups 1 e e"]
-    free: frozenset[str]
-    basis: Complex[Tensor, "d d"]
-    phases: Complex[Tensor, "d d"]
-    factor: Float[Tensor, " d"]
+    free: frozenset[str]  # the sides whose bias may become another
+    basis: Complex[Tensor, "d d"]  # in columns, combinations of channels that R(m) multiplies by e^{imω}
+    phases: Complex[Tensor, "d d"]  # mean of e^{im(ω_y − ω_x)}
+    factor: Float[Tensor, " d"]  # the square of what the rotation multiplies each channel by besides
 
     @classmethod
     def of(

@@ -37,11 +37,7 @@ def truncate_rotary_pairs(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Rewritten:
-    """Keep the rotary pairs that carry most of the scores; the others become zero.
-
-    The widths stay, as the format pairs channels by their place. Heads that read one key head keep the same
-    pairs. Channels that are not turned are left alone.
-    """
+    """Keep the rotary pairs that carry most of the scores; the others become zero."""
     name = "truncate_rotary_pairs"
     rotation = require_rotary(name, weights).of_length(longest)
     count, groups = len(rotation.frequencies), weights.num_key_heads
@@ -131,10 +127,7 @@ def measure_pair_energies(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups pairs"]:
-    """What the pairs of every group of heads carry, descending: what `allocate` shares pairs out by.
-
-    Arguments as those of `pair_scores`, of which these are the diagonals, summed over a group.
-    """
+    """What the pairs of every group of heads carry, descending: what `allocate` shares pairs out by."""
     rotation = require_rotary("measure_pair_energies", weights).of_length(longest)
     scores = pair_scores(weights, rotation, moments, longest)
     return _energies(scores, weights.num_key_heads).sort(dim=-1, descending=True).values
@@ -174,16 +167,10 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
 
 
 class RotaryPairForms(NamedTuple):
-    """The forms of rotary heads.
+    """The forms of rotary heads."""
 
-    Attributes:
-        pairs: batch `[num_heads, pairs]`: of Z = u vᴴ the real form [[Re Z, −Im Z], [Im Z, Re Z]], which
-            has each of its singular values twice.
-        fixed: batch `[num_heads]`: of the channels that are not turned; None if all are.
-    """
-
-    pairs: BilinearForm
-    fixed: BilinearForm | None
+    pairs: BilinearForm  # batch `[num_heads, pairs]`
+    fixed: BilinearForm | None  # batch `[num_heads]`: of the channels that are not turned; None if all are
 
 
 def rotary_pair_forms(
@@ -191,10 +178,7 @@ def rotary_pair_forms(
     k: Float[Tensor, "num_heads k_rows width"],
     rotation: RotaryEmbedding,
 ) -> RotaryPairForms:
-    """The forms that turn, and the one that does not, of the maps of every head.
-
-    Those that turn are as large as in texts of the length that makes them largest.
-    """
+    """The forms that turn, and the one that does not, of the maps of every head."""
     stays = _stays(rotation, q.shape[-1])
     doubled = []
     for maps in (q, k):

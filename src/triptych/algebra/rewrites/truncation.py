@@ -80,11 +80,7 @@ class Truncate(LayerRewrite):
         return self.criterion != "free"
 
     def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Truncate":
-        """Ranks of every form of every layer.
-
-        Scores and outputs have different units: what a channel carries counts as its share of what all forms
-        of its kind carry.
-        """
+        """Ranks of every form of every layer."""
         if self.rank is not None:
             self._require_rank(layers)
             return self
@@ -121,11 +117,7 @@ class Truncate(LayerRewrite):
         return self.model_copy(update={"ranks": fixed})
 
     def _ranks_that_keep(self, energy: float, layer: Layer, form: Form, spectrum: Tensor) -> list[int]:
-        """For each group the lowest rank with which all its heads keep a share of their energy.
-
-        What a group keeps as a whole is where to begin: one of its heads may keep less than another, and
-        queries are cut as well as keys. Then by halves, each rank tried out; the full rank keeps everything.
-        """
+        """For each group the lowest rank with which all its heads keep a share of their energy."""
         low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
         high, first = [spectrum.shape[1]] * len(spectrum), True
         while low != high:
