@@ -41,8 +41,8 @@ class OptimisationConfig(Section):
         accumulate_batches: batches whose gradients make one update.
         optimizer: "adam", "adamw" with decay, or "muon": Muon for the matrices of the blocks, AdamW for the
             rest.
-        weight_decay: for "adamw" and "muon". Each update shrinks weights by this times the learning rate, except
-            biases, norms and embeddings.
+        weight_decay: for "adamw" and "muon". Each update shrinks weights by this times the learning rate,
+            except biases, norms and embeddings.
         muon_momentum: decay of Muon's mean of the gradients.
         learning_rate: the peak, reached at the end of the warm-up. The default is the paper's,
             `d_model^-0.5 · warmup_steps^-0.5`.
@@ -56,8 +56,8 @@ class OptimisationConfig(Section):
         adam_epsilon: added to Adam's denominator.
         clip_norm: gradients are clipped to this norm; 0 turns it off.
         precision: "bf16" computes in bfloat16; the trained weights stay float32.
-        activation_checkpointing: keep only the input of each block and recompute the rest for the gradients. It saves
-            memory and costs one more forward pass; the gradients are the same.
+        activation_checkpointing: keep only the input of each block and recompute the rest for the gradients. It
+            saves memory and costs one more forward pass; the gradients are the same.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
         average_last: number of last checkpoints (one per validation) to average at the end.
         early_stopping: number of validations without improvement after which training stops; 0 is off.
@@ -69,8 +69,8 @@ class OptimisationConfig(Section):
         parallel: how several processes share the work: "ddp" copies the model to each, "fsdp" shards it over
             all, "hybrid" shards within a machine and copies across, "none" is for one process. The default is
             "ddp" if the model with its optimizer fits a device, otherwise "fsdp" or "hybrid".
-        shard_size: number of processes that share one copy of the model with parallel = "hybrid"; it must divide
-            the number of processes. The default is the processes of a machine.
+        shard_size: number of processes that share one copy of the model with parallel = "hybrid"; it must
+            divide the number of processes. The default is the processes of a machine.
         timeout_minutes: how long a process waits for the others before the run ends with an error.
     """
 
