@@ -56,8 +56,8 @@ class OptimisationConfig(Section):
         adam_epsilon: added to Adam's denominator.
         clip_norm: gradients are clipped to this norm; 0 turns it off.
         precision: "bf16" computes in bfloat16; the trained weights stay float32.
-        activation_checkpointing: keep only the input of each block and recompute the rest for the gradients. It
-            saves memory and costs one more forward pass; the gradients are the same.
+        activation_checkpointing: keep only the input of each block and recompute the rest for the gradients.
+            It saves memory and costs one more forward pass; the gradients are the same.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
         average_last: number of last checkpoints (one per validation) to average at the end.
         early_stopping: number of validations without improvement after which training stops; 0 is off.
