@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -33,7 +33,7 @@ class Moment:
 class Display(ABC):
     """Shows a run. Entered before the first step, left after the last."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Display":
         return self
 
     def __exit__(
@@ -68,7 +68,7 @@ class BarDisplay(Display):
         )
         self._task = self._bar.add_task("train", total=None, figures="", visible=False)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Display":
         self._bar.start()
         return self
 
@@ -100,7 +100,7 @@ class LineDisplay(Display):
         self._first_step: int | None = None
         self._shown = 0.0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Display":
         self._started = self._shown = time.monotonic()
         return self
 
@@ -137,7 +137,7 @@ class LoggedDisplay(Display):
         self._written = 0.0
         path.parent.mkdir(exist_ok=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Display":
         self._shown.__enter__()
         return self
 
