@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, final, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from triptych import recipes, user_code
+from triptych import user_code
 from triptych.errors import UsageError
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import MaskingSpec, TokenizerSpec
@@ -31,6 +31,25 @@ from triptych.training.sections import (
 )
 
 RecipeT = TypeVar("RecipeT", bound="_AnyRecipe")
+
+_SHIPPED = Path(__file__).parents[1] / "recipes"
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe: a path that exists, or the name of a shipped one."""
+    path, shipped = Path(name), shipped_recipes()
+    if path.is_file():
+        return path
+    if str(name) in shipped:
+        return _SHIPPED / f"{name}.toml"
+    if path.exists():
+        return path  # whoever reads it says what it is
+    raise UsageError(f"there is no recipe {name}: give a TOML file, or one of {', '.join(shipped)}")
 
 
 class _AnyRecipe(Section):
@@ -218,7 +237,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
-    path = recipes.find(path)
+    path = find_recipe(path)
     tree = read_toml(path, "recipe")
     if (path.parent / "config.json").exists():
         tree.setdefault("code", {})  # of a run: nothing that it names is executed
