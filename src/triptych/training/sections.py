@@ -19,14 +19,17 @@ class DataConfig(Section):
 
     Attributes:
         train: what is learned from; the tokenizer sees only this.
-        valid: what the run is validated on while it trains.
+        valid: what the run is validated on while it trains. The default is a part of `train`.
+        valid_share: share of the pairs of `train` that validate if `valid` is not given, 2,000 at most;
+            pairs with the same source stay together.
         max_sentence_tokens: training pairs with a longer side are skipped and counted.
         max_line_chars: longer lines are skipped before tokenizing and counted.
         cache: folder for tokenized text, shared by runs; none if empty.
     """
 
     train: CorpusSpec
-    valid: CorpusSpec
+    valid: CorpusSpec | None = None
+    valid_share: float = Field(0.05, gt=0, lt=1)
     max_sentence_tokens: int = Field(256, ge=2)
     max_line_chars: int = Field(10_000, ge=1)
     cache: str = ".cache/triptych"
