@@ -39,17 +39,7 @@ def application(
     *,
     public: bool = False,
 ) -> Starlette:
-    """An ASGI application that serves models, for any ASGI server.
-
-    Args:
-        models: what is served.
-        limits: of every request.
-        keys: of which every request needs one; none if empty.
-        public: answer requests for any host name, and not for this machine's own names alone.
-
-    Raises:
-        UsageError: two models have one name.
-    """
+    """An ASGI application that serves models; if `public`, under any host name."""
     server = Server(models, limits, keys)
     routes = [
         Route(path, _answering(server, path, endpoint), methods=[method])

@@ -27,13 +27,7 @@ class Limits:
 
 
 class RequestError(Exception):
-    """A request that is refused, with the status that says why.
-
-    Args:
-        status: of HTTP.
-        message: one line: what was wrong and what to do.
-        retry_after: seconds after which it may be tried again.
-    """
+    """A request that is refused: a status of HTTP, a line, and after how many seconds to try again."""
 
     def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)

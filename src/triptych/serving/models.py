@@ -44,16 +44,7 @@ class ServedModel:
     """
 
     def __init__(self, name: str, model: Model, limits: Limits | None = None) -> None:
-        """Make a model ready to serve.
-
-        Args:
-            name: letters, digits, ".", "_" and "-". A translator's ends in its languages, as in de-en.
-            model: that translates, generates, or at least runs.
-            limits: of the server.
-
-        Raises:
-            UsageError: the model does not run, or a translator's name ends in no languages.
-        """
+        """Make a model ready to serve; `UsageError` if it does not run, or its name has no languages."""
         limits = limits or Limits()
         if not _NAME.fullmatch(name):
             raise UsageError(

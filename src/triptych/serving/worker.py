@@ -63,11 +63,7 @@ class Worker:
         return len(self._waiting)
 
     def submit(self, items: Sequence[Item]) -> None:
-        """Put items into the queue, all or none.
-
-        Raises:
-            RequestError: there are too many, or the server ends.
-        """
+        """Put items into the queue, all or none: `RequestError` if there are too many, or the server ends."""
         with self._changed:
             if not self._is_open:
                 raise RequestError(503, "the server is stopping: try again later", retry_after=5)
