@@ -108,9 +108,8 @@ def _curves(outcome: Outcome) -> list[CurveChart]:
     for key, title in _AXES.items():
         lines = tuple((name, _line(each, key)) for name, each in histories.items())
         if any(points for _, points in lines):
-            charts.append(
-                CurveChart(f"Validation loss against {title}", title, "validation loss (nats a token)", lines)
-            )
+            named = f"Validation loss against {title}"
+            charts.append(CurveChart(named, title, "validation loss (nats a token)", lines, is_log=True))
     return charts
 
 
