@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.algebra.cost import cached_numbers
-from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
+from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
@@ -88,8 +88,12 @@ class FusedAttention(nn.Module):
         keys, values = (_stacked_rows(link.of_heads(self.groups), self.width) for link in (k, v))
         joined = [queries] if is_cross else [queries, keys] if self.same else [queries, keys, values]
         self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
-        self.outward = maps.linear(*_output_rows(weights, self.width))
-        self.gate = None if semantics.gate is None else _constant_gate(semantics.gate, maps.dtype)
+        per_head = F.pad(weights.W_O, (0, 0, 0, self.width - weights.W_O.shape[1]))
+        self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
+        gate = semantics.gate
+        if gate is not None:
+            gate = replace(gate, **{name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
+        self.gate = gate
         if is_cross:
             self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
 
@@ -397,10 +401,6 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             module._parameters[name] = constant(parameter, dtype)
 
 
-def _constant_gate(gate: HeadGate, dtype: torch.dtype) -> HeadGate:
-    return replace(gate, **{name: constant(part, dtype) for name, part in gate.tensors().items()})
-
-
 def even_length(keys: int) -> int:
     """The number of keys that are read where there are so many; see `EVEN_KEYS`."""
     even = EVEN_ROWS if keys <= EVEN_KEYS else EVEN_KEYS
@@ -443,10 +443,3 @@ def _stacked_rows(link: Link, width: int) -> tuple[Tensor, Tensor]:
     weight = F.pad(link.weight.mT, (0, 0, 0, missing)).flatten(0, 1)
     bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias
     return weight, F.pad(bias, (0, missing)).flatten()
-
-
-def _output_rows(weights: AttentionWeights, width: int) -> tuple[Tensor, Tensor | None]:
-    """The output map as `[d_model, heads · width]`, and its bias."""
-    per_head = weights.W_O
-    filled = F.pad(per_head, (0, 0, 0, width - per_head.shape[1]))
-    return filled.flatten(0, 1).mT, weights.o_bias
