@@ -201,7 +201,7 @@ class FusedAttention(nn.Module):
         else:
             entries = tuple(kept) if cache is None else cache.append(tuple(kept))
         if not self.same:
-            return q, *entries, places
+            return q, entries[0], entries[1], places
         (v,) = entries
         return q, v if rotary is None else places.turned_keys(v, rotary), v, places
 
