@@ -22,7 +22,6 @@ from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.measuring import (
     Rounding,
     measure_change,
-    measure_change_on,
     measure_map,
     move_of_forms,
     rounding_of,
@@ -150,7 +149,7 @@ def layers_again(pair: CheckpointPair) -> Iterator[Claim]:
         if layer.tier == "bounded":
             outside += _beyond_bound(layer, one, other, pair.stored(layer))
         else:
-            rounding = rounding_of(one, other, pair.stored(layer), probes=certificate.probes)
+            rounding = rounding_of(one, other, pair.stored(layer), certificate.probes)
             outside += _beyond_tier(layer, found, rounding)
     norms = [norm for norm in certificate.norms if norm.measured is not None]
     for norm in norms:
@@ -182,7 +181,7 @@ def layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
         if certified is None or given is None:
             continue
         one, other = pair.read(layer.module)
-        found = measure_change_on(one, other, given)
+        found = measure_change(one, other, given)
         counted += 1
         worst = max(worst, found.relative)
         wrong += _unlike(layer.module, certified, found)
@@ -391,7 +390,7 @@ def _other_function(
     """Why a bounded layer differs from the result of the recipe."""
     probes = pair.certificate.probes
     found = measure_change(replace(one, weights=done.weights), other, probes).relative
-    rounding = rounding_of(one, other, pair.stored(layer), probes=probes).of_weights
+    rounding = rounding_of(one, other, pair.stored(layer), probes).of_weights
     if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:
         yield (
             f"{layer.module}: {found:.3g} of the output is other than the recipe makes it, and rounding "

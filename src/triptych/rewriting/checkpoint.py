@@ -37,7 +37,7 @@ from triptych.rewriting.comparing import compare_models, open_original, why_not_
 from triptych.rewriting.formats import FolderFormat
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer, give_back_memory, shape_of
-from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
+from triptych.rewriting.measuring import PROBES, measure_change
 from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.planning import (
     Costs,
@@ -185,9 +185,7 @@ class _Rewriting(ABC):
             if record.measured is None or site.name not in inputs:
                 continue
             self.request.progress(f"trying {site.name} on the text", number, len(self.source.sites))
-            found = measure_change_on(
-                self.source.read(site), after.read(places[site.module]), inputs[site.name]
-            )
+            found = measure_change(self.source.read(site), after.read(places[site.module]), inputs[site.name])
             self.layers[site.name] = record.model_copy(update={"measured_on_text": found})
 
     @abstractmethod
