@@ -9,7 +9,7 @@ W^Q = W^K has `weights.q is weights.k`.
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float
@@ -302,6 +302,7 @@ class AttentionWeights:
         change: Callable[[Link], Link],
         sides: Collection[Side] = SIDES,
         num_heads: int | None = None,
+        **others: Any,
     ) -> "AttentionWeights":
         """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
         links: dict[int, Link] = {}
@@ -322,8 +323,9 @@ class AttentionWeights:
                 chains[id(chain)] = chain if same else new
             return chains[id(chain)]
 
+        heads = self.num_heads if num_heads is None else num_heads
         q, k, v, o = (of_side(side) for side in SIDES)
-        return replace(self, num_heads=self.num_heads if num_heads is None else num_heads, q=q, k=k, v=v, o=o)
+        return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
         """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
@@ -339,8 +341,8 @@ class AttentionWeights:
                 norm, weight=change(norm.weight), bias=None if norm.bias is None else change(norm.bias)
             )
 
-        return replace(
-            self.each_link(of_link),
+        return self.each_link(
+            of_link,
             o_bias=None if self.o_bias is None else change(self.o_bias),
             norm=of_norm(self.norm),
             memory_norm=of_norm(self.memory_norm),
