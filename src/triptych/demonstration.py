@@ -207,7 +207,7 @@ def _require_demo(recipe: Recipe, folder: Path) -> None:
     if not (
         isinstance(found, Recipe)
         and found.name == recipe.name
-        and None not in (found.data.train.generated, found.data.valid.generated)
+        and None not in (found.data.train.generated, found.data.valid and found.data.valid.generated)
     ):
         raise UsageError(f"{folder} has another run: give another folder")
 

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
@@ -24,7 +24,7 @@ from triptych.extras import is_installed
 from triptych.files import write_text
 from triptych.inspection.layers import FOLD, InspectedLayer
 from triptych.inspection.measures import LOSSES, MEASURES, Measure
-from triptych.reports import Table, render, write_csv
+from triptych.reports import Table, render, short_name, write_csv
 
 # Cosine of two forms, of either sign, from which on they are called near-copies.
 NEAR = 0.9
@@ -100,6 +100,7 @@ class Inspection:
         """All of it as JSON has it."""
         found = asdict(self)
         for layer in found["layers"]:
+            del layer["pictures"]
             layer["figures"] = {
                 name: ["Infinity" if value == math.inf else value for value in values]  # no number of JSON
                 for name, values in layer["figures"].items()
@@ -188,8 +189,8 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
     layers = inspection.layers
     heads = sum(len(layer.heads) for layer in layers)
     sizes = [
-        f"d_model {_listed(sorted({layer.d_model for layer in layers}))}",
-        f"d_k {_listed(sorted({layer.d_k for layer in layers}))}",
+        f"{name} {' or '.join(map(str, sorted({getattr(layer, name) for layer in layers})))}"
+        for name in ("d_model", "d_k")
     ]
     groups = sorted({(layer.num_heads, layer.num_key_heads) for layer in layers})
     sizes += [f"{h} query heads share {g} key heads" for h, g in groups if g != h]
@@ -345,12 +346,11 @@ def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
     """For each form: its name, the mean effective rank, and that of random forms."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
-            random = "" if turns else f"{statistics.fmean(_random_rank(v, full) for v in found):.1f}"
+            spectra = [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
+            random = (
+                f"{statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}" if spectra else ""
+            )
             yield f"{title}{' (rotary pairs)' * turns}", f"{_mean(found):.1f} of {full}", random
-
-
-def _random_rank(value: Value, full: int) -> float:
-    return float(random_spectra(value.layer.d_model, full).effective_rank.mean())
 
 
 def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
@@ -408,7 +408,7 @@ def outliers(inspection: Inspection) -> Table:
         values = (
             _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
         )
-        found = sorted(values, key=_size, reverse=largest)[:3]
+        found = sorted(values, key=lambda value: value.value, reverse=largest)[:3]
         if found:
             title = next(m.title for m in MEASURES if m.name == measure)
             heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)
@@ -489,10 +489,6 @@ def _shown(number: float, form: str) -> str:
     return format(number, form).replace("inf", "∞")
 
 
-def _size(value: Value) -> float:
-    return value.value
-
-
 def _mean(values: Sequence[Value]) -> float:
     return statistics.fmean(value.value for value in values)
 
@@ -501,14 +497,10 @@ def _counted(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))
-
-
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:
     """Make the page of one checkpoint, or of several side by side."""
-    names = [inspection.name for inspection in inspections]
-    facts = [("command", command)]
+    names = [short_name(inspection.name) for inspection in inspections]
+    facts = [("command", command), *(("checkpoint", one.name) for one in inspections)]
     if len(inspections) == 1:
         layers = inspections[0].layers
         facts = [
@@ -517,13 +509,14 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
             ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
             *facts,
         ]
-    said = [
-        (title, lines)
-        for i in inspections
-        for title, lines in ((i.name if len(names) > 1 else "", summary(i)), ("Averages", average_lines(i)))
-    ]
-    models = [(inspection.name, inspection.layers) for inspection in inspections]
-    return render_heads(" and ".join(names), models, said, facts)
+    models, tables, said = [], [], []
+    for name, inspection in zip(names, inspections, strict=True):
+        of = f" of {name}" if len(names) > 1 else ""
+        columns = ("figure", "here", "random", "note")
+        tables.append(replace(averages(inspection), title=f"Averages{of}", columns=columns, numeric=(1, 2)))
+        said.append((f"Findings{of}", summary(inspection)))
+        models.append((name, inspection.layers))
+    return render_heads(f"Heads of {' and '.join(names)}", models, said, facts, tables=tables)
 
 
 def render_heads(
@@ -531,6 +524,7 @@ def render_heads(
     models: Sequence[tuple[str, Sequence[InspectedLayer]]],
     summary: Sequence[tuple[str, Sequence[str]]] = (),
     facts: Sequence[tuple[str, str]] = (),
+    tables: Sequence[Table] = (),
     measures: Sequence[Measure] = MEASURES,
 ) -> str:
     """Render the HTML of a page."""
@@ -545,7 +539,7 @@ def render_heads(
         "groups": list(groups.items()),
         "models": [{"name": name, "layers": [*map(_layer, layers)]} for name, layers in models],
     }
-    return render("heads.html", title=title, summary=summary, facts=facts, data=data)
+    return render("heads.html", title=title, summary=summary, facts=facts, tables=tables, data=data)
 
 
 def _layer(layer: InspectedLayer) -> dict[str, Any]:
@@ -565,6 +559,7 @@ def _layer(layer: InspectedLayer) -> dict[str, Any]:
             name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
             for name, heads in layer.spectra.items()
         },
+        "pictures": layer.pictures,
         "angles": {
             name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
         },
