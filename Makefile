@@ -2,6 +2,7 @@
 # make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each.
 # make docs: the pages that are made from the source, and the site in site/, with links and anchors checked.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
+# make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make mutants OPTIONS="--mutants 200 --seed 1": which small changes of the source no test notices; hours.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 TABLE ?= all
 
-.PHONY: demo test test-all install lint types docs bench mutants clean
+.PHONY: demo test test-all install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -60,6 +61,9 @@ bench: $(BENCH_STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py $(OPTIONS)
+
+release-check:
+	$(PYTHON) .ci/release.py $(OPTIONS)
 
 # The list of peers is whole and exact: nothing is looked for besides (some ask for what excludes the rest).
 $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt

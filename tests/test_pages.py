@@ -15,6 +15,7 @@ from small_checkpoints import gpt2
 from triptych.attending.over import attend_over
 from triptych.attending.page import attention_html, viewer_data
 from triptych.inspection import inspect
+from triptych.inspection.record import render_heads
 from triptych.reports import (
     Bar,
     BarChart,
@@ -144,6 +145,11 @@ def test_charts_are_named_and_take_the_colours_of_the_page(tab: Page, tmp_path: 
     # "shared" has one colour in all three charts of variants.
     marks = "[...document.querySelectorAll('.chart .mark-symbol.role-mark path')]"
     assert tab.value(f"new Set({marks}.slice(-2).map((mark) => getComputedStyle(mark).fill)).size") == 1
+
+
+def test_commands_in_sentences_are_code_and_nothing_else_is_markup() -> None:
+    page = render_heads("t", [], [("Findings", ("`triptych rewrite --exact` of `<b>` & more",))])
+    assert "<li><code>triptych rewrite --exact</code> of <code>&lt;b&gt;</code> &amp; more</li>" in page
 
 
 COLUMN = (

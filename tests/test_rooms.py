@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
     # attention: learned positions are tables; algebra: what a plan counts
-    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "recipes", "storage", "text"},
+    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "storage", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     # what a source is, its model with tokenizers, and what reads texts with it
     "opening": {
@@ -97,7 +97,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
-    "recipes": set(),
     "studies": {
         *(
             "algebra",
@@ -106,7 +105,6 @@ MAY_IMPORT: dict[str, set[str]] = {
             "opening",
             "inspection",
             "models",
-            "recipes",
             "reports",
             "rewriting",
         ),
@@ -114,7 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
-        *("algebra", "attending", "decoding", "models", "opening", "recipes", "reports", "rewriting"),
+        *("algebra", "attending", "decoding", "models", "opening", "reports", "rewriting"),
         *("text", "training"),
     },
 }

@@ -18,7 +18,7 @@ from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.checkpoints.translators import read_translator
 from triptych.converting import convert
 from triptych.decoding import SearchOptions, Translator
-from triptych.decoding.pieces import split_line
+from triptych.decoding.translator import split_line
 from triptych.errors import DataError, UsageError
 from triptych.opening import open_model, open_translator
 

@@ -56,6 +56,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # What each command is asked to write over, beside files that it only reads.
 WRITES: dict[str, list[list[str]]] = {
     "demo": [["--out", "."], ["--out", "state"]],
+    "recipes": [],
+    "new": [["recipe.toml", "--source", "source.de", "--target", "reference.en"]],
     "train": [["demo", *SETS, "--out", "."], ["--resume", "."]],
     "translate": [["{run}", "source.de", "--out", name] for name in ("notes.txt", "source.de")],
     "evaluate": [

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from decoding.plain_search import plain_search
 from triptych.attention.projections import PARAMETERISATIONS
 from triptych.decoding import Engine, Hypothesis, SearchOptions, search
-from triptych.decoding.engine import GROUP, FixedBeamCache
-from triptych.decoding.fixed_steps import FixedSteps
+from triptych.decoding.engine import GROUP, FixedBeamCache, FixedSteps
 from triptych.decoding.maps import unsupported_precision
 from triptych.models import (
     AttentionConfig,

@@ -324,6 +324,20 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
     assert len(layer["angles"]["qv"]) == HEADS
 
 
+@pytest.mark.parametrize("width", [4, 64])  # of a narrow head W_QK is not formed
+def test_pictures_are_root_mean_squares_of_blocks_of_entries(width: int) -> None:
+    size = 24 * 6
+    weights = MultiHeadAttention(size, 2, parameterisation("factored", d_k=width, d_v=12)).weights()
+    q, k, v = weights.W_Q[1], weights.W_K[1], weights.W_V[1]
+    found = inspect(OneLayer(weights)).layers[0].pictures
+    for name, matrix in (("v", v), ("qk", q @ k.mT)):
+        rows, columns = 24, 24 if name == "qk" else 12
+        blocks = matrix.detach().reshape(rows, size // rows, columns, -1).square().mean((1, 3)).sqrt()
+        digits = torch.tensor([[int(digit, 16) for digit in row] for row in found[name][1]])
+        assert (digits - 15 * blocks / blocks.max()).abs().max() < 0.51
+    assert "pictures" not in Inspection.record(inspect(OneLayer(weights)))["layers"][0]
+
+
 def test_an_inspection_writes_its_page_its_rows_and_everything(tmp_path: Path) -> None:
     found = inspected(gpt2(tmp_path / "model"))
     found.page(tmp_path / "page.html")

@@ -18,7 +18,7 @@ from triptych.models import (
     ModelConfig,
 )
 from triptych.models.blocks import Residual
-from triptych.models.dropout import Dropout
+from triptych.models.feed_forward import Dropout
 
 Norm = Literal["post", "pre"]
 BIASED = AttentionConfig(q_bias=True, k_bias=True, v_bias=True, o_bias=True)

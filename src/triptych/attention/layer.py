@@ -1,7 +1,7 @@
 """The layer: projections around the operation."""
 
-from dataclasses import replace
-from typing import NamedTuple, final
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,19 +19,55 @@ from triptych.attention.checks import (
     check_qk_norm,
     check_rotation,
     check_sizes,
+    scores_class,
 )
-from triptych.attention.masks import causal_mask
 from triptych.attention.operation import Explanation, attend, explain
 from triptych.attention.planning import Inputs, Path
 from triptych.attention.positions import AttentionPositions, Places, PositionIds
 from triptych.attention.projections import parameterisation_of
 from triptych.attention.projections.abstract import Parameterisation
-from triptych.attention.projections.as_written import AsWritten
-from triptych.attention.projections.table import Factored, Grouped, ScaledOutside, ScalePlace
+from triptych.attention.projections.table import AsWritten, Factored, Grouped, ScaledOutside, ScalePlace
 from triptych.attention.queries_keys import QueriesAndKeys
-from triptych.attention.scores import scores_class
-from triptych.attention.steps import LayerSteps, Tap
-from triptych.attention.written_out import weights_of
+from triptych.attention.written_out import causal_mask, weights_of
+
+Activation = Literal["q", "k", "v", "scores", "weights", "z"]
+ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
+
+
+@runtime_checkable
+class Tap(Protocol):
+    """Changes what a layer computes on the way: queries, keys, values, scores, weights, or what W_O reads."""
+
+    def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
+        """The value that the layer goes on with."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerSteps:
+    """Every value of one call, in the order of the computation; keys and values of every query head."""
+
+    q: Float[Tensor, "batch heads query_len d_k"]  # queries as they meet the keys, after norms and rotation
+    k: Float[Tensor, "batch heads key_len d_k"]  # keys, likewise
+    v: Float[Tensor, "batch heads key_len d_v"]
+    # `q kᵀ`; of other scores, what these make of queries and keys
+    products: Float[Tensor, "batch heads query_len key_len"]
+    scaled: Float[Tensor, "batch heads query_len key_len"]  # the products times the scale
+    biased: Float[Tensor, "batch heads query_len key_len"]  # with what positions add
+    # after the soft cap: what the softmax takes, before any mask
+    scores: Float[Tensor, "batch heads query_len key_len"]
+    visible: Bool[Tensor, "#batch #heads #query_len key_len"]
+    weights: Float[Tensor, "batch heads query_len key_len"]
+    # what the mixed values of each head are multiplied by; None without a gate
+    gate: Float[Tensor, "batch heads query_len 1"] | None
+    # what W_O reads: the weights times the values, times the gate
+    z: Float[Tensor, "batch heads query_len d_v"]
+    output: Float[Tensor, "batch query_len d_model"]
+
+    def by_head(self, weights: AttentionWeights) -> Float[Tensor, "batch heads query_len d_model"]:
+        """What each head adds to the output, `z W_O`; with the output bias they sum to it."""
+        return self.z @ weights.W_O.to(self.z)
+
 
 _FROM_THE_START = Places(0)
 # Below the root of QK-norm; most families with one have it.
@@ -39,15 +75,10 @@ _EPS = 1e-6
 
 
 class LayerOutput(NamedTuple):
-    """What the layer gives back.
-
-    Attributes:
-        output: `[batch, query_len, d_model]`.
-        weights: `[batch, num_heads, query_len, key_len]`; None unless asked for.
-    """
+    """What the layer gives back."""
 
     output: Float[Tensor, "batch query_len d_model"]
-    weights: Float[Tensor, "batch num_heads query_len key_len"] | None
+    weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless asked for
 
 
 @final
@@ -198,10 +229,7 @@ class MultiHeadAttention(nn.Module):
         self._look_at_semantics()
 
     def _look_at_semantics(self) -> None:
-        """Find what every call asks: whether nothing stands beside the products, and what turns stored keys.
-
-        Keys that no rotation turns when they are stored are turned later, or never.
-        """
+        """Find what every call asks: whether there are products alone, and what turns stored keys."""
         semantics, projections = self._semantics, self.projections
         self._plain = not semantics.beyond(
             ("scale", "kind", "soft_cap", "sinks", "dropout", "gate", "scores")
@@ -349,10 +377,7 @@ class MultiHeadAttention(nn.Module):
         causal: bool | None = None,
         positions: PositionIds | None = None,
     ) -> QueriesAndKeys:
-        """What the weights of a call are made of, without the call; arguments and errors as in `forward`.
-
-        Queries and keys are those of the maps in their own dtype. They are compared in float32 at least.
-        """
+        """What the weights of a call are made of, without the call; arguments and errors as in `forward`."""
         self._check_inputs(x, memory, None)
         semantics = self.semantics
         q, places, remembered = self._remembered(semantics, x, memory, None, None, positions)

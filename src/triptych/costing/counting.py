@@ -320,12 +320,7 @@ def _readable(formula: str) -> str:
 
 
 def written_forms(weights: AttentionWeights) -> tuple[str, str]:
-    """W_QK and W_OV of head i as products of the maps that a writing has.
-
-    `W_i` is one map a head, `W_g` one a group of heads, `W` one for all; the letters above say for
-    which sides it serves. `I_i` is a choice of channels, `diag(m_i)` a learned factor a channel, `c` a
-    fixed factor.
-    """
+    """W_QK and W_OV of head i as products of the maps that a writing has."""
     names = _names(weights)
 
     def product(chain: Chain) -> str:

@@ -30,8 +30,7 @@ from triptych.attention import (
     PositionIds,
 )
 from triptych.attention.written_out import finished_scores, piece_of, weights_of
-from triptych.decoding.mapped import MappedFiles
-from triptych.decoding.maps import Maps, constant
+from triptych.decoding.maps import MappedFiles, Maps, constant
 from triptych.models.blocks import OffsetNorm
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
@@ -53,10 +52,6 @@ class FusedAttention(nn.Module):
     the narrower are filled up with zeros. Self-attention makes queries, keys and values in one product;
     cross-attention makes queries only, and reads keys and values from its cache. With `once`, keys and values
     that are the same, but for positions that turn keys, are made and kept once.
-
-    Attributes:
-        memory_rows: of cross-attention, the map from the memory to keys and values, and its bias: for one
-            product for all layers.
     """
 
     def __init__(self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False) -> None:

@@ -25,35 +25,19 @@ _BEFORE = 8
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a prompt was continued by.
+    """What a prompt was continued by."""
 
-    Attributes:
-        text: of the continuation alone, up to a stop string if one ended it.
-        ids: its tokens, with those of the stop string.
-        pieces: its tokens, readable.
-        log_probs: of every token, and of the stop token if one ended it; see `NewToken`.
-        finish: why it ended; see `NewToken`.
-        score: see `Generated`.
-    """
-
-    text: str
-    ids: tuple[int, ...]
-    pieces: tuple[str, ...]
-    log_probs: tuple[float, ...]
-    finish: Finish
-    score: float
+    text: str  # of the continuation alone, up to a stop string if one ended it
+    ids: tuple[int, ...]  # its tokens, with those of the stop string
+    pieces: tuple[str, ...]  # its tokens, readable
+    log_probs: tuple[float, ...]  # of every token, and of the stop token if one ended it; see `NewToken`
+    finish: Finish  # why it ended; see `NewToken`
+    score: float  # see `Generated`
 
 
 @final
 class TextStream:
-    """The text of a continuation, as its tokens come.
-
-    What may be the beginning of a stop string is held back.
-
-    Attributes:
-        text: given out so far.
-        is_over: whether a stop string is complete.
-    """
+    """The text of a continuation, as its tokens come."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self.text, self.is_over = "", False
@@ -94,14 +78,7 @@ def _beginning(text: str, stop: str) -> int:
 
 @final
 class TextGenerator:
-    """A language model with its tokenizer.
-
-    Attributes:
-        model: in evaluation mode.
-        tokenizer: the model's.
-        precision: of the model's maps.
-        end_ids: tokens that end a text.
-    """
+    """A language model with its tokenizer."""
 
     def __init__(
         self,

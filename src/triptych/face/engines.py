@@ -46,8 +46,8 @@ from triptych.decoding.generation import (
     collected,
     limit_of_prompt,
 )
-from triptych.decoding.hypotheses import best_first, limit_of
 from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.search import best_first, limit_of
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.decoding.workers import Hypotheses, Sentences
 from triptych.errors import DataError, UsageError

@@ -26,6 +26,9 @@ from triptych.inspection.measures import LOSSES, MORE_OF_TOP
 FOLD = "fold stacked maps"
 
 
+# A picture has blocks of entries: of maps so many rows by so many columns, of W_QK rows by rows.
+_PICTURE_ROWS, _PICTURE_COLUMNS = 24, 12
+
 # What is below this share of the largest singular value may be rounding of maps multiplied in float32.
 _NO_RANK = 1e-6
 
@@ -58,6 +61,7 @@ class InspectedLayer:
             infinite.
         spectra: singular values of "qk" and "ov", one list per head.
         angles: principal angles in degrees of "qk", "qv" and "kv", one list per head.
+        pictures: of "q", "k", "v" and "qk" the rows of a picture, one list per head; see `_pictures`.
         cut: parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the
             first, second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are
             left out.
@@ -86,6 +90,7 @@ class InspectedLayer:
     figures: dict[str, list[float | None]]
     spectra: dict[str, list[list[float]]]
     angles: dict[str, list[list[float]]]
+    pictures: dict[str, list[list[str]]]
     cut: dict[str, list[int]]
     foldable: dict[str, int | str]
     parameters: int
@@ -156,6 +161,7 @@ def inspect_layer(
             for pair, found in measured.similarity.items()
             if found is not None
         },
+        pictures=_pictures(maps, chosen),
         cut=_cut(layer, measured, chosen),
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
@@ -254,6 +260,45 @@ def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> li
 def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
     rows = values.tolist()
     return [[value for value in rows[head] if math.isfinite(value)] for head in chosen]
+
+
+def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
+    """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
+    found: dict[str, list[list[str]]] = {"q": [], "k": [], "v": [], "qk": []}
+    sides = maps.W_Q, maps.W_K, maps.W_V
+    for head in chosen:
+        q, k, v = (W[head].float() for W in sides)
+        for name, W in (("q", q), ("k", k), ("v", v)):
+            found[name].append(_digits(_energies(W, _PICTURE_COLUMNS)))
+        found["qk"].append(_digits(_energies_of_form(q, k)))
+    return found
+
+
+def _energies(W: Tensor, columns: int) -> Tensor:
+    """Mean squares of blocks of entries."""
+    rows = torch.stack([part.mean(0) for part in _parts(W.square(), _PICTURE_ROWS)])
+    return torch.stack([part.mean(0) for part in _parts(rows.mT, columns)], 1)
+
+
+def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
+    """Mean squares of blocks of q kᵀ; of a narrow head by tr(qᵢᵀqᵢ kⱼᵀkⱼ), which never forms it."""
+    if q.shape[1] * _PICTURE_ROWS > q.shape[0]:
+        return _energies(q @ k.mT, _PICTURE_ROWS)
+    one, other = (
+        torch.stack([part.mT @ part / len(part) for part in _parts(side, _PICTURE_ROWS)]).flatten(1)
+        for side in (q, k)
+    )
+    return (one @ other.mT).clamp(min=0)
+
+
+def _parts(W: Tensor, count: int) -> tuple[Tensor, ...]:
+    return W.tensor_split(min(count, len(W)))
+
+
+def _digits(energies: Tensor) -> list[str]:
+    sizes = energies.sqrt().nan_to_num(0.0, 0.0)
+    levels = (15 * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)).round().long().tolist()
+    return ["".join(f"{level:x}" for level in row) for row in levels]
 
 
 def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:

@@ -7,8 +7,13 @@ import json
 import math
 import statistics
 from collections import Counter
+<<<<<<< HEAD
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+=======
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+>>>>>>> checkpoints-land
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
@@ -24,7 +29,7 @@ from triptych.extras import is_installed
 from triptych.files import write_text
 from triptych.inspection.layers import FOLD, InspectedLayer
 from triptych.inspection.measures import LOSSES, MEASURES, Measure
-from triptych.reports import Table, render, write_csv
+from triptych.reports import Table, render, short_name, write_csv
 
 # Cosine of two forms, of either sign, from which on they are called near-copies.
 NEAR = 0.9
@@ -100,6 +105,7 @@ class Inspection:
         """All of it as JSON has it."""
         found = asdict(self)
         for layer in found["layers"]:
+            del layer["pictures"]
             layer["figures"] = {
                 name: ["Infinity" if value == math.inf else value for value in values]  # no number of JSON
                 for name, values in layer["figures"].items()
@@ -495,8 +501,8 @@ def _counted(number: int, name: str) -> str:
 
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:
     """Make the page of one checkpoint, or of several side by side."""
-    names = [inspection.name for inspection in inspections]
-    facts = [("command", command)]
+    names = [short_name(inspection.name) for inspection in inspections]
+    facts = [("command", command), *(("checkpoint", one.name) for one in inspections)]
     if len(inspections) == 1:
         layers = inspections[0].layers
         facts = [
@@ -505,13 +511,14 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
             ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
             *facts,
         ]
-    said = [
-        (title, lines)
-        for i in inspections
-        for title, lines in ((i.name if len(names) > 1 else "", summary(i)), ("Averages", average_lines(i)))
-    ]
-    models = [(inspection.name, inspection.layers) for inspection in inspections]
-    return render_heads(" and ".join(names), models, said, facts)
+    models, tables, said = [], [], []
+    for name, inspection in zip(names, inspections, strict=True):
+        of = f" of {name}" if len(names) > 1 else ""
+        columns = ("figure", "here", "random", "note")
+        tables.append(replace(averages(inspection), title=f"Averages{of}", columns=columns, numeric=(1, 2)))
+        said.append((f"Findings{of}", summary(inspection)))
+        models.append((name, inspection.layers))
+    return render_heads(f"Heads of {' and '.join(names)}", models, said, facts, tables=tables)
 
 
 def render_heads(
@@ -519,6 +526,7 @@ def render_heads(
     models: Sequence[tuple[str, Sequence[InspectedLayer]]],
     summary: Sequence[tuple[str, Sequence[str]]] = (),
     facts: Sequence[tuple[str, str]] = (),
+    tables: Sequence[Table] = (),
     measures: Sequence[Measure] = MEASURES,
 ) -> str:
     """Render the HTML of a page."""
@@ -533,7 +541,7 @@ def render_heads(
         "groups": list(groups.items()),
         "models": [{"name": name, "layers": [*map(_layer, layers)]} for name, layers in models],
     }
-    return render("heads.html", title=title, summary=summary, facts=facts, data=data)
+    return render("heads.html", title=title, summary=summary, facts=facts, tables=tables, data=data)
 
 
 def _layer(layer: InspectedLayer) -> dict[str, Any]:
@@ -553,6 +561,7 @@ def _layer(layer: InspectedLayer) -> dict[str, Any]:
             name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
             for name, heads in layer.spectra.items()
         },
+        "pictures": layer.pictures,
         "angles": {
             name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
         },

@@ -15,8 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from triptych.attention import LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.decoding import GenerationOptions
-from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
-from triptych.decoding.lengths import LONGEST_SHOWN, check_length
+from triptych.decoding.batches import (
+    LONGEST_SHOWN,
+    EvaluationMode,
+    batches_of_like_length,
+    check_length,
+    padded_alike,
+)
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel

@@ -140,24 +140,43 @@ function plot(title, curves, top) {
   return svg;
 }
 
+// One hexadecimal digit a block of entries
+function picture(side, rows) {
+  const name = `W_${side.toUpperCase()}`;
+  const canvas = make("canvas", { class: side, width: rows[0].length, height: rows.length, role: "img", "aria-label": `sizes of the entries of ${name}` });
+  const pen = canvas.getContext("2d");
+  const [zero, one] = ["--zero", "--one"].map(colour);
+  rows.forEach((row, y) => [...row].forEach((digit, x) => {
+    pen.fillStyle = mix(zero, one, parseInt(digit, 16) / 15);
+    pen.fillRect(x, y, 1, 1);
+  }));
+  return make("figure", {}, make("figcaption", {}, name), canvas);
+}
+
 function drawHead() {
   mark();
   if (chosen === null) return;
   const [m, l, h] = chosen.split(" ").map(Number);
   const layer = report.models[m].layers[l];
-  const rows = report.measures.map((about) => {
-    const name = make("td", { title: about.meaning }, about.title);
-    if (about.of_basis) name.className = "basis";
-    return make("tr", {}, name, make("td", {}, shown(layer.figures[about.name][h])));
-  });
+  const row = (name) => {
+    const about = measures.get(name);
+    const title = make("td", { title: about.meaning, ...(about.of_basis ? { class: "basis" } : {}) }, about.title);
+    return make("tr", {}, title, make("td", {}, shown(layer.figures[name][h])));
+  };
+  const tables = report.groups.map(([group, names]) =>
+    make("table", {}, make("caption", {}, group), make("tbody", {}, ...names.map(row))));
   const spectra = Object.entries(layer.spectra).map(([name, of]) => ({ of: name, name: `W_${name.toUpperCase()}`, values: of[h].map((v) => v / 1000) }));
   const angles = Object.entries(layer.angles).map(([name, of]) => ({ of: name, name: name.split("").map((s) => `W_${s.toUpperCase()}`).join(", "), values: of[h].map((v) => v / 10) }));
-  const pictures = make("div", {},
+  const ending = layer.qk_of === "form" ? "." : ", before the rotation.";
+  byId("detail").replaceChildren(
     make("h3", {}, `${report.models.length > 1 ? `${report.models[m].name}: ` : ""}${layer.name}, head ${layer.heads[h]}`),
     make("p", { class: "note" }, layer.about),
-    plot("singular values over the largest", spectra, 1),
-    ...(angles.length ? [plot("principal angles, degrees", angles, 90)] : []));
-  byId("detail").replaceChildren(pictures, make("div", {}, make("table", {}, ...rows)));
+    make("div", { class: "pictures" }, ...Object.entries(layer.pictures).map(([side, of]) => picture(side, of[h]))),
+    make("p", { class: "note" }, `Root mean squares of blocks of entries, more colour for larger, each by its own largest. Rows are channels of the input; columns are channels of the head, and of W_QK those of the other input${ending}`),
+    make("div", { class: "groups" },
+      plot("singular values over the largest", spectra, 1),
+      ...(angles.length ? [plot("principal angles, degrees", angles, 90)] : [])),
+    make("div", { class: "groups" }, ...tables));
   byId("detail").hidden = false;
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from triptych.extras import require_extra
 from triptych.files import write_text
@@ -115,6 +115,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters["embedded"] = _embedded
+    found.filters["coded"] = lambda text: Markup(
+        re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_shown(text))))
+    )
     found.globals["resource"] = lambda name: Markup(_resource(name))
     return found
 

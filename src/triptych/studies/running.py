@@ -18,7 +18,7 @@ from triptych.launch import environment_alone, num_on_machine, place_on_machine
 from triptych.studies.job import Job, Result, read_result
 from triptych.training.machine import StopRequest
 from triptych.training.metrics import read_metrics
-from triptych.training.parallel import Turns, World
+from triptych.training.processes import Turns, World
 
 # The process that does a job; it gets the job's file.
 _COMMAND = (sys.executable, "-m", "triptych.cli.job")
@@ -182,12 +182,7 @@ class _Clock:
 
 @final
 class _Process:
-    """A process that does a job; what it prints goes to a file.
-
-    Attributes:
-        planned: what it does.
-        place: its number among those that run at a time, from 0; of GPUs it gets the one of that number.
-    """
+    """A process that does a job; what it prints goes to a file."""
 
     def __init__(self, planned: Planned, place: int) -> None:
         self.planned, self.place = planned, place

@@ -82,10 +82,7 @@ class TextPart(NamedTuple):
 
 
 def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:
-    """Read a corpus, never more of it than a part at a time; empty documents are left out.
-
-    A document past 131,072 characters comes in parts, which are cut after a line where there is one.
-    """
+    """Read a corpus, never more of it than a part at a time; empty documents are left out."""
     if spec.hub is not None:
         yield from _of_records(read_hub(_dataset(spec.hub, base), spec.config_name, spec.split, _field(spec)))
         return

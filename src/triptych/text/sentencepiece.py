@@ -89,10 +89,7 @@ def read_model(model: bytes) -> SentencePieceModel:
 
 
 def _fields(message: bytes) -> dict[int, list[int | bytes]]:
-    """The fields of a protocol buffers message, each with all its values in order.
-
-    Source: protobuf.dev/programming-guides/encoding.
-    """
+    """The fields of a protocol buffers message, each with all its values in order."""
     found: dict[int, list[int | bytes]] = {}
     place = 0
     while place < len(message):

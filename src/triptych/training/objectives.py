@@ -53,11 +53,7 @@ def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Scor
 
 @runtime_checkable
 class TrainingBatch(Protocol):
-    """Some of the text, as tensors.
-
-    Attributes:
-        num_target_tokens: tokens that the loss is summed over.
-    """
+    """Some of the text, as tensors."""
 
     @property
     def num_target_tokens(self) -> int: ...
@@ -87,13 +83,7 @@ class Batches(Protocol[MadeT_co]):
 
 
 class Objective(ABC, Generic[ModelT, BatchT]):
-    """What a run learns, from which text, and how it is validated.
-
-    Attributes:
-        model: with fresh weights, on its device: what is trained and saved.
-        train: the text to learn from.
-        valid: the text to be judged by.
-    """
+    """What a run learns, from which text, and how it is validated."""
 
     def __init__(self, model: ModelT, train: Batches[BatchT], valid: Batches[BatchT]) -> None:
         self.model: ModelT = model

@@ -28,20 +28,12 @@ from triptych.training import (
     read_recipe,
 )
 from triptych.training.card import write_card
+from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, OneProcess, choose_parallel
 from triptych.training.continuing import prepare_continued, take_up_continued
 from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
 from triptych.training.language import prepare_language, take_up_language
 from triptych.training.objectives import Objective
-from triptych.training.parallel import (
-    ONE_PROCESS,
-    Layout,
-    LazyParameters,
-    OneProcess,
-    World,
-    choose_parallel,
-    code_digests,
-    launched,
-)
+from triptych.training.processes import World, code_digests, launched
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
 from triptych.training.translation import prepare_translation, take_up_translation
@@ -230,11 +222,7 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
 
 
 def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitStack, *, force: bool) -> None:
-    """Make the folder of a new run, and hold it until `held` is closed.
-
-    Nothing that is there is replaced before the folder is held and `require_place` has been asked under that:
-    while the text was read, another process may have made a run there.
-    """
+    """Make the folder of a new run, and hold it until `held` is closed."""
 
     def fill(place: Path) -> None:
         prepared.begin(model, place)
@@ -252,6 +240,7 @@ def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitSt
             raise
         return
     held.enter_context(hold_folder(folder, wait=False))
+    # While the text was read, another process may have made a run here.
     require_place(folder, force=force)
     for path in own_files(folder):
         path.unlink()

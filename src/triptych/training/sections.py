@@ -19,14 +19,17 @@ class DataConfig(Section):
 
     Attributes:
         train: what is learned from; the tokenizer sees only this.
-        valid: what the run is judged by while it trains.
+        valid: what the run is judged by while it trains; if it is left out, a part of `train`.
+        valid_share: share of the pairs of `train` that validate where `valid` is left out, 2,000 at most;
+            pairs with the same source stay together.
         max_sentence_tokens: training pairs with a longer side are left out, and counted.
         max_line_chars: lines longer than this are left out before tokenizing, and counted.
         cache: folder for tokenized text, shared by runs; none if empty.
     """
 
     train: CorpusSpec
-    valid: CorpusSpec
+    valid: CorpusSpec | None = None
+    valid_share: float = Field(0.05, gt=0, lt=1)
     max_sentence_tokens: int = Field(256, ge=2)
     max_line_chars: int = Field(10_000, ge=1)
     cache: str = ".cache/triptych"

@@ -12,6 +12,7 @@ from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
 from triptych.text import (
     ByteLevelTokenizer,
+    CorpusSpec,
     EncodedCorpus,
     ParallelCorpus,
     TokenBatches,
@@ -90,12 +91,21 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: 
 
 
 def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
-    texts = []
-    for part, spec in (("training", recipe.data.train), ("validation", recipe.data.valid)):
-        text = read_parallel(spec, max_line_chars=recipe.data.max_line_chars, base=base)
+    data = recipe.data
+
+    def read(part: str, spec: CorpusSpec) -> ParallelCorpus:
+        text = read_parallel(spec, max_line_chars=data.max_line_chars, base=base)
         display.say(f"{part} text: {text.counts.describe()}")
-        texts.append(text)
-    return texts[0], texts[1]
+        return text
+
+    train = read("training", data.train)
+    if data.valid is not None:
+        return train, read("validation", data.valid)
+    train, valid = train.split(data.valid_share)
+    display.say(
+        f"no data.valid is given: {len(valid):,} pairs are held out to validate, {len(train):,} train"
+    )
+    return train, valid
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from triptych.models.device import find_device
 from triptych.models.storage import OwnModel, load_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.world import World
 from triptych.training.precision import NarrowTwin
+from triptych.training.processes import World
 from triptych.training.sections import OptimisationConfig
 
 Kind = Literal["ddp", "fsdp", "hybrid"]
@@ -49,13 +49,9 @@ ONE_PROCESS = Layout()
 
 
 class Computing(ABC):
-    """The model of a run as it computes losses and gradients.
+    """The model of a run as it computes losses and gradients."""
 
-    Attributes:
-        objective: what is learned; its model's parameters are what the optimizer changes.
-    """
-
-    objective: Objective[Any, Any]
+    objective: Objective[Any, Any]  # what is learned; its model's parameters are what the optimizer changes
 
     @property
     @abstractmethod
@@ -75,10 +71,7 @@ class Computing(ABC):
         """The validation's loss of this process's part of a batch, without gradients."""
 
     def judge_all(self, batches: Iterable[TrainingBatch]) -> tuple[float, float]:
-        """The validation's loss of this process's parts of a text in nats, summed, and its tokens.
-
-        The model must be in evaluation mode.
-        """
+        """The validation's loss of this process's parts of a text in nats, summed, and its tokens."""
         loss = tokens = 0.0
         with torch.no_grad():
             for batch in batches:
@@ -172,11 +165,10 @@ class OneProcess(Computing):
 
 
 class LossOfBatch(nn.Module):
-    """The loss of a batch as one module, so that its one call is the model's whole forward pass.
+    """The loss of a batch as one module, so that its one call is the model's whole forward pass."""
 
-    torch's wrappers act where a module is called. The objectives call parts of their models, and read the
-    output table without calling it; within this module all that is one call.
-    """
+    # torch's wrappers act where a module is called. The objectives call parts of their models, and read the
+    # output table without calling it.
 
     def __init__(self, objective: Objective[Any, Any]) -> None:
         super().__init__()
@@ -198,10 +190,7 @@ class LossOfBatch(nn.Module):
 @final
 @dataclass(frozen=True, eq=False)
 class NotCounted:
-    """A batch whose loss counts as zero.
-
-    A process that has no row of a batch computes one all the same, because the others wait for it.
-    """
+    """A batch whose loss counts as zero: a process without a row computes one, as the others wait for it."""
 
     batch: TrainingBatch  # what is computed
     num_target_tokens: int = 0  # always 0
@@ -214,10 +203,7 @@ class NotCounted:
 def rows_of_rank(
     indices: Int64[np.ndarray, "batch"], rank: int, size: int
 ) -> tuple[Int64[np.ndarray, "part"], bool]:
-    """The rows of a batch that a process takes: every `size`-th one.
-
-    The ranks' rows together are the batch, whatever the number of ranks.
-    """
+    """The rows of a batch that a process takes: every `size`-th one."""
     if size == 1:
         return indices, True
     own = indices[rank::size]

@@ -24,10 +24,10 @@ from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import OffsetNorm
 from triptych.models.storage import OwnModel, model_tensors
+from triptych.training.computing import Computing, Kind, LazyParameters, LossOfBatch
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.parallel.computing import Computing, Kind, LazyParameters, LossOfBatch
-from triptych.training.parallel.world import World
+from triptych.training.processes import World
 
 
 def spread(
@@ -167,12 +167,11 @@ class Copies(_Spread):
 
 @final
 class Shards(_Spread):
-    """Every process has a part of each parameter, and gathers a block's while it computes (FSDP2).
+    """Every process has a part of each parameter, and gathers a block's while it computes (FSDP2)."""
 
-    A block is a group. The root is another: embeddings, positions and output table are in it together, so
-    tied tables are gathered and updated as one. In bfloat16 the blocks and norms compute narrow; the root's
-    tables stay in float32, as in `NarrowTwin`.
-    """
+    # A block is a group. The root is another: embeddings, positions and output table are in it together, so
+    # tied tables are gathered and updated as one. In bfloat16 the blocks and norms compute narrow; the root's
+    # tables stay in float32, as in `NarrowTwin`.
 
     def __init__(
         self, objective: Objective[Any, Any], mesh: DeviceMesh, precision: str, world: World

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from triptych.errors import DataError, TriptychError
 from triptych.models.storage import OwnModel, model_tensors
 from triptych.training.optimizers import Optimizer
-from triptych.training.parallel.world import World
+from triptych.training.processes import World
 from triptych.training.state import Counters, complete_states, read_marker, shards_folder, write_marker
 
 

@@ -152,10 +152,7 @@ class World:
             self._store.set(_ERROR_KEY, json.dumps(vars(_Failure.of(self.rank, error))))
 
     def explained(self, error: RuntimeError) -> TriptychError | None:
-        """The error that an error of communication comes from; None if it is none of those.
-
-        A process that fails closes its connections, which the others see as an error of their own.
-        """
+        """The error that an error of communication comes from; None if it is none of those."""
         text = str(error)
         if "imed out" in text or "imeout" in text:
             return TriptychError(
@@ -297,7 +294,7 @@ def _join(on_gpu: bool, timeout_minutes: float) -> Store:
 def code_digests() -> dict[str, str]:
     """Digests of this package and of torch's version, which all processes must have alike."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parents[2]
+    folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode())
         digest.update(path.read_bytes())
