@@ -7,13 +7,8 @@ import json
 import math
 import statistics
 from collections import Counter
-<<<<<<< HEAD
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-=======
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
->>>>>>> checkpoints-land
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
