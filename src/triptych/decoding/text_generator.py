@@ -124,8 +124,9 @@ class TextGenerator:
         self, prompts: Sequence[str], options: GenerationOptions, *, chat: bool = False
     ) -> list[list[Continuation]]:
         """Continue prompts, those of like length together."""
-        texts = [self._encoded(prompt, number, len(prompts), chat) for number, prompt in enumerate(prompts)]
-        return self.continue_tokens(texts, options)
+        if len(prompts) > 1 and "" in prompts:
+            raise UsageError(f"prompt {prompts.index('') + 1} is empty: give it some text")
+        return self.continue_tokens([self.encode(prompt, chat=chat) for prompt in prompts], options)
 
     def continue_tokens(
         self, texts: Sequence[Sequence[int]], options: GenerationOptions
@@ -180,11 +181,6 @@ class TextGenerator:
                 yield given
         if rest := text.finish():
             yield rest
-
-    def _encoded(self, prompt: str, number: int, count: int, chat: bool) -> list[int]:
-        if not prompt and count > 1:
-            raise UsageError(f"prompt {number + 1} is empty: give it some text")
-        return self.encode(prompt, chat=chat)
 
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
         return replace(options, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
