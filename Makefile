@@ -1,6 +1,8 @@
 # make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
 # make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each.
+# make docs: the pages that are made from the source, and the site in site/, with links and anchors checked.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
+# make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make mutants OPTIONS="--mutants 200 --seed 1": which small changes of the source no test notices; hours.
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 TABLE ?= all
 
-.PHONY: demo test test-all install lint types docs bench mutants clean
+.PHONY: demo test test-all install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -46,15 +48,22 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 docs: $(STAMP)
-	@echo "== docs: the keys in docs/recipes.md, the table in docs/families.md"
-	$(BIN)/python -m triptych.training.reference docs/recipes.md
-	$(BIN)/python -m triptych.checkpoints.family_table docs/families.md
+	@echo "== docs: generated pages, then the site in site/ (read it with: python -m http.server -d site)"
+	$(BIN)/python -m triptych.cli.reference docs/reference/commands.md
+	$(BIN)/python -m triptych.training.reference docs/reference/recipes.md
+	$(BIN)/python -m triptych.checkpoints.family docs/reference/families.md
+	$(BIN)/python -m zensical build --clean --strict
+	cd docs && find . -name '*.md' | tar -cf - -T - | tar -xf - -C ../site
+	cd docs && grep -rm1 --include='*.md' '^# ' . | sort | sed 's|^./\(.*\):# \(.*\)|- [\2](\1)|' > ../site/llms.txt
 
 bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/bench.py $(TABLE) $(OPTIONS)
 
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py $(OPTIONS)
+
+release-check:
+	$(PYTHON) .ci/release.py $(OPTIONS)
 
 # The list of peers is whole and exact: nothing is looked for besides (some ask for what excludes the rest).
 $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
@@ -65,4 +74,4 @@ $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt
 	@touch $(BENCH_STAMP)
 
 clean:
-	rm -rf $(VENV) $(BENCH) demo runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) site demo runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

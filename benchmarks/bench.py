@@ -96,7 +96,7 @@ def main() -> int:
 
 def _default_results(quick: bool) -> Path:
     """A try must not overwrite figures that are worth something."""
-    return ROOT / ".bench" / "work" / "tries" if quick else ROOT / "benchmarks" / "results"
+    return ROOT / ".bench" / "work" / "tries" if quick else ROOT / "docs" / "results" / "benchmarks"
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="contenders; ours always runs")
     parser.add_argument("--quick", action="store_true", help="a try: few steps, figures worth nothing")
-    parser.add_argument("--json", type=Path, metavar="FOLDER", help="benchmarks/results, unless --quick")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="docs/results/benchmarks, unless --quick")
     parser.add_argument("--threads", type=int, help="all processors if not given")
     parser.add_argument(
         "--no-compile", action="store_true", help="training: do not try torch.compile for peers"

@@ -1,4 +1,4 @@
-"""How far our numbers are from the numbers of `transformers`: the table of docs/exact.md.
+"""How far our numbers are from the numbers of `transformers`: the table of docs/reference/exact.md.
 
 python benchmarks/exactness.py FOLDER …      # checkpoints
 python benchmarks/exactness.py --tiny        # a tiny model with random weights of every family that runs

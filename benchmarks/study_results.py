@@ -5,9 +5,10 @@
     .venv/bin/python benchmarks/study_results.py sharing-rotary+sharing-rotary-again/key_value \
         sharing-rotary+sharing-rotary-again/factored
 
-The first writes conclusions and tables of quality of every `docs/studies/results/NAME/README.md` again, from
-the `runs.csv` there. The others print the first variant minus the second, paired by seed, with the exact and
-Student's p, not corrected; `+` pools the seeds of several studies. `--metric bleu` compares another figure.
+The first writes conclusions and tables of quality of every `docs/results/studies/results/NAME/README.md`
+again, from the `runs.csv` there. The others print the first variant minus the second, paired by seed, with
+the exact and Student's p, not corrected; `+` pools the seeds of several studies. `--metric bleu` compares
+another figure.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from triptych.studies.statistics import Comparison, compare
 from triptych.studies.study import POSSIBLE
 from triptych.studies.tables import judged_again, read_runs_csv
 
-STUDIES = Path(__file__).parents[1] / "docs" / "studies"
+STUDIES = Path(__file__).parents[1] / "docs" / "results" / "studies"
 RESULTS = STUDIES / "results"
 
 

@@ -1,4 +1,4 @@
-"""What docs/questions.md shows is what its code and its commands print."""
+"""What docs/explanation/questions.md shows is what its code and its commands print."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ import pytest
 
 from triptych.cli.main import run as run_command
 
-PAGE = Path(__file__).parent.parent / "docs" / "questions.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "questions.md"
 # A number as the page may show it: 1,048,576, 0.33, 1e-15, 96%.
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?%?")
 

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
     # attention: learned positions are tables; algebra: what a plan counts
-    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "recipes", "storage", "text"},
+    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "storage", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     # what a source is, its model with tokenizers, and what reads texts with it
     "opening": {
@@ -107,7 +107,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("storage", "text"),
     },
     "costing": {"algebra", "attention", "reports"},
-    "recipes": set(),
     "studies": {
         *(
             "algebra",
@@ -116,15 +115,15 @@ MAY_IMPORT: dict[str, set[str]] = {
             "opening",
             "inspection",
             "models",
-            "recipes",
             "reports",
             "rewriting",
         ),
         *("text", "training"),
     },
+    "serving": {"attending", "decoding", "face"},  # models over HTTP
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
-        *("algebra", "attending", "decoding", "models", "opening", "recipes", "reports", "rewriting"),
+        *("algebra", "attending", "decoding", "models", "opening", "reports", "rewriting"),
         *("text", "training"),
     },
 }
@@ -142,10 +141,14 @@ OPTIONAL = {
     "pandas",
     "pyarrow",
     "scipy",
+    "prometheus_client",
     "sentencepiece",
+    "starlette",
     "tensorboard",
     "torch.utils.tensorboard",
     "transformers",
+    "triptych.serving.running",  # what it imports is optional
+    "uvicorn",
     "vl_convert",
 }
 

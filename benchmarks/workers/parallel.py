@@ -22,8 +22,9 @@ from triptych.models.initial import Later
 from triptych.models.storage import model_tensors
 from triptych.text import Batch
 from triptych.training import Trainer
+from triptych.training.computing import Layout, LazyParameters
 from triptych.training.objectives import Translation
-from triptych.training.parallel import Layout, LazyParameters, World, launched
+from triptych.training.processes import World, launched
 from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters, write_state
 
@@ -111,7 +112,7 @@ def saving(trainer: Trainer, world: World) -> dict[str, float]:
         write_state(state, trainer.counters, trainer.computing.gathered(tensors))
         taken = time.perf_counter() - begun
         return {"stands_still": taken, "until_complete": taken}
-    from triptych.training.parallel.saving import ShardedStates
+    from triptych.training.sharded_state import ShardedStates
 
     states, found = ShardedStates(state, world, keep=1), {}
     for _ in range(2):  # the first one sets up what the second one uses

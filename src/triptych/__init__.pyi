@@ -34,10 +34,12 @@ from triptych.rewriting import rewrite as rewrite
 from triptych.rewriting.certificate import Certificate as Certificate
 from triptych.rewriting.planning import Plan as Plan
 from triptych.rewriting.verification import verify as verify
+from triptych.serving.serve import serve as serve
 from triptych.studies import compare_study as compare_study
 from triptych.studies import read_study as read_study
 from triptych.training import Recipe as Recipe
 from triptych.training import read_recipe as read_recipe
+from triptych.training.new import new_recipe as new_recipe
 from triptych.training.planning import Cluster as Cluster
 from triptych.training.planning import plan as plan
 from triptych.training.runs import resume as resume

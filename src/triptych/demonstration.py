@@ -84,27 +84,16 @@ class Folding:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What the demo found.
+    """What the demo found."""
 
-    Attributes:
-        num_tested: unseen sentences tried.
-        exact_match: share of them translated to the letter, 0 to 1.
-        bleu: of the same sentences.
-        seconds: of training.
-        samples: sentences to look at.
-        picture: the cross-attention of one of them.
-        folding: what folding the stacked layer did.
-        report: the HTML page.
-    """
-
-    num_tested: int
-    exact_match: float
-    bleu: float
-    seconds: float
-    samples: tuple[TranslationSample, ...]
-    picture: AttentionPicture
-    folding: Folding
-    report: Path
+    num_tested: int  # unseen sentences tried
+    exact_match: float  # share of them translated to the letter, 0 to 1
+    bleu: float  # of the same sentences
+    seconds: float  # of training
+    samples: tuple[TranslationSample, ...]  # sentences to look at
+    picture: AttentionPicture  # the cross-attention of one of them
+    folding: Folding  # what folding the stacked layer did
+    report: Path  # the HTML page
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -218,7 +207,7 @@ def _require_demo(recipe: Recipe, folder: Path) -> None:
     if not (
         isinstance(found, Recipe)
         and found.name == recipe.name
-        and None not in (found.data.train.generated, found.data.valid.generated)
+        and None not in (found.data.train.generated, found.data.valid and found.data.valid.generated)
     ):
         raise UsageError(f"{folder} has another run: give another folder")
 

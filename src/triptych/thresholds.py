@@ -1,7 +1,7 @@
 """Sizes at which one way to compute becomes faster than another, measured on one processor.
 
 They choose between ways that give the same numbers. On another machine only the speed may be less than it
-could be. `docs/log.md` has the measurements, `benchmarks/attention_paths.py` repeats those of attention.
+could be. `docs/contributing/log/` has the measurements; `benchmarks/attention_paths.py` repeats them.
 """
 
 import torch

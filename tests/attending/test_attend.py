@@ -20,7 +20,7 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
-from triptych.models.dropout import Dropout
+from triptych.models.feed_forward import Dropout
 from triptych.opening import OpenedModel, Reader, record_calls
 
 TEXT = "to be or not to be"

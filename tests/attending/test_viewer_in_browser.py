@@ -40,6 +40,12 @@ def opened(tab: Page, folder: Path, page: AttentionPage) -> Path:
     return path
 
 
+def choose_encoder(tab: Page) -> None:
+    """The encoder's head that looks at the token before."""
+    tab.point_at("[data-kind='0']", click=True)
+    wait_for(tab, f"{SHOWN} === 'encoder.1.0'")
+
+
 def wait_for(tab: Page, condition: str) -> None:
     for _ in range(200):
         if tab.value(condition):
@@ -51,27 +57,29 @@ def wait_for(tab: Page, condition: str) -> None:
 def test_the_page_opens_without_complaint_and_asks_for_nothing(tab: Page, tmp_path: Path) -> None:
     opened(tab, tmp_path, translation_page())
     assert tab.value("document.querySelectorAll('.glance [data-at]').length") == 2 * (2 + 1)
-    assert tab.value(HEADING) == "encoder, layer 0, head 0"
+    # The head that tells most, and its matrix on the first screen.
+    assert tab.value(HEADING) == "cross, layer 1, head 0: previous token"
+    box = tab.value("document.querySelector('[data-part=matrix]').getBoundingClientRect().toJSON()")
+    assert box["bottom"] < tab.value("innerHeight")
     assert {url.split(":")[0] for url in tab.requests} <= {"file", "data"}
     assert tab.complaints == []
 
 
 def test_pointing_at_a_token_lists_where_it_looks_and_leaving_ends_it(tab: Page, tmp_path: Path) -> None:
     opened(tab, tmp_path, translation_page())
-    tab.point_at("[data-at='1 0']", click=True)
-    wait_for(tab, f"{SHOWN} === 'encoder.1.0'")
+    choose_encoder(tab)
     assert tab.value(HEADING) == "encoder, layer 1, head 0: previous token"
     tab.point_at(".flow [data-i='2']")
     assert tab.value(LIST_HEADING) == "“läuft” (2) looks at"
     assert tab.value(LIST) == [["1", "Hund", "0.750"], ["0", "ein", "0.250"]]
     tab.point_at("h1")
-    assert tab.value(LIST_HEADING) is None
+    assert tab.value(LIST_HEADING) == "strongest looks"
+    assert tab.value(LIST)[0] == ["2", "läuft → Hund", "0.750"]
 
 
 def test_a_token_that_is_clicked_stays_and_shows_who_looks_at_it(tab: Page, tmp_path: Path) -> None:
     opened(tab, tmp_path, translation_page())
-    tab.point_at("[data-at='1 0']", click=True)
-    wait_for(tab, f"{SHOWN} === 'encoder.1.0'")
+    choose_encoder(tab)
     tab.point_at(".flow [data-i='1']", click=True)
     tab.point_at("[data-side=key]", click=True)
     assert tab.value(LIST_HEADING) == "looking at “Hund” (1)"
@@ -80,6 +88,9 @@ def test_a_token_that_is_clicked_stays_and_shows_who_looks_at_it(tab: Page, tmp_
 
 def test_a_row_of_the_matrix_and_a_token_of_the_lines_are_pointed_at(tab: Page, tmp_path: Path) -> None:
     opened(tab, tmp_path, translation_page())
+    tab.point_at("[data-kind='0']", click=True)
+    tab.point_at("[data-at='0 0']", click=True)
+    wait_for(tab, f"{SHOWN} === 'encoder.0.0'")
     tab.point_at("[data-part=matrix]", at=(95, 92 + 2.5 * 28))
     assert tab.value(LIST_HEADING) == "“läuft” (2) looks at"
     assert (
@@ -92,6 +103,7 @@ def test_a_row_of_the_matrix_and_a_token_of_the_lines_are_pointed_at(tab: Page, 
 
 def test_layer_and_head_are_chosen_by_the_keyboard_alone(tab: Page, tmp_path: Path) -> None:
     opened(tab, tmp_path, translation_page())
+    choose_encoder(tab)
     tab.value("document.querySelector('[data-at=\"0 0\"]').focus()")
     for key in ("ArrowDown", "ArrowRight", "Enter"):
         tab.press(key)
@@ -105,8 +117,10 @@ def test_layer_and_head_are_chosen_by_the_keyboard_alone(tab: Page, tmp_path: Pa
 
 def test_kinds_and_texts_are_chosen_and_what_the_model_wrote_is_marked(tab: Page, tmp_path: Path) -> None:
     opened(tab, tmp_path, translation_page())
+    tab.point_at("[data-kind='1']", click=True)
+    wait_for(tab, f"{SHOWN} === 'decoder.1.0'")
     tab.point_at("[data-kind='2']", click=True)
-    wait_for(tab, f"{SHOWN} === 'cross.0.0'")
+    wait_for(tab, f"{SHOWN} === 'cross.1.0'")
     assert tab.value("[...document.querySelectorAll('.flow')].map((flow) => flow.textContent)") == [
         "a dog runs",
         "ein Hund läuft</s>",
@@ -114,7 +128,7 @@ def test_kinds_and_texts_are_chosen_and_what_the_model_wrote_is_marked(tab: Page
     assert tab.value("document.querySelectorAll('.flow .generated').length") == 3
     tab.value("document.querySelector('[data-part=text]').value = 1")
     tab.value("document.querySelector('[data-part=text]').dispatchEvent(new Event('change'))")
-    wait_for(tab, f"{SHOWN} === '1.encoder.0.0'")
+    wait_for(tab, f"{SHOWN} === '1.cross.1.0'")
 
 
 def test_an_anchor_opens_its_head_and_the_link_of_a_head_is_its_anchor(tab: Page, tmp_path: Path) -> None:

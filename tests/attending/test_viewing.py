@@ -68,6 +68,16 @@ def test_keys_are_stored_as_places_or_distances_and_come_back(weights: Any) -> N
     np.testing.assert_array_equal(np.sort(stored.T, 1), np.sort(top.keys, 1))
 
 
+def test_the_head_that_tells_most_is_the_one_whose_looks_follow_the_token_that_looks() -> None:
+    own = np.eye(4, dtype=np.float32)
+    even = np.full((4, 4), 0.25, np.float32)
+    heads = [[HeadMap.whole(one) for one in ones] for ones in ((first(4, 4), own), (even, previous(4, 4)))]
+    kinds = (ViewedKind(kind, ("a",) * 4, ("a",) * 4, layers_of(heads)) for kind in ("decoder", "cross"))
+    data = viewer_data(AttentionPage("p", (ViewedText("t", tuple(kinds)),)))
+    # A token that looks at itself tells nothing, unless it is the word of another language.
+    assert [kind["telling"] for kind in data["texts"][0]["kinds"]] == [[1, 1], [0, 1]]
+
+
 def test_maps_of_another_size_than_the_tokens_are_an_error() -> None:
     with pytest.raises(ValueError, match="cross, layer 0: a map of 2 × 3 for 3 query and 2 key tokens"):
         ViewedKind("cross", ("a", "b", "c"), ("d", "e"), layers_of([[HeadMap.whole(first(2, 3))]]))
@@ -89,6 +99,7 @@ def test_the_page_loads_nothing_and_text_cannot_break_out_of_its_place() -> None
     text = attention_html(page)
     elements = Scripts(text).elements
     assert [dict(attrs).get("type") for tag, attrs in elements if tag == "script"] == [
+        None,
         "application/json",
         "module",
     ]

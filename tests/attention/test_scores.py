@@ -32,7 +32,7 @@ from triptych.text.tokenizers import OutputRules
 
 D, H, WIDTH, N = 24, 4, 6, 7
 KINDS: list[dict[str, str]] = [{"scores": "additive"}, {"scores": "cosine"}, {"scale": "outside"}]
-PAGE = Path(__file__).parents[2] / "docs" / "own-attention.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-attention.md"
 OWN = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)[1]
 
 

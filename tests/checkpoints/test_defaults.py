@@ -15,8 +15,8 @@ from checkpoints.tiny_models import TINY, most
 from triptych.checkpoints import checkpoint as opening
 from triptych.checkpoints import positions, reading
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.families import HOOKS
 from triptych.checkpoints.family import Family, family_of
+from triptych.checkpoints.hooks import HOOKS
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors, open_tensors

@@ -1,13 +1,12 @@
-"""The table of families in docs/families.md."""
+"""The table of families in docs/reference/families.md."""
 
 from pathlib import Path
 
 import pytest
 
-from triptych.checkpoints.family import families
-from triptych.checkpoints.family_table import END, START, with_table
+from triptych.checkpoints.family import END, START, families, with_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 
 
 def test_the_table_is_what_the_family_files_say() -> None:

@@ -32,9 +32,8 @@ from triptych.algebra.rewrites import (
 )
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.layer import AttentionLayer
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.resizing import resizing, sizes_of
+from triptych.checkpoints.fitting import resizing, sizes_of
+from triptych.checkpoints.layer import AttentionLayer, Place
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.storage.copying import FolderCopy
 

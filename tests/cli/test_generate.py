@@ -24,7 +24,7 @@ from triptych.opening import OpenedModel
 from triptych.text import load_tokenizer
 
 PROMPT = "First"
-DOCS = Path(__file__).parents[2] / "docs" / "generating.md"
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "generating.md"
 
 
 @pytest.fixture(scope="module")

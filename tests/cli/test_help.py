@@ -76,11 +76,14 @@ def test_the_help_of_a_command_imports_nothing_heavy_and_takes_under_half_a_seco
 # What each command calls: a function of the package, or a method of the model that it opens.
 VERBS = {
     "demo": ("demo",),
+    "recipes": (),
+    "new": ("new_recipe",),
     "train": ("train", "resume"),
     "verify": ("verify",),
     "compare": ("compare_study",),
     "plan": ("plan",),
     "cost": ("cost", "measure_times"),
+    "serve": ("serve",),
 }
 METHODS = {
     "translate": "translator",

@@ -60,6 +60,8 @@ def prepare(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only one command needs."""
     if name in ("verify", "evaluate"):
         package.load("gpt2", device="cpu").rewrite("truncate(rank=4)", out="gpt2-half", text="test.txt")
+    if name == "new":
+        (home / "mine.toml").unlink()
     if name == "train":
         shutil.rmtree("runs")
     if name == "demo":  # tests/cli/test_demo.py runs it

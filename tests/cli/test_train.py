@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from triptych import recipes
 from triptych.opening import open_translator
 from triptych.training import read_recipe
 
@@ -72,11 +71,6 @@ def test_text_without_a_joint_vocabulary_trains_with_two(triptych: Command, tmp_
     opened = open_translator(out)
     assert not opened.tokenizers.joint
     assert opened.translator().translate(["Vier."])[0].candidates
-
-
-@pytest.mark.parametrize("name", recipes.names())
-def test_every_recipe_that_comes_along_is_valid(name: str) -> None:
-    assert read_recipe(name).name
 
 
 def test_an_unknown_key_names_the_nearest(triptych: Command) -> None:

@@ -56,6 +56,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # What each command is asked to write over, beside files that it only reads.
 WRITES: dict[str, list[list[str]]] = {
     "demo": [["--out", "."], ["--out", "state"]],
+    "recipes": [],
+    "new": [["recipe.toml", "--source", "source.de", "--target", "reference.en"]],
     "train": [["demo", *SETS, "--out", "."], ["--resume", "."]],
     "translate": [["{run}", "source.de", "--out", name] for name in ("notes.txt", "source.de")],
     "evaluate": [
@@ -63,6 +65,7 @@ WRITES: dict[str, list[list[str]]] = {
         for name in ("notes.txt", "reference.en")
     ],
     "generate": [],
+    "serve": [],
     "fill": [],
     "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],
     "inspect": [["{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "csv", "parquet")],

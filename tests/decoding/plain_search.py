@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych.attention import DecoderCache
-from triptych.decoding.hypotheses import (
+from triptych.decoding.search import (
     Hypothesis,
     SearchOptions,
     best_first,

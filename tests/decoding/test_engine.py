@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from decoding.plain_search import plain_search
 from triptych.attention.projections import PARAMETERISATIONS
 from triptych.decoding import Engine, Hypothesis, SearchOptions, search
-from triptych.decoding.engine import GROUP, FixedBeamCache
-from triptych.decoding.fixed_steps import FixedSteps
+from triptych.decoding.engine import GROUP, FixedBeamCache, FixedSteps
 from triptych.decoding.maps import unsupported_precision
 from triptych.models import (
     AttentionConfig,
@@ -115,14 +114,6 @@ def test_options_mean_the_same(stop: str, alpha: float, num_best: int) -> None:
 def test_a_vocabulary_of_any_size_is_searched_whole(vocab: int) -> None:
     options = SearchOptions(beam_size=6, num_best=6, max_extra_tokens=5)
     assert_alike(*both(make_model(vocab=vocab), pad(SOURCES), options))
-
-
-def test_sentences_do_not_disturb_each_other() -> None:
-    model, options = make_model(), SearchOptions(beam_size=3, max_extra_tokens=8)
-    engine = Engine(model, never=(PAD, BOS))
-    together = search(engine, pad(SOURCES), options, RULES)
-    alone = [search(engine, pad([ids]), options, RULES)[0] for ids in SOURCES]
-    assert_alike(together, alone)
 
 
 @pytest.mark.parametrize("sizes", [{"d_k": 2, "d_v": 6}, {"d_k": 6, "d_v": 2}])

@@ -11,13 +11,13 @@ import torch
 from triptych import thresholds
 from triptych.algebra.semantics import Temperature
 from triptych.attention import MultiHeadAttention
+from triptych.decoding.batches import LONGEST_PROMPT
 from triptych.decoding.generation import (
     Generated,
     GenerationOptions,
     generate_stream,
     generate_tokens,
 )
-from triptych.decoding.lengths import LONGEST_PROMPT
 from triptych.decoding.maps import PRECISIONS, Maps, Precision
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine

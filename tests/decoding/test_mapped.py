@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triptych.decoding.mapped import MappedFiles
+from triptych.decoding.maps import MappedFiles
 from triptych.storage.tensors import open_tensors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems give nothing back")

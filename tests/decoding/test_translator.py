@@ -8,8 +8,8 @@ import torch
 from tolerances import assert_same
 from triptych.attending import attend
 from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator, search
-from triptych.decoding.lengths import LONGEST_LINE
-from triptych.decoding.pieces import split_line
+from triptych.decoding.batches import LONGEST_LINE
+from triptych.decoding.translator import split_line
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.opening import OpenedModel, Reader
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers

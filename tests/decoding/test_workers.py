@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from triptych.decoding import Hypothesis, SearchOptions, Translator
-from triptych.decoding.ahead import Ahead
-from triptych.decoding.workers import Hypotheses, Searcher, Sentences, WorkerPool
+from triptych.decoding.workers import Ahead, Hypotheses, Searcher, Sentences, WorkerPool
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.text import TokenizerSpec, train_tokenizers
 

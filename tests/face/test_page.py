@@ -1,4 +1,4 @@
-"""The code of `docs/model.md` runs, block after block."""
+"""The code of `docs/reference/model.md` runs, block after block."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import small_checkpoints
 import triptych
 
-PAGE = Path(__file__).parents[2] / "docs" / "model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "model.md"
 
 
 def test_the_page_of_the_model_runs(

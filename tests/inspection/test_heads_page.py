@@ -22,7 +22,10 @@ def inspected_layer(**given: Any) -> InspectedLayer:
     """A layer of a decoder in which only what is given matters."""
     plain: dict[str, Any] = {
         **dict.fromkeys(("stack", "kind", "module", "positions"), "decoder"),
-        **{key: {} for key in ("maps", "subspaces", "cut", "foldable", "broken", "spectra", "angles")},
+        **{
+            key: {}
+            for key in ("maps", "subspaces", "cut", "foldable", "broken", "spectra", "angles", "pictures")
+        },
         **dict.fromkeys(("layer", "num_key_heads", "d_model", "d_k", "d_v", "parameters", "num_bytes"), 0),
         **{"turns": False, "rotary_pairs": None, "caveats": ()},
     }
@@ -44,6 +47,8 @@ def page() -> str:
             heads=tuple(range(HEADS)),
             num_heads=HEADS,
             figures={m.name: [None, float("inf"), *torch.randn(HEADS - 2).tolist()] for m in MEASURES},
+            pictures={side: [["0123456789ab"] * 24] * HEADS for side in ("q", "k", "v")}
+            | {"qk": [["0123456789abcdef01234567"] * 24] * HEADS},
             spectra={form: rows(30.0) for form in ("qk", "ov")},
             angles={pair: [row[::-1] for row in rows(90.0)] for pair in ("qk", "qv", "kv")},
         )
@@ -81,6 +86,9 @@ FOCUS = "document.activeElement.dataset.at ?? document.activeElement.id"
 def test_a_browser_shows_the_page_without_complaint_and_asks_for_nothing(shown: Page) -> None:
     assert shown.value("document.querySelectorAll('[role=gridcell]').length") == LAYERS * HEADS
     assert shown.value("document.querySelectorAll('#detail svg path').length") == 5
+    assert shown.value("[...document.querySelectorAll('#detail canvas')].map((one) => one.className)") == [
+        *("q", "k", "v", "qk")
+    ]
     assert shown.value("[...document.querySelectorAll('#detail td')].some((td) => td.textContent === '–')")
     assert {url.split(":")[0] for url in shown.requests} <= {"file", "data"}
     assert shown.complaints == []
@@ -132,7 +140,7 @@ globalThis.document = {
   querySelector: () => null,
   documentElement: new Node("html"),
 };
-const colours = { "--low": "#000000", "--high": "#0000ff" };
+const colours = { "--zero": "#000000", "--one": "#0000ff" };
 globalThis.getComputedStyle = () => ({ getPropertyValue: (name) => colours[name] ?? "#888888" });
 globalThis.addEventListener = () => {};
 globalThis.matchMedia = () => ({ matches: false });

@@ -74,7 +74,7 @@ def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
 
 
 def test_the_documented_columns_are_those_there_are() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "columns.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "columns.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE)
     mark = {True: " Depends on the basis within the head.", False: ""}
     assert documented == [(measure.name, measure.meaning + mark[measure.of_basis]) for measure in MEASURES]
@@ -151,8 +151,7 @@ def test_a_bias_or_a_gain_that_is_not_finite_is_reported_too(tmp_path: Path) -> 
 
 
 def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) -> None:
-    llama(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = load_file(llama(tmp_path) / "model.safetensors")
     for layer in range(LAYERS):
         for side in "qk":
             tensors[f"model.layers.{layer}.self_attn.{side}_norm.weight"] = torch.ones(WIDTH)
@@ -166,6 +165,8 @@ def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) ->
         {"model.layers.1.self_attn.q_norm.weight": 1},
         {},
     ]
+    said = " ".join(summary(found))
+    assert f"In {LAYERS} of {LAYERS} layers queries and keys are normalised before they meet" in said
 
 
 def test_a_window_shorter_than_the_text_decides_which_pairs_are_slow(tmp_path: Path) -> None:
@@ -222,19 +223,6 @@ def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
     assert {row["positions"] for row in inspected(gpt2(tmp_path / "gpt2")).rows()} == {"learned"}
     # Two key heads serve two query heads each: their likeness to values is counted once.
     assert f"of {LAYERS * HEADS // 2} pairs above chance" in " ".join(average_lines(rotary))
-    path = tmp_path / "llama" / "model.safetensors"
-    tensors = load_file(path)
-    for layer in range(LAYERS):
-        at = f"model.layers.{layer}.self_attn"
-        tensors |= {f"{at}.{side}_norm.weight": torch.ones(WIDTH) for side in "qk"}
-    save_file(tensors, path)
-    config = json.loads((tmp_path / "llama" / "config.json").read_text()) | {
-        "model_type": "qwen3",
-        "head_dim": WIDTH,
-    }
-    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
-    said = " ".join(summary(inspected(tmp_path / "llama")))
-    assert f"In {LAYERS} of {LAYERS} layers queries and keys are normalised before they meet" in said
 
 
 def test_near_copies_are_found_across_layers_whatever_their_basis(tmp_path: Path) -> None:
@@ -334,6 +322,20 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
     layer = data["models"][0]["layers"][0]
     assert max(layer["spectra"]["qk"][0]) == 1000
     assert len(layer["angles"]["qv"]) == HEADS
+
+
+@pytest.mark.parametrize("width", [4, 64])  # of a narrow head W_QK is not formed
+def test_pictures_are_root_mean_squares_of_blocks_of_entries(width: int) -> None:
+    size = 24 * 6
+    weights = MultiHeadAttention(size, 2, parameterisation("factored", d_k=width, d_v=12)).weights()
+    q, k, v = weights.W_Q[1], weights.W_K[1], weights.W_V[1]
+    found = inspect(OneLayer(weights)).layers[0].pictures
+    for name, matrix in (("v", v), ("qk", q @ k.mT)):
+        rows, columns = 24, 24 if name == "qk" else 12
+        blocks = matrix.detach().reshape(rows, size // rows, columns, -1).square().mean((1, 3)).sqrt()
+        digits = torch.tensor([[int(digit, 16) for digit in row] for row in found[name][1]])
+        assert (digits - 15 * blocks / blocks.max()).abs().max() < 0.51
+    assert "pictures" not in Inspection.record(inspect(OneLayer(weights)))["layers"][0]
 
 
 def test_an_inspection_writes_its_page_its_rows_and_everything(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import triptych
-from triptych.checkpoints.own import OwnModel
+from triptych.checkpoints.checkpoint import OwnModel
 from triptych.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
 from triptych.models.sites import input_norms
 from triptych.models.storage import read_own_model

@@ -13,7 +13,7 @@ from triptych.studies import read_study
 from triptych.studies.study import recipes_of, rewrites_of
 from triptych.text.tasks import TASKS
 
-STUDIES = Path(__file__).parents[2] / "docs" / "studies"
+STUDIES = Path(__file__).parents[2] / "docs" / "results" / "studies"
 # The others are recipes, which studies change.
 OF_DOCUMENTATION = {path.stem: tomllib.loads(path.read_text()) for path in sorted(STUDIES.glob("*.toml"))}
 

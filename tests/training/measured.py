@@ -14,10 +14,11 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import recompute_activations
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.training import AnyRecipe, Recipe, resolve
+from triptych.training.computing import Computing, OneProcess, rows_of_rank
 from triptych.training.objectives import Objective, TokensOfText, Translation
 from triptych.training.optimizers import Optimizer
-from triptych.training.parallel import Computing, OneProcess, World, launched, rows_of_rank
 from triptych.training.planning import filled
+from triptych.training.processes import World, launched
 
 # Weights and activations of a few MB each: what is not a tensor of the step is small compared with them.
 TREES: dict[str, Any] = {
@@ -90,7 +91,7 @@ def _learn(recipe: AnyRecipe, kind: str, world: World) -> int:
     if kind == "none":
         computing = OneProcess(objective, config.precision)
     else:
-        from triptych.training.parallel.spreading import spread
+        from triptych.training.distributed import spread
 
         computing = spread(objective, kind, config.precision, world)  # type: ignore[arg-type]
     computing.set_mode(training=True)

@@ -27,20 +27,13 @@ from triptych.models.storage import model_tensors
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.text.packing import NOT_COUNTED
 from triptych.training import TrainingConfig, ValidationConfig
+from triptych.training.computing import Computing, LazyParameters, NotCounted, OneProcess, rows_of_rank
+from triptych.training.distributed import spread
 from triptych.training.objectives import Objective, TokensOfText, Translation
 from triptych.training.optimizers import Optimizer
-from triptych.training.parallel import (
-    Computing,
-    LazyParameters,
-    NotCounted,
-    OneProcess,
-    World,
-    launched,
-    rows_of_rank,
-)
-from triptych.training.parallel.saving import ShardedStates, read_shards
-from triptych.training.parallel.spreading import spread
+from triptych.training.processes import World, launched
 from triptych.training.sections import OptimisationConfig
+from triptych.training.sharded_state import ShardedStates, read_shards
 from triptych.training.state import Counters, find_state, read_counters
 
 # No number of ranks here divides it.

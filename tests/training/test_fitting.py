@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import triptych.recipes
+import triptych
 from triptych.models import PRESETS
 from triptych.training import AnyRecipe, LanguageRecipe, Recipe, read_recipe, resolve
 from triptych.training.fitting import (
@@ -20,7 +20,7 @@ DATA = {
     "train": {"generated": 100, "generated_part": "train"},
     "valid": {"generated": 10, "generated_part": "valid"},
 }
-SHIPPED = sorted(Path(triptych.recipes.__file__).parent.glob("*.toml"))
+SHIPPED = sorted((Path(triptych.__file__).parent / "recipes").glob("*.toml"))
 
 
 def fit(recipe: AnyRecipe, num_tokens: int, device: str = "cpu") -> AnyRecipe:

@@ -15,8 +15,8 @@ from training.launching import assert_ranks_pass, start
 from triptych.errors import DataError, UsageError
 from triptych.files import hold_folder
 from triptych.training import resolve
-from triptych.training.parallel import rows_of_rank
-from triptych.training.parallel.spreading import mesh_shape
+from triptych.training.computing import rows_of_rank
+from triptych.training.distributed import mesh_shape
 from triptych.training.progress import SilentDisplay
 from triptych.training.runs import resume, train
 from triptych.training.state import Counters, find_state, read_counters, shards_folder, write_marker

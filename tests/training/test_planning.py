@@ -66,7 +66,7 @@ def test_the_peak_of_a_plan_is_that_of_real_processes_within_a_tenth(
     assert planned(tree, overrides, size, kind).peak == pytest.approx(int(found[1]), rel=0.1)
 
 
-# Seen by torch's own counter and memory tracker in a simulated step (docs/log.md).
+# Seen by torch's own counter and memory tracker in a simulated step (docs/contributing/log/).
 @pytest.mark.parametrize(
     ("overrides", "size", "kind", "flops", "sent"),
     [

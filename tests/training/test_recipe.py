@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import triptych.recipes
+import triptych
 from triptych.errors import UsageError
 from triptych.models import PRESETS, ModelConfig
 from triptych.training import Recipe, read_recipe, resolve
@@ -19,7 +19,7 @@ DATA = {
     "train": {"generated": 100, "generated_part": "train"},
     "valid": {"generated": 10, "generated_part": "valid"},
 }
-RECIPES = Path(triptych.recipes.__file__).parent
+RECIPES = Path(triptych.__file__).parent / "recipes"
 
 
 def make(*overrides: str, **sections: Any) -> Recipe:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from training.ranks import language, translation
 from triptych.models.blocks import recompute_activations
+from triptych.training.computing import OneProcess
 from triptych.training.objectives import Objective
-from triptych.training.parallel import OneProcess
 
 KINDS: dict[str, Callable[[], Objective[Any, Any]]] = {
     "encoder-decoder": lambda: translation(dropout=0.2),

@@ -1,4 +1,4 @@
-"""docs/recipes.md: its samples are recipes that read what they speak of, and its tables are the models'."""
+"""docs/reference/recipes.md: its samples read what they say, and its tables are the models'."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from triptych.training import read_recipe, resolve
 from triptych.training.recipe import ContinuedRecipe, LanguageRecipe, Recipe
 from triptych.training.reference import keys, with_keys
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "recipes.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "recipes.md"
 SAMPLES = {
     tomllib.loads(text)["name"]: text
     for text in re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

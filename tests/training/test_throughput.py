@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from triptych.training.machine import Throughput
-from triptych.training.parallel import World
+from triptych.training.processes import World
 
 
 def of_two() -> Throughput:

@@ -64,15 +64,10 @@ def _rotary_score_bound(
 
 
 class _Extended(NamedTuple):
-    """The maps of one side, before and after.
+    """The maps of one side, before and after."""
 
-    Attributes:
-        maps: `[num_heads, rows, width]` each, in float64; queries times the scale of the scores.
-        reach: the longest input that the rows may meet.
-    """
-
-    maps: tuple[Tensor, Tensor]
-    reach: float
+    maps: tuple[Tensor, Tensor]  # each, in float64; queries times the scale of the scores
+    reach: float  # the longest input that the rows may meet
 
 
 def _extended(

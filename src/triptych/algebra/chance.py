@@ -46,10 +46,7 @@ def random_copying_spread(d: int, width: int) -> float:
 
 
 def random_symmetric_share(d: int) -> float:
-    """‖½(A + Aᵀ)‖²/‖A‖² of a `[d, d]` form A of random factors, on average and for every rank.
-
-    Neither end prefers a direction, so E tr(A²) = ‖A‖²/d.
-    """
+    """‖½(A + Aᵀ)‖²/‖A‖² of a `[d, d]` form A of random factors, on average and for every rank."""
     return (1 + 1 / d) / 2
 
 

@@ -16,25 +16,14 @@ Route = Literal["expanded", "absorbed"]
 @final
 @dataclass(frozen=True)
 class WritingCost:
-    """The cost of one layer's writing, before anything is said of lengths.
+    """The cost of one layer's writing, before anything is said of lengths."""
 
-    Attributes:
-        parameters: learned numbers, biases included.
-        query_flops: floating-point operations (a multiplication and an addition are two) to make the
-            queries of one token; likewise `memory_flops` for its keys and values, `output_flops` for
-            gating the heads' outputs and bringing them together. Additions of biases are not counted; a
-            diagonal map is one multiplication a channel.
-        pair_flops: for one pair of a query and a key: its score, and its share of the output, all
-            heads.
-        cached_numbers: what is kept of a token while decoding.
-    """
-
-    parameters: int
+    parameters: int  # learned numbers, biases included
     query_flops: int
     memory_flops: int
     output_flops: int
-    pair_flops: int
-    cached_numbers: int
+    pair_flops: int  # for one pair of a query and a key: its score, and its share of the output, all heads
+    cached_numbers: int  # what is kept of a token while decoding
 
     @property
     def token_flops(self) -> int:
@@ -43,11 +32,7 @@ class WritingCost:
 
 
 def writing_cost(weights: AttentionWeights) -> WritingCost:
-    """Count what a writing costs, from its shapes and from what it shares.
-
-    Queries made by the map that makes the keys are counted with the keys, once: that is so where
-    both read the same sequence.
-    """
+    """Count what a writing costs, from its shapes and from what it shares."""
     memory_flops = maps_flops((weights.k, weights.v))
     return WritingCost(
         parameters=weights.num_parameters,
@@ -71,10 +56,7 @@ def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
 
 
 def cached_numbers(weights: AttentionWeights) -> int:
-    """Numbers kept of a token while decoding.
-
-    What keys and values have in common as far as all heads share it, each of the two otherwise.
-    """
+    """Numbers kept of a token while decoding."""
     entries = {
         tuple(id(link) for link in made): _numbers(weights, made)
         for made in (_applied_before_storing(weights, chain)[0] for chain in (weights.k, weights.v))
@@ -111,37 +93,15 @@ def _numbers(weights: AttentionWeights, chain: Chain) -> int:
 @final
 @dataclass(frozen=True)
 class PassCost:
-    """The cost of one pass of a layer: some queries, over the keys they may see.
+    """The cost of one pass of a layer: some queries, over the keys they may see."""
 
-    Attributes:
-        route: "expanded" where keys and values are made of what is remembered of each token;
-            "absorbed" where the maps that would make them are applied to the queries and to the heads'
-            outputs, and what is remembered serves as keys and values.
-        flops: of the matrix products, a multiplication and an addition being two: the maps, the
-            scores, the weighted sums. Every query is counted with every key, as the products are
-            computed where nothing is skipped for a mask. Softmax, scale, biases are left out.
-        diagonal_flops: multiplications by diagonal maps (one a channel), which are not in `flops`.
-        weight_numbers: learned numbers of the maps that are used, biases included.
-        moved_numbers: numbers, `weight_numbers` apart, that pass between memory and processor in the
-            ideal: the input and each entry of the cache are read once, the output is written once,
-            and all that is made on the way (queries, keys, values, heads' outputs, what stands
-            between two maps) is written once and read once. Scores and weights are not: a fused
-            kernel keeps them.
-        kept_numbers: numbers that training keeps for the backward pass, each tensor once: the input
-            of every learned map, queries, keys, values and the heads' outputs. Left out: the maps
-            themselves, the one number a query and head by which a fused kernel repeats its softmax,
-            and copies that change only the order in memory.
-        pair_numbers: attention weights, one a head and pair: kept besides where attention is
-            written out.
-    """
-
-    route: Route
-    flops: int
-    diagonal_flops: int
-    weight_numbers: int
-    moved_numbers: int
-    kept_numbers: int
-    pair_numbers: int
+    route: Route  # "expanded" where keys and values are made of what is remembered of each token
+    flops: int  # of the matrix products, a multiplication and an addition being two
+    diagonal_flops: int  # multiplications by diagonal maps (one a channel), which are not in `flops`
+    weight_numbers: int  # learned numbers of the maps that are used, biases included
+    moved_numbers: int  # numbers, `weight_numbers` apart, that pass between memory and processor in the ideal
+    kept_numbers: int  # numbers that training keeps for the backward pass, each tensor once
+    pair_numbers: int  # attention weights, one a head and pair: kept besides where attention is written out
 
 
 def pass_cost(

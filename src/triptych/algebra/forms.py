@@ -23,16 +23,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ThinSVD(NamedTuple):
-    """A = U diag(S) Vh, with k = min(r, d_left, d_right).
+    """A = U diag(S) Vh, with k = min(r, d_left, d_right)."""
 
-    Attributes:
-        U: `[*batch, d_left, k]`; the entry of largest magnitude of each column is positive.
-        S: `[*batch, k]`, descending.
-        Vh: `[*batch, k, d_right]`.
-    """
-
-    U: Float[Tensor, "*batch d_left k"]
-    S: Float[Tensor, "*batch k"]
+    U: Float[Tensor, "*batch d_left k"]  # the entry of largest magnitude of each column is positive
+    S: Float[Tensor, "*batch k"]  # descending
     Vh: Float[Tensor, "*batch k d_right"]
 
 
@@ -170,17 +164,7 @@ class BilinearForm:
         return BilinearForm(self.right, self.left)
 
     def __matmul__(self, other: "BilinearForm") -> "BilinearForm":
-        """A B, written with the smaller of the two widths.
-
-        Args:
-            other: B, `[*batch, d_right, d]`: as many rows as A has columns, and A's batch.
-
-        Returns:
-            The form A B, `[*batch, d_left, d]`.
-
-        Raises:
-            ValueError: the forms do not fit; the message gives both sizes.
-        """
+        """A B, written with the smaller of the two widths."""
         if self.d_right != other.d_left:
             raise ValueError(
                 f"a form of {self.d_left} × {self.d_right} cannot be followed by one of "
@@ -193,14 +177,7 @@ class BilinearForm:
         return BilinearForm(self.left @ middle, other.right)
 
     def __sub__(self, other: "BilinearForm") -> "BilinearForm":
-        """A − B: the factors side by side, so the widths add up.
-
-        Args:
-            other: B, of A's shape and batch.
-
-        Raises:
-            ValueError: the forms do not fit; the message gives both sizes.
-        """
+        """A − B: the factors side by side, so the widths add up."""
         if (self.d_left, self.d_right) != (other.d_left, other.d_right):
             raise ValueError(
                 f"forms of {self.d_left} × {self.d_right} and {other.d_left} × {other.d_right} "
@@ -305,21 +282,13 @@ class BilinearForm:
     # Square forms.
 
     def trace(self) -> Float[Tensor, "*batch"]:
-        """Sum of the diagonal of a square A.
-
-        Raises:
-            ValueError: A is not square; the message gives both widths.
-        """
+        """Sum of the diagonal of a square A."""
         self._require_square("trace")
         left, right = self._working_factors()
         return (left * right).sum(dim=(-2, -1))
 
     def symmetry_score(self) -> Float[Tensor, "*batch"]:
-        """tr(A²)/‖A‖²: 1 symmetric, −1 antisymmetric, about 0 for random factors; 0 if A is zero.
-
-        Raises:
-            ValueError: A is not square; the message gives both widths.
-        """
+        """tr(A²)/‖A‖²: 1 symmetric, −1 antisymmetric, about 0 for random factors; 0 if A is zero."""
         M = self._squeeze("symmetry score")
         # M has the trace of A² but, the frames being two, not the norm of A.
         norm = or_one(self.norm())[..., None, None]
@@ -386,10 +355,7 @@ class BilinearForm:
         return _finite_product(left, right.mT)  # without Q, R has no gradient
 
     def _squeeze(self, what: str) -> Tensor:
-        """Small matrix with the traces and non-zero eigenvalues of a square A and of its powers.
-
-        rightᵀ left has them too, but its rounding grows with the condition of the gauge.
-        """
+        """Small matrix with the traces and non-zero eigenvalues of a square A and of its powers."""
         self._require_square(what)
         Q_left, core, Q_right = self._reduce()
         return core @ (Q_right.mT @ Q_left)

@@ -41,18 +41,12 @@ _NUMBERS_AT_A_TIME = 1 << 20
 @final
 @dataclass(frozen=True)
 class RotaryPairs:
-    """Channels of queries and keys that turn together with the position.
+    """Channels of queries and keys that turn together with the position."""
 
-    Attributes:
-        first: one channel of each pair; likewise `second`.
-        slow: whether a pair turns by less than a radian over the longest text: then it is as good as fixed.
-        factor: what these channels of queries, and those of keys, are multiplied by besides.
-    """
-
-    first: tuple[int, ...]
+    first: tuple[int, ...]  # one channel of each pair
     second: tuple[int, ...]
-    slow: tuple[bool, ...]
-    factor: float = 1.0
+    slow: tuple[bool, ...]  # whether a pair turns by less than a radian over the longest text
+    factor: float = 1.0  # what these channels of queries, and those of keys, are multiplied by besides
 
     @classmethod
     def of(cls, rotation: RotaryEmbedding, longest: int) -> "RotaryPairs":
@@ -69,28 +63,15 @@ class RotaryPairs:
 @final
 @dataclass(frozen=True, eq=False)
 class HeadMeasures:
-    """What was measured of a layer's heads, in float64; NaN where a map is not finite.
+    """What was measured of a layer's heads, in float64; NaN where a map is not finite."""
 
-    Attributes:
-        qk: the spectrum of W_QK, or what takes its place.
-        ov: that of W_OV.
-        similarity: of the maps to queries, keys and values, in pairs; None where they read different inputs,
-            or are made by a map that both have (one for several, or a latent).
-        norms: Frobenius norm of each map.
-        symmetry: tr(A²)/‖A‖² of W_QK: 1 symmetric, −1 antisymmetric; None for rotary heads and others whose
-            queries and keys cannot change places.
-        copying: Σ Re λ / Σ |λ| of the eigenvalues of W_OV: 1 where what is read is written back, −1 where
-            it is taken away; None if it is not square, and in cross-attention.
-        finite: whether all four maps are.
-    """
-
-    qk: Spectrum
-    ov: Spectrum
-    similarity: dict[MapPair, MapSimilarity | None]
-    norms: dict[Side, Float[Tensor, " heads"]]
-    symmetry: Float[Tensor, " heads"] | None
-    copying: Float[Tensor, " heads"] | None
-    finite: Bool[Tensor, " heads"]
+    qk: Spectrum  # of W_QK, or what takes its place
+    ov: Spectrum  # of W_OV
+    similarity: dict[MapPair, MapSimilarity | None]  # of the maps to queries, keys and values, in pairs
+    norms: dict[Side, Float[Tensor, " heads"]]  # Frobenius norm of each map
+    symmetry: Float[Tensor, " heads"] | None  # tr(A²)/‖A‖² of W_QK: 1 symmetric, −1 antisymmetric
+    copying: Float[Tensor, " heads"] | None  # Σ Re λ / Σ |λ| of the eigenvalues of W_OV
+    finite: Bool[Tensor, " heads"]  # whether all four maps are
 
 
 def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
@@ -161,10 +142,7 @@ def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
 
 
 def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chunk]") -> list[HeadMeasures]:
-    """What `work` makes of every chunk, as many at a time as torch has threads, each on one of them.
-
-    The matrices are too small for several threads to share one.
-    """
+    """What `work` makes of every chunk, as many at a time as torch has threads, each on one of them."""
     threads = torch.get_num_threads()
     if threads == 1 or len(chunks) == 1:
         return [work(chunk) for chunk in chunks]
@@ -176,11 +154,7 @@ def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chu
 
 
 def _with_rotary_pairs(parts: "_Parts", rotary_pairs: RotaryPairs) -> Tensor:
-    """Singular values of the channels that stay, and the roots of the energies of the pairs that turn.
-
-    Pair f, seen as two complex vectors u_f and v_f, has the mean square score ½ |xᵀu_f|² |yᵀv_f|² over
-    distances: ½ ‖u_f‖² ‖v_f‖² for inputs without a preferred direction.
-    """
+    """Singular values of the channels that stay, and the roots of the energies of the pairs that turn."""
     times = torch.ones(parts.R["q"].shape[-1], dtype=torch.float64)
     times[[*rotary_pairs.first, *rotary_pairs.second]] = rotary_pairs.factor
     R_q, R_k = parts.R["q"] * times, parts.R["k"] * times
@@ -201,12 +175,7 @@ def _with_rotary_pairs(parts: "_Parts", rotary_pairs: RotaryPairs) -> Tensor:
 
 
 class _Parts:
-    """The small matrices that stand for the maps of a few heads.
-
-    Attributes:
-        R: of every map W = Q R, `[heads, k, width]`; of outputs, of the transposed map.
-        finite: whether all four maps of a head are.
-    """
+    """The small matrices that stand for the maps of a few heads."""
 
     def __init__(self, chunk: "_Chunk") -> None:
         maps = {side: reduce(Link.then, chain).weight.double() for side, chain in chunk.chains.items()}
@@ -265,17 +234,11 @@ class _Parts:
 @final
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """A few heads.
+    """A few heads."""
 
-    Attributes:
-        chains: of each side, those copies of its maps that they use.
-        places: which copy each head does.
-        has_many_digits: whether the weights have more digits than float32.
-    """
-
-    chains: dict[Side, Chain]
-    places: dict[Side, list[int]]
-    has_many_digits: bool
+    chains: dict[Side, Chain]  # of each side, those copies of its maps that they use
+    places: dict[Side, list[int]]  # which copy each head does
+    has_many_digits: bool  # whether the weights have more digits than float32
 
 
 _NEIGHBOURS: tuple[tuple[Side, Side], ...] = (("q", "k"), ("q", "v"), ("k", "v"), ("v", "o"))

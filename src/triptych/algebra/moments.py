@@ -18,32 +18,18 @@ from triptych.errors import DataError
 @final
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Means over a text, in float64, of the channels of one writing of a layer.
+    """Means over a text, in float64, of the channels of one writing of a layer."""
 
-    They belong to that writing: of one in another gauge they say nothing. Queries and keys are those after
-    their biases and norms, before positions turn them. Keys meet every query of the text alike here: who
-    sees whom, and at which distance, is left out.
-
-    Attributes:
-        count: tokens that ask; `key_count`: tokens that are asked.
-        longest: tokens of the longest sequence, padding included.
-        q: `[num_heads, d_k, d_k]`, E[qᵀq] of every head; `k`: `[key_heads, d_k, d_k]`, likewise, uncentred.
-        q_mean: `[num_heads, d_k]`, E[q]; `k_mean`: `[key_heads, d_k]`, E[k].
-        mixed: `[num_heads, d_v, d_v]`, E[zᵀz] of every head's mixed values z = p v as they meet W_O.
-        mixed_mean: `[num_heads, d_v]`, E[z].
-        x_square: mean square of a number of the queries' input; `y_square` of the keys'.
-    """
-
-    count: int
-    key_count: int
-    longest: int
-    q: Float[Tensor, "num_heads d_k d_k"]
+    count: int  # tokens that ask
+    key_count: int  # tokens that are asked
+    longest: int  # tokens of the longest sequence, padding included
+    q: Float[Tensor, "num_heads d_k d_k"]  # E[qᵀq] of every head
     k: Float[Tensor, "key_heads d_k d_k"]
-    q_mean: Float[Tensor, "num_heads d_k"]
+    q_mean: Float[Tensor, "num_heads d_k"]  # E[q]
     k_mean: Float[Tensor, "key_heads d_k"]
-    mixed: Float[Tensor, "num_heads d_v d_v"]
-    mixed_mean: Float[Tensor, "num_heads d_v"]
-    x_square: float
+    mixed: Float[Tensor, "num_heads d_v d_v"]  # E[zᵀz] of every head's mixed values z = p v as they meet W_O
+    mixed_mean: Float[Tensor, "num_heads d_v"]  # E[z]
+    x_square: float  # mean square of a number of the queries' input; `y_square` of the keys'
     y_square: float
 
     @property

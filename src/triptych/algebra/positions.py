@@ -41,17 +41,11 @@ def apply_rotary(
 
 
 class LongTexts(ABC):
-    """The rotation of texts longer than a limit.
+    """The rotation of texts longer than a limit."""
 
-    Attributes:
-        limit: length in tokens of the longest text that is rotated as all shorter ones.
-        times: what rotated channels are multiplied by besides.
-        grows: whether every length has a rotation of its own.
-    """
-
-    grows: ClassVar[bool]
-    limit: int
-    times: float
+    grows: ClassVar[bool]  # whether every length has a rotation of its own
+    limit: int  # length in tokens of the longest text that is rotated as all shorter ones
+    times: float  # what rotated channels are multiplied by besides
 
     @abstractmethod
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
@@ -61,10 +55,7 @@ class LongTexts(ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class OtherFrequencies(LongTexts):
-    """One other rotation for all longer texts (LongRoPE).
-
-    Source: Ding et al. 2024, arXiv 2402.13753.
-    """
+    """One other rotation for all longer texts (LongRoPE). Source: Ding et al. 2024, arXiv 2402.13753."""
 
     grows = False
     limit: int
@@ -204,10 +195,7 @@ class RotaryEmbedding:
     def cos_sin(
         self, begin: int, end: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "positions pairs"], Float[Tensor, "positions pairs"]]:
-        """Cosines and sines of positions `begin` to `end − 1` of a text that ends there, times the factor.
-
-        In float64 where `dtype` is that, and float32 for all others; kept for the next call.
-        """
+        """Cosines and sines of positions `begin` to `end − 1` of a text that ends there, times the factor."""
         if self.places is not None:
             _require_in_picture(end, len(self.places))
         precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -234,19 +222,12 @@ class RotaryEmbedding:
 
 
 class ScoreBias(ABC):
-    """Numbers added to the scaled scores.
+    """Numbers added to the scaled scores."""
 
-    Attributes:
-        scheme: the name in reports and messages.
-        of_each_head: the tensors with numbers of each head, and which of their dimensions heads are.
-        learned: whether they are learned.
-        reads_content: whether it depends on queries and keys, and not on their positions alone.
-    """
-
-    scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]
-    of_each_head: ClassVar[Mapping[str, int]]
+    scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]  # the name in reports and messages
+    of_each_head: ClassVar[Mapping[str, int]]  # the tensors with numbers of each head
     learned: ClassVar[bool] = True
-    reads_content: ClassVar[bool] = False
+    reads_content: ClassVar[bool] = False  # whether it depends on queries and keys
 
     @abstractmethod
     def __call__(
@@ -256,10 +237,7 @@ class ScoreBias(ABC):
         query_positions: Int[Tensor, "*rows query_len"],
         key_positions: Int[Tensor, "*columns key_len"],
     ) -> Tensor:
-        """What is added, broadcasting to `[batch, heads, query_len, key_len]`.
-
-        Positions are those of all rows, or of each row of the batch by itself.
-        """
+        """What is added, broadcasting to `[batch, heads, query_len, key_len]`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What is there of `of_each_head`, by name."""
@@ -306,13 +284,8 @@ class ALiBi(ScoreBias):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of every head, as ALiBi's authors choose them.
-
-    For a power of two they are 2^(−8/h), 2^(−16/h), …, 2^−8. For another number, those of the power of two
-    below it, and after them every other one, from the first, of the power of two above it.
-
-    Source: `get_slopes` in github.com/ofirpress/attention_with_linear_biases.
-    """
+    """The slope of every head, as ALiBi's authors choose them."""
+    # Source: `get_slopes` in github.com/ofirpress/attention_with_linear_biases.
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
     return slopes + [2 ** (-4 * (i + 1) / below) for i in range(0, 2 * (num_heads - below), 2)]
@@ -321,21 +294,15 @@ def alibi_slopes(num_heads: int) -> list[float]:
 @final
 @dataclass(frozen=True, eq=False)
 class RelativePositionBias(ScoreBias):
-    """T5's: a learned number for each head and bucket of distances.
+    """T5's: a learned number for each head and bucket of distances."""
 
-    Attributes:
-        table: `[buckets, heads]`.
-        both_ways: whether keys after the query have buckets of their own, half of them.
-        max_distance: from where on all distances share the last bucket.
-
-    Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1.
-    """
+    # Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1.
 
     scheme = "relative"
     of_each_head = MappingProxyType({"table": 1})
     table: Float[Tensor, "buckets heads"]
-    both_ways: bool
-    max_distance: int
+    both_ways: bool  # whether keys after the query have buckets of their own, half of them
+    max_distance: int  # from where on all distances share the last bucket
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         distance = -between(query_positions, key_positions)
@@ -395,28 +362,19 @@ class PatchPositionBias(ScoreBias):
 @final
 @dataclass(frozen=True, eq=False)
 class DisentangledBias(ScoreBias):
-    """DeBERTa's: scores of content with the distance, and of the distance with content.
+    """DeBERTa's: scores of content with the distance, and of the distance with content."""
 
-    Attributes:
-        keys: of the distances, `[heads, 2 · span, d_k]`, read by queries; None if they are not.
-        queries: of the distances, likewise, reading keys; None if they do not.
-        span: number of buckets to each side.
-        max_distance: the longest distance that has a bucket of its own kind; buckets are exact if None.
-        scale: of both products.
-        through_maps: whether the distances pass the layer's own maps of keys and queries, and not others.
-
-    Source: He et al. 2021, arXiv 2006.03654, equation 4; buckets: github.com/microsoft/DeBERTa.
-    """
+    # Source: He et al. 2021, arXiv 2006.03654, equation 4; buckets: github.com/microsoft/DeBERTa.
 
     scheme = "disentangled"
     of_each_head = MappingProxyType({"keys": 0, "queries": 0})
     reads_content = True
-    keys: Tensor | None
-    queries: Tensor | None
-    span: int
-    max_distance: int | None
-    scale: float
-    through_maps: bool = False
+    keys: Tensor | None  # of the distances, `[heads, 2 · span, d_k]`, read by queries; None if they are not
+    queries: Tensor | None  # of the distances, likewise, reading keys; None if they do not
+    span: int  # number of buckets to each side
+    max_distance: int | None  # the longest distance that has a bucket of its own kind
+    scale: float  # of both products
+    through_maps: bool = False  # whether the distances pass the layer's own maps of keys and queries
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         distance = self._bucketed(between(query_positions, key_positions)).unsqueeze(-3)

@@ -12,13 +12,8 @@ COVERAGE = 0.95
 def ratio_intervals(
     sums: Float[Tensor, "units *figures"], counts: Float[Tensor, "units *counts"]
 ) -> tuple[Float[Tensor, "*figures"], Float[Tensor, "*figures"]]:
-    """95 % bootstrap intervals of `Σ sums / Σ counts` over units, such as documents.
-
-    Each of 1,000 resamples draws as many units as there are, with replacement, the same ones for every
-    figure. The draws are the same every time.
-
-    Source: Efron 1979, doi 10.1214/aos/1176344552.
-    """
+    """95 % bootstrap intervals of `Σ sums / Σ counts` over units, such as documents."""
+    # Source: Efron 1979, doi 10.1214/aos/1176344552.
     counts = counts.double().expand_as(sums)
     units, shape = sums.shape[0], sums.shape[1:]
     drawn = _times_drawn(units)

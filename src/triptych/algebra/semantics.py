@@ -115,18 +115,11 @@ def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class HeadGate:
-    """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1.
+    """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1."""
 
-    It is one number for a head and a token, so W_OV stays what the head moves.
+    # Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head after the operation.
 
-    Attributes:
-        weight: `[heads, d_model]`, of the input that the queries are made of.
-        bias: `[heads]`; None for 0.
-
-    Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head after the operation.
-    """
-
-    weight: Float[Tensor, "heads d_model"]
+    weight: Float[Tensor, "heads d_model"]  # of the input that the queries are made of
     bias: Float[Tensor, " heads"] | None = None
 
     @property
@@ -225,10 +218,9 @@ class Scores(ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class AdditiveScores(Scores):
-    """`v_i · tanh(q + k)`, with a vector v_i for each head.
+    """`v_i · tanh(q + k)`, with a vector v_i for each head."""
 
-    Source: Bahdanau et al. 2015, arXiv 1409.0473, with W^Q and W^K as the maps of queries and keys.
-    """
+    # Source: Bahdanau et al. 2015, arXiv 1409.0473, with W^Q and W^K as the maps of queries and keys.
 
     name = "additive"
     no_rotary = (
@@ -345,10 +337,7 @@ class Semantics:
         return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
 
     def of_heads(self, kept: Sequence[int]) -> "Semantics":
-        """What it is where some heads are left, in some order: their sinks, biases, gates and scores.
-
-        Norms stay as they are: theirs are numbers of maps, of which keys have fewer than there are heads.
-        """
+        """What it is where some heads are left, in some order: their sinks, biases, gates and scores."""
         order = list(kept)
         parts = {
             name: part.of_heads(order) for name in _OF_HEADS if (part := getattr(self, name)) is not None

@@ -14,26 +14,15 @@ from torch import Tensor
 
 
 class MapSimilarity(NamedTuple):
-    """Two maps of every head side by side.
+    """Two maps of every head side by side."""
 
-    Attributes:
-        cosine: of the entries, −1 to 1; depends on the basis. NaN where the shapes differ.
-        procrustes: the same after the best rotation of one of them, 0 to 1: does not depend on rotations.
-        cka: of the rows as examples, 0 to 1 (Kornblith et al. 2019, arXiv 1905.00414, linear, uncentred):
-            does not depend on rotations either.
-        angles: principal angles of the column spaces, ascending, in radians; NaN past the ranks.
-        overlap: mean squared cosine of the principal angles, 0 to 1: does not depend on the basis.
-        chance: what the overlap is on average for random subspaces of the same dimensions.
-        p_value: how probable an overlap as large or larger is for random subspaces.
-    """
-
-    cosine: Float[Tensor, " heads"]
-    procrustes: Float[Tensor, " heads"]
-    cka: Float[Tensor, " heads"]
-    angles: Float[Tensor, "heads k"]
-    overlap: Float[Tensor, " heads"]
+    cosine: Float[Tensor, " heads"]  # of the entries, −1 to 1; depends on the basis
+    procrustes: Float[Tensor, " heads"]  # the same after the best rotation of one of them, 0 to 1
+    cka: Float[Tensor, " heads"]  # of the rows as examples
+    angles: Float[Tensor, "heads k"]  # principal angles of the column spaces, ascending, in radians
+    overlap: Float[Tensor, " heads"]  # mean squared cosine of the principal angles, 0 to 1
     chance: Float[Tensor, " heads"]
-    p_value: Float[Tensor, " heads"]
+    p_value: Float[Tensor, " heads"]  # how probable an overlap as large or larger is for random subspaces
 
     @property
     def times_chance(self) -> Float[Tensor, " heads"]:
@@ -42,17 +31,11 @@ class MapSimilarity(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What of a map W = Q R, with orthonormal columns in Q, is needed to compare it.
-
-    Attributes:
-        R: `[heads, k, width]`.
-        basis: of the column space, as combinations of the columns of Q; those past the rank are zero.
-        rank: of every map.
-    """
+    """What of a map W = Q R, with orthonormal columns in Q, is needed to compare it."""
 
     R: Float[Tensor, "heads k width"]
-    basis: Float[Tensor, "heads k r"]
-    rank: Int[Tensor, " heads"]
+    basis: Float[Tensor, "heads k r"]  # of the column space, as combinations of the columns of Q
+    rank: Int[Tensor, " heads"]  # of every map
 
     @property
     def is_full(self) -> bool:
@@ -97,7 +80,7 @@ def chance_of_as_much(
 
     tr(P Q), the sum of the squared cosines, is Pillai's trace of a multivariate analysis of variance. Its law
     is replaced by the beta law of the same mean and variance, which is exact where one subspace is a line. In
-    very few dimensions the tail is far too small: `docs/similarity.md`.
+    very few dimensions the tail is far too small: `docs/explanation/similarity.md`.
     """
     found = torch.ones_like(shared)
     for one, other in {*zip(p.tolist(), q.tolist(), strict=True)}:
@@ -132,11 +115,7 @@ def _overlap_tails(few: int, many: int, d: int) -> tuple[Tensor, Tensor]:
 def sketches(
     left: Float[Tensor, "forms d r"], right: Float[Tensor, "forms other_d r"]
 ) -> Float[Tensor, "forms numbers"]:
-    """A hundred numbers of every form A = left rightᵀ, of length 1: products of two are near the cosine.
-
-    They are xᵀ A y for random x and y, the same for all forms of one size; the product of two
-    sketches is off by about an eighth. Forms that are zero have zeros.
-    """
+    """A hundred numbers of every form A = left rightᵀ, of length 1: products of two are near the cosine."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.promote_types(left.dtype, torch.float32)
     x, y = (

@@ -12,13 +12,9 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Singular values, and what is read off them; nothing of it overflows or vanishes where they do not.
+    """Singular values, and what is read off them; nothing of it overflows or vanishes where they do not."""
 
-    Attributes:
-        values: descending.
-    """
-
-    values: Float[Tensor, "*batch k"]
+    values: Float[Tensor, "*batch k"]  # descending
 
     @property
     def spectral_norm(self) -> Float[Tensor, "*batch"]:

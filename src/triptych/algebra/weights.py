@@ -7,9 +7,9 @@ W^Q = W^K has `weights.q is weights.k`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float
@@ -25,21 +25,14 @@ SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
 @final
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One affine map, `x ↦ x W + b`, in one or several copies.
+    """One affine map, `x ↦ x W + b`, in one or several copies."""
 
-    Attributes:
-        weight: `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map. A copy serves
-            `num_heads / copies` consecutive heads.
-        bias: `[copies, d_out]` or None.
-        norm: of what the map puts out, before the next map of its chain reads it; None if there is none,
-            which is what lets the two be folded.
-        learned: False for a map without numbers of its own (a slice of the input, a fixed factor).
-    """
-
-    weight: Float[Tensor, "copies *matrix"]
+    weight: Float[
+        Tensor, "copies *matrix"
+    ]  # `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map
     bias: Float[Tensor, "copies d_out"] | None = None
-    norm: HeadNorm | None = None
-    learned: bool = True
+    norm: HeadNorm | None = None  # of what the map puts out, before the next map of its chain reads it
+    learned: bool = True  # False for a map without numbers of its own (a slice of the input, a fixed factor)
 
     @property
     def diagonal(self) -> bool:
@@ -117,17 +110,11 @@ Chain = tuple[Link, ...]
 @final
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The weight and bias of a LayerNorm or RMSNorm.
+    """The weight and bias of a LayerNorm or RMSNorm."""
 
-    Attributes:
-        weight: `[d_model]`, as stored.
-        bias: `[d_model]` or None.
-        offset: what the stored weight is relative to: 1 for the families that store `w` of `1 + w`.
-    """
-
-    weight: Float[Tensor, " d_model"]
+    weight: Float[Tensor, " d_model"]  # as stored
     bias: Float[Tensor, " d_model"] | None = None
-    offset: float = 0.0
+    offset: float = 0.0  # what the stored weight is relative to: 1 for the families that store `w` of `1 + w`
 
 
 @final
@@ -310,21 +297,42 @@ class AttentionWeights:
             for i in range(self.num_heads)
         )
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
-        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
-        chains: dict[int, Chain] = {}
+    def each_link(
+        self,
+        change: Callable[[Link], Link],
+        sides: Collection[Side] = SIDES,
+        num_heads: int | None = None,
+        **others: Any,
+    ) -> "AttentionWeights":
+        """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
         links: dict[int, Link] = {}
+        chains: dict[int, Chain] = {}
 
         def of_link(link: Link) -> Link:
             if id(link) not in links:
-                bias = None if link.bias is None else change(link.bias)
-                links[id(link)] = replace(link, weight=change(link.weight), bias=bias)
+                links[id(link)] = change(link)
             return links[id(link)]
 
-        def of_chain(chain: Chain) -> Chain:
+        def of_side(side: Side) -> Chain:
+            chain = self.chain(side)
+            if side not in sides:
+                return chain
             if id(chain) not in chains:
-                chains[id(chain)] = tuple(of_link(link) for link in chain)
+                new = tuple(of_link(link) for link in chain)
+                same = all(one is other for one, other in zip(new, chain, strict=True))
+                chains[id(chain)] = chain if same else new
             return chains[id(chain)]
+
+        heads = self.num_heads if num_heads is None else num_heads
+        q, k, v, o = (of_side(side) for side in SIDES)
+        return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
+        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
+
+        def of_link(link: Link) -> Link:
+            bias = None if link.bias is None else change(link.bias)
+            return replace(link, weight=change(link.weight), bias=bias)
 
         def of_norm(norm: Norm | None) -> Norm | None:
             if norm is None:
@@ -333,12 +341,8 @@ class AttentionWeights:
                 norm, weight=change(norm.weight), bias=None if norm.bias is None else change(norm.bias)
             )
 
-        return replace(
-            self,
-            q=of_chain(self.q),
-            k=of_chain(self.k),
-            v=of_chain(self.v),
-            o=of_chain(self.o),
+        return self.each_link(
+            of_link,
             o_bias=None if self.o_bias is None else change(self.o_bias),
             norm=of_norm(self.norm),
             memory_norm=of_norm(self.memory_norm),
@@ -389,10 +393,7 @@ class AttentionWeights:
         return replace(whole, q=q, k=k, v=v, o=o)
 
     def evened(self, groups: int) -> "AttentionWeights":
-        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values.
-
-        Chains of several links and shared ones stay as they are.
-        """
+        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values."""
 
         def even(side: Side, copies: int) -> Chain:
             chain = self.chain(side)

@@ -31,6 +31,7 @@ from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.opening import AttentionKind, Reader, TextIds
 from triptych.progress import Progress, untold
+from triptych.reports import short_name
 
 # Of more weights a page has the largest of every query only.
 MOST_WEIGHTS_OF_A_PAGE, _KEPT = 4_500_000, 16
@@ -212,7 +213,7 @@ class Attention:
 
         Args:
             path: the file.
-            title: the heading; the model's name if None.
+            title: the heading; the name of the model if None.
             over: what the heads do over a text, which the page says of each.
         """
         if over is None:
@@ -307,8 +308,8 @@ class Attention:
             layers.setdefault(stack.kind, []).append(ViewedLayer(tuple(viewed), layer.number))
         kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
         text = ViewedText(_shown("".join(map(_readable, self.source_tokens or self.tokens))), kinds)
-        facts = () if title is None else (("model", self.model),)
-        return AttentionPage(title or self.model, (text,), facts)
+        heading = title or f"Attention of {short_name(self.model)}"
+        return AttentionPage(heading, (text,), (("model", self.model),))
 
     def _viewed(self, stack: Stack, layers: Sequence[ViewedLayer]) -> ViewedKind:
         produced = self.source_ids is not None and stack.kind != "encoder"

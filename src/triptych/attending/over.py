@@ -15,7 +15,7 @@ from triptych.attending.worth import Instead, Worth, measure_worth, require_loss
 from triptych.attending.writing import measure_copies
 from triptych.opening import Reader
 from triptych.progress import Progress, untold
-from triptych.reports import Report, Table, write_report
+from triptych.reports import Report, Table, short_name, write_report
 from triptych.text import read_lines
 from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
 
@@ -107,12 +107,13 @@ class OverText:
     def report(self) -> Report:
         """What the page shows."""
         facts = (
+            ("model", self.model),
             ("tokens", f"{self.tokens:,}"),
             (self.units, f"{self.num_units:,}"),
             ("longest window, tokens", f"{self.context:,}"),
         )
         tables = (*self.tables(), *self._head_tables())
-        return Report(title=f"What the heads of {self.model} do", facts=facts, tables=tables)
+        return Report(title=f"What the heads of {short_name(self.model)} do", facts=facts, tables=tables)
 
     def notes(self) -> dict[tuple[str, int, int], HeadNote]:
         """What the page of a text says of its heads, by kind, layer and head."""
@@ -309,7 +310,8 @@ def _table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]
         columns=("head", "called", *(figure.title for figure in figures)),
         rows=tuple(rows),
         caption="LAYER.HEAD. Means over the queries that can show it, with 95 % intervals; evenly: what a "
-        "head that looks at all visible keys alike gives.",
+        "head that looks at all visible keys alike gives. A column is shaded from its lowest to its highest.",
+        shaded=tuple(range(2, 2 + len(figures))),
     )
 
 

@@ -256,10 +256,29 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
             }
             for place, layer in enumerate(kind.layers)
         ],
+        "telling": _telling(kind, overviews),
         "overview": [*small.shape[1:]],
         "bins": [step * bin_width(len(kind.query_tokens)), step * bin_width(len(kind.key_tokens))],
         "overviews": _compressed(small.tobytes()),
     }
+
+
+def _telling(kind: ViewedKind, overviews: NDArray[np.float32]) -> list[int]:
+    """Places of the layer and the head whose looks tell most of the token that looks.
+
+    That is the mutual information of query and key, looks at the own token left out: 0 where all tokens look
+    at the same places.
+    """
+    joint = overviews.astype(np.float64) / max(1, overviews.shape[1])
+    if kind.kind != "cross":
+        own = np.arange(min(joint.shape[1:]))
+        joint[:, own, own] = 0
+    apart = joint.sum(2, keepdims=True) * joint.sum(1, keepdims=True)
+    total = joint.sum((1, 2), keepdims=True)
+    ratio = np.divide(joint * total, apart, out=np.ones_like(joint), where=(joint > 0) & (apart > 0))
+    best = int((joint * np.log(ratio)).sum((1, 2)).argmax())
+    places = [[layer, head] for layer, of in enumerate(kind.layers) for head in range(len(of.heads))]
+    return places[best]
 
 
 def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:

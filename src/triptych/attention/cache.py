@@ -42,13 +42,7 @@ class LayerCache(AttentionCache):
     """
 
     def __init__(self, room: int = 0, *, even: int | None = None, skipped: int = 0) -> None:
-        """Start empty.
-
-        Args:
-            room: tokens to make room for at the first `append`.
-            even: make room for this many tokens at a time instead; `entries` are then all of it.
-            skipped: empty slots before the first token.
-        """
+        """Start empty."""
         self._stores: tuple[Tensor, ...] = ()
         self._length = skipped
         self._room = room

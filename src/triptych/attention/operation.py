@@ -39,37 +39,28 @@ _KERNELS: dict[int, Kernel] = {
 
 
 class Attended(NamedTuple):
-    """The result of attention.
-
-    Attributes:
-        output: `[batch, num_heads, query_len, d_v]`.
-        weights: `[batch, num_heads, query_len, key_len]`, before dropout; None unless asked for.
-    """
+    """The result of attention."""
 
     output: Float[Tensor, "batch num_heads query_len d_v"]
+    # before dropout; None unless asked for
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None
 
 
 class Explanation(NamedTuple):
-    """How a call of `attention` is computed, and why.
+    """How a call of `attention` is computed, and why."""
 
-    Attributes:
-        path: equation 1 written out, which holds all the weights; the same for a few sentences, heads or
-            queries at a time, which holds those; torch's fused operation; or the latter with d_k or d_v
-            filled up with zeros to the wider of the two.
-        heads: how query heads read the heads of keys and values. "grouped by rows": those that share
-            one lie below each other as rows of one product, so that it is read once. "grouped by
-            the kernel": torch's `enable_gqa`. "expanded": repeated to a common number, without a
-            copy where there is a single one.
-        kernel: what runs. "math" holds all the weights, as "batched products" do; the others need
-            memory linear in the lengths.
-        reason: one sentence, with the numbers.
-    """
-
+    # equation 1 written out, which holds all the weights; the same for a few sentences, heads or queries at a
+    # time, which holds those; torch's fused operation; or the latter with d_k or d_v filled up with zeros to
+    # the wider of the two
     path: Implementation
+    # how query heads read the heads of keys and values. "grouped by rows": those that share one lie below
+    # each other as rows of one product, so that it is read once. "grouped by the kernel": torch's
+    # `enable_gqa`. "expanded": repeated to a common number, without a copy where there is a single one
     heads: HeadGrouping
+    # what runs. "math" holds all the weights, as "batched products" do; the others need memory linear in the
+    # lengths
     kernel: Kernel
-    reason: str
+    reason: str  # one sentence, with the numbers
 
 
 def attention(
@@ -255,3 +246,35 @@ def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
     if x.shape[1] == 1:  # no copy: all read the same memory
         return x.expand(-1, num_heads, -1, -1)
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def four_way_attention(
+    Q: Float[Tensor, "*batch query_len d_k"],
+    K: Float[Tensor, "*batch key_len d_k"],
+    V: Float[Tensor, "*batch key_len d_v"],
+    W: Float[Tensor, "*batch w_len d_v"],
+) -> Float[Tensor, "*batch query_len w_len"]:
+    """`softmax(Q Kᵀ / √d_k) V Wᵀ / √d_k`: what attention reads, scored against a fourth sequence.
+
+    It is symmetric in form (two products of two sequences each) but its result is a matrix of
+    scores, one for every pair of a query and a row of W, not a vector of fixed width a token. It
+    serves where such scores are wanted (pointing at, or aligning with, another sequence).
+
+    Args:
+        Q: queries.
+        K: keys.
+        V: values.
+        W: what the attended values are compared with, W = Y W^W for some sequence Y.
+
+    Raises:
+        ValueError: widths or lengths that do not fit, with the numbers.
+    """
+    if Q.shape[-1] != K.shape[-1]:
+        raise ValueError(f"Q has width {Q.shape[-1]} and K {K.shape[-1]}: they must be equal")
+    if V.shape[-1] != W.shape[-1]:
+        raise ValueError(f"V has width {V.shape[-1]} and W {W.shape[-1]}: they must be equal")
+    if K.shape[-2] != V.shape[-2]:
+        raise ValueError(f"K has {K.shape[-2]} rows and V {V.shape[-2]}: one of each a token")
+    scale = 1 / math.sqrt(Q.shape[-1])
+    weights = (Q @ K.mT * scale).softmax(dim=-1)
+    return weights @ V @ W.mT * scale

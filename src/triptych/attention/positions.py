@@ -22,18 +22,14 @@ SinusoidalLayout = Literal["halves", "interleaved", "tensor2tensor"]
 
 
 class PositionIds(NamedTuple):
-    """The positions of tokens, where they are not simply the next ones.
+    """The positions of tokens, where they are not simply the next ones."""
 
-    Attributes:
-        ids: the position of every token, or of all of them if there is one; `[batch, length]` where the rows
-            of a batch differ, as under padding on the left.
-        end: above every id, known without looking at them.
-        sharing: so many tokens share each position, and key j has position j // sharing. None where `ids` of
-            earlier calls say where keys stand: caches keep them for layers that compare positions.
-    """
-
+    # the position of every token, or of all of them if there is one; `[batch, length]` where the rows of a
+    # batch differ, as under padding on the left
     ids: Int[Tensor, "*rows length"]
-    end: int
+    end: int  # above every id, known without looking at them
+    # so many tokens share each position, and key j has position j // sharing. None where `ids` of earlier
+    # calls say where keys stand: caches keep them for layers that compare positions
     sharing: int | None = None
 
     def of_slots(self, count: Any) -> Int[Tensor, " key_len"]:
@@ -218,13 +214,9 @@ class NoPositions(nn.Module):
 
 
 class AttentionPositions(ABC):
-    """A choice of how self-attention itself tells positions apart. A plain record, fit for a recipe.
+    """A choice of how self-attention itself tells positions apart. A plain record, fit for a recipe."""
 
-    Attributes:
-        scheme: the name in recipes.
-    """
-
-    scheme: ClassVar[Literal["rotary", "alibi"]]
+    scheme: ClassVar[Literal["rotary", "alibi"]]  # the name in recipes
 
     @abstractmethod
     def check(self, width: int) -> None:

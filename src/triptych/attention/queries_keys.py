@@ -17,12 +17,7 @@ BLOCK_BYTES = 1 << 24
 
 
 class WeightBlock(NamedTuple):
-    """The weights of some queries, one after the other.
-
-    Attributes:
-        rows: the queries.
-        weights: `[batch, heads, rows, key_len]`.
-    """
+    """The weights of some queries, one after the other."""
 
     rows: slice
     weights: Float[Tensor, "batch heads rows key_len"]
@@ -31,28 +26,16 @@ class WeightBlock(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class QueriesAndKeys:
-    """Queries and keys of one call of a layer, after norms and rotation, in float32 at least.
-
-    The weights are those of equation 1, written out, for the heads and queries that are asked for. Nothing
-    is held but queries and keys.
-
-    Attributes:
-        q: `[batch, num_heads, query_len, d_k]`.
-        k: `[batch, num_key_heads, key_len, d_k]`; consecutive query heads share one.
-        semantics: of the layer: scale, bias, soft cap, sinks, window.
-        query_positions: where queries stand.
-        key_positions: where keys stand.
-        mask: True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all.
-        causal: a query sees only its own position and earlier ones; the queries are the last of the keys.
-    """
+    """Queries and keys of one call of a layer, after norms and rotation, in float32 at least."""
 
     q: Float[Tensor, "batch num_heads query_len d_k"]
-    k: Float[Tensor, "batch num_key_heads key_len d_k"]
-    semantics: Semantics
-    query_positions: Int[Tensor, "*rows query_len"]
-    key_positions: Int[Tensor, "*columns key_len"]
+    k: Float[Tensor, "batch num_key_heads key_len d_k"]  # consecutive query heads share one
+    semantics: Semantics  # of the layer: scale, bias, soft cap, sinks, window
+    query_positions: Int[Tensor, "*rows query_len"]  # where queries stand
+    key_positions: Int[Tensor, "*columns key_len"]  # where keys stand
+    # True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all
     mask: Bool[Tensor, "..."] | None
-    causal: bool
+    causal: bool  # a query sees only its own position and earlier ones; the queries are the last of the keys
 
     @property
     def num_heads(self) -> int:

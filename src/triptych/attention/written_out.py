@@ -1,19 +1,43 @@
-"""Equation 1 written out: whole, in pieces that hold few of the weights at a time, and the weights alone.
+"""Masks, and equation 1 written out: whole, in pieces that hold few of the weights at a time, or the weights.
 
 weights = softmax(Q Kᵀ · scale + bias + mask)      output = weights V
+
+A mask is boolean, True = may attend, and broadcasts to `[batch, num_heads, query_len, key_len]`. A row
+without a single True attends to nothing: its output is zero, on every path.
 """
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from triptych import thresholds
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import Semantics
-from triptych.attention.masks import causal_mask
 from triptych.attention.planning import Inputs
+from triptych.attention.positions import Places
+
+
+def padding_mask(ids: Int[Tensor, "batch key_len"], pad_id: int) -> Bool[Tensor, "batch 1 1 key_len"]:
+    """True where `ids` holds a token, False where it holds padding."""
+    return (ids != pad_id)[:, None, None, :]
+
+
+def causal_mask(
+    query_len: int | torch.SymInt, key_len: int | torch.SymInt, device: torch.device | None = None
+) -> Bool[Tensor, "query_len key_len"]:
+    """True where a query may look: at its own position and before it.
+
+    The queries are the *last* `query_len` of the `key_len` positions, so that one mask serves
+    training (equal lengths) and decoding with a cache (fewer queries than keys).
+    """
+    offset = key_len - query_len
+    return torch.ones(query_len, key_len, dtype=torch.bool, device=device).tril(offset)
+
 
 # Of scores that are no products, which may hold a vector for each pair of a query and a key.
 _BYTES_OF_PAIRS = 1 << 28
@@ -24,6 +48,33 @@ def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
     scores = scores_of(given.q, given.k, given.bias, given.semantics)
     weights = weights_of(scores, given.mask, given.semantics.sinks, given.causal)
     return _product(F.dropout(weights, given.dropout), given.v), weights
+
+
+def prepared(
+    x: Tensor,
+    semantics: Semantics,
+    norm: Callable[[Tensor], Tensor] | None = None,
+    rotary: RotaryEmbedding | None = None,
+    places: Places | None = None,
+) -> Tensor:
+    """Queries, keys or values of the maps as they meet each other: normalised, clipped and turned."""
+    x = x if norm is None else norm(x)
+    if semantics.clip is not None:
+        x = x.clamp(-semantics.clip, semantics.clip)
+    return x if rotary is None or places is None else places.turned(x, rotary)
+
+
+def tempered(q: Tensor, semantics: Semantics, places: Places) -> Tensor:
+    """Queries after the temperature of their positions."""
+    return q if semantics.temperature is None else semantics.temperature(q, places.of_tokens(q))
+
+
+def by_position(
+    semantics: Semantics, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What queries at some positions may see of keys at others, and what is added to their scores."""
+    bias = semantics.bias
+    return semantics.visible(queries, keys), None if bias is None else bias(q, k, queries, keys)
 
 
 def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, semantics: Semantics) -> Tensor:

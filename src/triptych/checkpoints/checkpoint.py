@@ -15,18 +15,20 @@ from typing import Any, final
 
 from torch import Tensor
 
-from triptych.algebra.weights import Link, Side
-from triptych.checkpoints.attention_spec import AttentionSpec
+from triptych.algebra.weights import AttentionWeights, Link, Side
 from triptych.checkpoints.family import Family, family_of, half_of
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.own import OwnModel
-from triptych.checkpoints.place import Place
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Place, Site
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.source import Source, find_source
+from triptych.checkpoints.specs import AttentionSpec
 from triptych.checkpoints.unknown import LOOKS_LIKE_ATTENTION, refuse_unknown
 from triptych.errors import ConfigurationWarning, DataError, UsageError
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.architecture import EmbeddingsConfig, LanguageModelArchitecture
+from triptych.models.sites import attention_sites, attention_weights, input_norms
+from triptych.models.storage import read_own_model
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import SAFETENSORS, Tensors
@@ -38,16 +40,87 @@ _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are ask
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 
+_LONGEST = 2048  # tokens, where a model says nothing
+
+
+@final
+class OwnModel(AttentionSource):
+    """A model of ours in memory."""
+
+    def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
+        self.model = model
+        self.name, self.written_as, self.known_by = name, "triptych", "its configuration"
+        self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
+        stacks = {"cross": "decoder"}
+        found = {
+            Site(stacks.get(site.stack, site.stack), site.block, site.kind, site.name): site.name
+            for site in attention_sites(self.model)
+        }
+        self._names = found
+        self.sites = tuple(found)
+        parameters = dict(self.model.named_parameters())
+        # The maps are views of parameters.
+        attention = {
+            tensor.untyped_storage().data_ptr()
+            for weights in self._weights.values()
+            for tensor in _tensors_of(weights)
+        }
+        self.num_tensors = len(parameters)
+        self.left_over = tuple(
+            name
+            for name, tensor in parameters.items()
+            if tensor.untyped_storage().data_ptr() not in attention
+        )
+        self.unread = {}
+
+    @classmethod
+    def read_folder(cls, folder: Path, name: str | None = None) -> "OwnModel":
+        """The model in a folder of ours, read whole: they are not large."""
+        return cls(read_own_model(folder), name or str(folder))
+
+    def read(self, site: Site) -> AttentionLayer:
+        weights = self._weights[self._names[site]]
+        inputs = InputNorms(*self._inputs[self._names[site]])
+        scheme = self._positions.positions
+        embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
+        return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
+
+    def bytes_of(self, site: Site) -> int:
+        tensors = _tensors_of(self.read(site).weights)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def longest_text(self, site: Site) -> int:
+        positions = self._positions
+        if positions.positions == "learned":
+            return positions.num_positions
+        if isinstance(self.model, LanguageModel):
+            return self.model.context or _LONGEST
+        return (self.model.max_source_tokens or _LONGEST) + 1
+
+    @property
+    def _positions(self) -> EmbeddingsConfig:
+        architecture = self.model.architecture
+        if isinstance(architecture, LanguageModelArchitecture):
+            return architecture.embeddings
+        return architecture.source
+
+    def input_modules(self, site: Site) -> tuple[str, str]:
+        return site.module, site.module
+
+    def broken(self, layer: AttentionLayer) -> dict[str, int]:
+        count = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors_of(layer.weights))
+        return {layer.site.module: count} if count else {}
+
+
+def _tensors_of(weights: AttentionWeights) -> Iterator[Tensor]:
+    """Maps, and the learned numbers that stand between them."""
+    yield from weights.tensors()
+    yield from weights.semantics.learned().values()
+
 
 @final
 class Checkpoint(AttentionSource):
-    """A checkpoint whose family is known.
-
-    Attributes:
-        family: how it is written.
-        settings: its configuration.
-        tensors: all of them, by name.
-    """
+    """A checkpoint whose family is known."""
 
     def __init__(
         self, name: str, family: Family, settings: Settings, tensors: Tensors, known_by: str = "as told"
@@ -136,9 +209,10 @@ class Checkpoint(AttentionSource):
             if spec.needs and settings.value(spec.needs) is None:
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
+            more = spec.more_layers and settings.value(spec.more_layers) is not None
             require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
             borrowing, lenders = self._num_borrowing(spec, settings, layers), dict[Any, Place]()
-            for layer in range(layers + self._more_layers(spec, settings)):
+            for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
                     break  # those after the last need not be there
                 for within in range(inner):
@@ -177,11 +251,6 @@ class Checkpoint(AttentionSource):
                 for said in not_followed(self.family, place.spec, place.settings)
             )
         )
-
-    def _more_layers(self, spec: AttentionSpec, settings: Settings) -> int:
-        if not spec.more_layers or settings.value(spec.more_layers) in (None, 0):
-            return 0
-        return settings.count(spec.more_layers)
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
         """How many layers, the last ones, have no keys and values of their own."""
@@ -272,10 +341,7 @@ class Checkpoint(AttentionSource):
 def open_checkpoint(
     source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
-    """The attention layers of a source.
-
-    A `ConfigurationWarning` says which fields of the configuration are set and not followed.
-    """
+    """The attention layers of a source."""
     opened = _opened(find_source(source), family, mapped)
     for said in opened.warnings:
         warnings.warn(said, ConfigurationWarning, stacklevel=2)

@@ -1,10 +1,7 @@
-"""Families of architectures, one TOML file each: where its attention lies, and how it is written.
-
-A family file says nothing that its configurations say; where something depends on the configuration it
-holds an expression (`settings`). `--family my.toml` gives one more.
-"""
+"""Families of checkpoints: their files in `families/`, and their table in docs/reference/families.md."""
 
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -14,49 +11,41 @@ from typing import Any, final
 
 from pydantic import ValidationError, model_validator
 
-from triptych.checkpoints.attention_spec import AttentionSpec
-from triptych.checkpoints.model_spec import ModelSpec
-from triptych.checkpoints.specs import Choice, Spec
+from triptych.checkpoints.specs import AttentionSpec, Choice, ModelSpec, Spec
 from triptych.errors import DataError, UsageError
+from triptych.files import write_text
 from triptych.toml import read_toml
+
+START, END = "<!-- families -->\n", "<!-- end of families -->\n"
+_TESTS = {
+    "decoder": "test_models_run.py",
+    "encoder": "test_encoders_run.py",
+    "encoder-decoder": "test_encoder_decoders_run.py",
+}
 
 _FOLDER = files("triptych.checkpoints") / "families"
 
 
 @final
 class Unread(Spec):
-    """Attention that is known and not read.
+    """Attention that is known and not read."""
 
-    Attributes:
-        names: of its tensors, a pattern.
-        why: for reports.
-    """
-
-    names: str
+    names: str  # of its tensors, a pattern
     why: str
 
 
 @final
 class Family(Spec):
-    """An architecture family.
-
-    Attributes:
-        name: for people.
-        model_types: of configurations.
-        refused: why its checkpoints cannot be read, on conditions of the configuration.
-        attention: its kinds of attention layers; none where all are refused.
-        model: what its models are made of besides; None where they can be read, and not run.
-        rest: tensors that look like attention by their names and are not, as patterns.
-        unread: attention that is reported, and not read.
-    """
+    """An architecture family."""
 
     name: str
     model_types: tuple[str, ...] = ()
-    refused: tuple[Choice, ...] = ()
-    attention: tuple[AttentionSpec, ...] = ()
+    refused: tuple[Choice, ...] = ()  # why its checkpoints cannot be read, on conditions of the configuration
+    attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
+    # what its models are made of besides; None where they can be read, and not run
     model: ModelSpec | None = None
-    rest: tuple[str, ...] = ()
-    unread: tuple[Unread, ...] = ()
+    rest: tuple[str, ...] = ()  # tensors that look like attention by their names and are not, as patterns
+    unread: tuple[Unread, ...] = ()  # attention that is reported, and not read
 
     @model_validator(mode="after")
     def _require_attention(self) -> "Family":
@@ -66,10 +55,7 @@ class Family(Spec):
 
 
 def half_of(family: Family, half: str) -> Family:
-    """The family as files have it in which one half of its models, "encoder" or "decoder", was saved alone.
-
-    The names of its tensors then begin below that word.
-    """
+    """The family as files with one half of its models, "encoder" or "decoder", name it."""
 
     def below(held: Any) -> Any:
         match held:
@@ -148,10 +134,7 @@ def _try_names(spec: AttentionSpec) -> None:
 
 
 def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """A record with `like = "NAME"` in attention entries replaced by the first entry of that family.
-
-    In `[model]`, by the `[model]` of that family.
-    """
+    """A record with `like = "NAME"` in attention entries replaced by the first entry of that family."""
     entries, model = record.get("attention"), record.get("model")
     if isinstance(model, dict) and "like" in model:
         record = {**record, "model": _model_laid_over(model, where)}
@@ -188,3 +171,39 @@ def _laid_over(entry: Any, where: str) -> Any:
         raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")
     other = others[int(number or 0)]
     return {**other, **{key: value for key, value in entry.items() if key != "like"}}
+
+
+def with_table(page: str) -> str:
+    """A page with the table between its two marks brought up to date."""
+    before, start, rest = page.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"the page has no {START.strip()} with {END.strip()} after it")
+    return before + start + "".join(f"{row}\n" for row in _rows()) + end + after
+
+
+def _rows() -> Iterator[str]:
+    yield "| family | `model_type` | read | rewritten | run | written | shown by, in `tests/checkpoints/` |"
+    yield "|---|---|---|---|---|---|---|"
+    for family in sorted(families(), key=lambda family: family.name.lower()):
+        if family.attention:
+            yield _row(family)
+
+
+def _row(family: Family) -> str:
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    kept = [spec for spec in family.attention if spec.why_kept]
+    rewritten = "no" if len(kept) == len(family.attention) else "in part" if kept else "yes"
+    model = family.model
+    run = "no" if model is None else "encoder-decoder" if model.encoder else model.kind
+    positions = (position.kind for spec in family.attention for position in spec.positions)
+    products = "disentangled" in positions
+    written = "no" if model is None else "in part" if products else "yes"
+    shown = ["test_families.py", *([_TESTS[run], "test_model_writing.py"] if run in _TESTS else [])]
+    tests = ", ".join(f"`{test}`" for test in shown)
+    return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1])
+    write_text(page, with_table(page.read_text(encoding="utf-8")))

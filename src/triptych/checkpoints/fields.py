@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
-from triptych.checkpoints.attention_spec import AttentionSpec
-from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.family import Family
+from triptych.checkpoints.hooks import hook_of
+from triptych.checkpoints.specs import AttentionSpec
 from triptych.errors import DataError
 from triptych.storage.settings import Settings, paths_in
 from triptych.storage.untrusted import shown
@@ -66,7 +66,8 @@ def fields_read(family: Family) -> frozenset[str]:
 def of_attention(path: str) -> bool:
     """Whether a field may have to do with attention, as far as its name tells."""
     name = path.rpartition(".")[2]
-    return bool(_OF_ATTENTION.search(name)) and name not in _NAMES["sounds_only"] and not _is_harmless(name)
+    harmless = name in _NAMES["harmless"] | _NAMES["sounds_only"] or _HARMLESS_ENDS.search(name)
+    return bool(_OF_ATTENTION.search(name)) and not harmless
 
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
@@ -95,10 +96,7 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
 
 
 def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
-    """The fields that are set and may change what a model computes, and that its family does not read.
-
-    Those that change attention alone are read or spoken of where it is read (`not_followed`).
-    """
+    """The fields that are set and may change what a model computes, and that its family does not read."""
     harmless = {*_NAMES["harmless"], *_NAMES["harmless_to_models"]} - _NAMES["of_models"]
     if family.model is not None:
         harmless |= {*family.model.harmless}
@@ -129,11 +127,8 @@ def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) ->
 
 
 def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
-    """Whether a causal layer sees what comes later, too.
-
-    `transformers` makes the mask of any decoder-only model by `is_causal` of its configuration, a field that
-    no class has (`masking_utils.py`).
-    """
+    """Whether a causal layer sees what comes later, too."""
+    # `transformers` makes the mask of any decoder-only model by `is_causal`, a field that no class has.
     own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
     if not is_turned_round(spec, settings):
         return own
@@ -151,10 +146,6 @@ def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
     """Whether `is_causal` makes a causal layer one that sees both sides."""
     heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
     return heeded and settings.value("is_causal") is False
-
-
-def _is_harmless(name: str) -> bool:
-    return name in _NAMES["harmless"] or bool(_HARMLESS_ENDS.search(name))
 
 
 def listed(names: Collection[str]) -> str:

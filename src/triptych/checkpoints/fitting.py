@@ -1,9 +1,14 @@
-"""A rewritten layer brought to what its format can hold: one map a side, of sizes that the file may have."""
+"""A rewritten layer brought to what its format can hold: one map a side, of sizes that the file may have.
+
+Number and width of heads are fields of a configuration in some formats, and follow from others in the rest.
+Only where a field of its own decides a size, and nothing else hangs on it, can a file hold another one.
+"""
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal, NoReturn, final
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -14,9 +19,10 @@ from triptych.algebra.rewrites.norm_folding import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import AttentionLayer
-from triptych.checkpoints.place import MapSizes
-from triptych.checkpoints.resizing import resizing, sizes_of
+from triptych.checkpoints.layer import AttentionLayer, MapSizes, Place, Site
+from triptych.errors import DataError
+from triptych.storage.settings import Settings
+from triptych.storage.tensors import Tensors
 
 _NAME = "write"
 _INPUTS: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
@@ -25,12 +31,151 @@ _ROUNDING = 1e-9
 
 
 @final
-class Fitting:
-    """Brings one layer to its format; arguments as those of `write_layer`.
+@dataclass(frozen=True)
+class Resizing:
+    """How a configuration says other sizes."""
 
-    Attributes:
-        kept: head i of the rewritten layer is head `kept[i]` of the one that was read.
+    settings: dict[str, Any]  # the entries it must have, by dotted path
+    sites: tuple[Site, ...]  # the layers that get these sizes with them: all that share the configuration
+
+
+def sizes_of(weights: AttentionWeights) -> MapSizes:
+    """The sizes of a layer with one map a side."""
+    q, k, v = (weights.chain(side)[-1] for side in ("q", "k", "v"))
+    return MapSizes(weights.num_heads, k.copies, q.d_out, v.d_out)
+
+
+def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing | None:
+    """The entries with which a layer would have other sizes; None if its format cannot say them.
+
+    A planner can tell by it what `write_layer` will do: with None, narrower heads are padded with zeros,
+    heads that are gone become zero maps, fewer key-value heads are repeated and more of them refused.
+    All of `sites` must be rewritten to the same sizes; where they are not, `write_layer(…, same_sizes=True)`
+    does as for None.
+
+    A size is free where one plain field of the configuration decides it (T5's `d_kv`, `num_key_value_heads`;
+    the number of heads where `head_dim` is given) and
+        heads: no position has numbers for each (ALiBi, distance tables), no norm of queries and keys has
+            gains for each, and they divide the width of the model, which `transformers` wants;
+        groups: no norm of keys has gains for each;
+        width: no rotary or disentangled positions, no norm of queries and keys; values have the same.
     """
+    place = checkpoint.place(site)
+    if place.spec.why_kept:
+        return None
+    here = place.sizes
+    entries = _entries(place, here, wanted)
+    if entries is None:
+        return None
+    changed = Settings({**place.settings.record, **entries}, place.settings.where)
+    if _sizes_or_none(place, changed) != wanted:
+        return None
+    resized = []
+    path = path_of_record(checkpoint, place)
+    for other in checkpoint.sites:
+        at = checkpoint.place(other)
+        if path_of_record(checkpoint, at) != path or at.spec.why_kept:
+            continue
+        old, new = at.sizes, _sizes_or_none(at, changed)
+        if old == new:
+            continue
+        if new is None or not (
+            _follows(old, new, here, wanted) and _is_free(at, old, new, checkpoint.tensors)
+        ):
+            return None
+        resized.append(other)
+    return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
+
+
+def _sizes_or_none(place: Place, settings: Settings) -> MapSizes | None:
+    """None for a configuration that gives none: a width that heads do not divide, say."""
+    try:
+        return replace(place, settings=settings).sizes
+    except DataError:
+        return None
+
+
+def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] | None:
+    """Fields to set; None where a size has none."""
+    spec, settings = place.spec, place.settings
+    found: dict[str, int] = {}
+    for old, new, expression in (
+        (here.heads, wanted.heads, spec.heads),
+        (here.width, wanted.width, spec.width),
+    ):
+        if old != new:
+            field = _field_read(expression, settings, place.layer)
+            if field is None:
+                return None
+            found[field] = new
+    groups = place.chosen(spec.groups) or spec.heads
+    after = Settings({**settings.record, **found}, settings.where)
+    if after.value(groups, place.layer) != wanted.groups:
+        # A field that gives no number of heads at once; one that gives the value now first.
+        fields = [a for a in _alternatives(groups) if _is_plain(a) and a not in _alternatives(spec.heads)]
+        read = _field_read(groups, settings, place.layer)
+        field = read if read in fields else next(iter(fields), None)
+        if field is None:
+            return None
+        found[field] = wanted.groups
+    return found
+
+
+def _alternatives(expression: str) -> list[str]:
+    return [alternative.strip() for alternative in expression.split("|")]
+
+
+def _is_plain(name: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_]\w*", name) is not None
+
+
+def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
+    """The field that gives the value now; None if something else does."""
+    read = next((a for a in _alternatives(expression) if settings.value(a, layer) is not None), "")
+    return read if _is_plain(read) else None
+
+
+def _follows(old: MapSizes, new: MapSizes, here: MapSizes, wanted: MapSizes) -> bool:
+    """Whether another layer changes in nothing but what was wanted."""
+    return all(
+        now == before or now == asked != first
+        for now, before, asked, first in zip(new, old, wanted, here, strict=True)
+    )
+
+
+def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bool:
+    spec, settings, layer = place.spec, place.settings, place.layer
+    position, norm = place.position.kind, place.head_norm
+    gains_of_heads = norm is not None and (
+        norm.over == "all heads"
+        or any("{head}" in name for name in (norm.q, norm.k))
+        or (bool(norm.k) and len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1)
+    )
+    if old.heads != new.heads:
+        size = settings.value(spec.size, layer) if spec.size else None
+        if isinstance(size, int) and size % new.heads:
+            return False
+        if gains_of_heads or position in ("alibi", "distance table", "disentangled"):
+            return False
+    if old.groups != new.groups and gains_of_heads:
+        return False
+    return old.width == new.width or (norm is None and position not in ("rotary", "disentangled"))
+
+
+def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
+    """What stands before the fields of a layer's configuration: "text_config." or nothing."""
+    for path in _alternatives(place.spec.settings):
+        try:
+            checkpoint.settings.below(path)
+        except DataError:
+            continue
+        return f"{path}." if path else ""
+    raise AssertionError(f"the record of {place.site.name} is not in its configuration")
+
+
+@final
+class Fitting:
+    """Brings one layer to its format; arguments as those of `write_layer`."""
 
     def __init__(
         self,
@@ -43,6 +188,7 @@ class Fitting:
         self.checkpoint, self.site, self.same_sizes = checkpoint, before.site, same_sizes
         self.before, self.after = before.weights, after
         self.semantics = before.weights.semantics
+        # Head i of the rewritten layer is head `kept[i]` of the one that was read.
         self.kept = list(range(after.num_heads)) if kept is None else list(kept)
         self._require_kept(kept is not None)
 
@@ -52,7 +198,9 @@ class Fitting:
         whole = self._one_map_a_side()
         self._require_channels_of_old(whole)
         fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
-        scale = self._scale_of_format(old, sizes_of(fitted))
+        # What the reader of the file will multiply scores by.
+        narrower = 1.0 if self.checkpoint.place(self.site).spec.scale else old.width / sizes_of(fitted).width
+        scale = self.before.scale * math.sqrt(narrower)
         if math.isclose(scale, fitted.scale, rel_tol=1e-12):
             return fitted
         return fitted.to(torch.float64).with_scale(scale)
@@ -150,24 +298,16 @@ class Fitting:
             o=(Link(pad(whole.o[0].weight, (0, 0, 0, more_ov))),),
         )
 
-    def _scale_of_format(self, old: MapSizes, new: MapSizes) -> float:
-        """What the reader of the file will multiply scores by."""
-        return self.before.scale * (
-            1.0 if self.checkpoint.place(self.site).spec.scale else math.sqrt(old.width / new.width)
-        )
-
     def _require_heads_without_numbers(self) -> None:
         """Heads may be put in another order only if nothing that stays behind is one head's own."""
-        positions = self.semantics.positions
-        if positions in ("alibi", "relative") or self._distances_have_maps():
+        positions, bias = self.semantics.positions, self.semantics.bias
+        have_maps = isinstance(bias, DisentangledBias) and not bias.through_maps
+        if positions in ("alibi", "relative") or have_maps:
             refuse(
                 f"the heads are in another order, and {positions} positions, which are each head's own, stay "
                 "in theirs",
                 "leave permute_heads out",
             )
-
-    def _distances_have_maps(self) -> bool:
-        return isinstance(self.semantics.bias, DisentangledBias) and not self.semantics.bias.through_maps
 
     def _require_channels_of_old(self, whole: AttentionWeights) -> None:
         """Where the format reads channels one by one, they must be what they were."""
@@ -177,7 +317,9 @@ class Fitting:
             sides, why = _INPUTS[:2], "distances meet queries and keys in their channels"
         else:
             return
-        expected, heads = self._expected(), self.kept
+        expected, heads = self.before.to(torch.float64), self.kept
+        if self.before.norm is not None and self.after.norm is None:
+            expected = fold_norm(expected).weights
         for side in sides:
             wanted, found = expected.per_head(side)[heads], whole.per_head(side)
             if not _is_near(found, wanted) or not _is_near(
@@ -187,12 +329,6 @@ class Fitting:
                 refuse(
                     f"the map of {side} has other channels now, and {why}", "leave the channels as they are"
                 )
-
-    def _expected(self) -> AttentionWeights:
-        """What was read, in float64, with its norm folded if the rewritten weights have it so."""
-        exact = self.before.to(torch.float64)
-        folded = self.before.norm is not None and self.after.norm is None
-        return fold_norm(exact).weights if folded else exact
 
 
 def refuse(reason: str, advice: str = "") -> NoReturn:

@@ -1,29 +1,35 @@
-"""Attention layers of a checkpoint, however it is written: where they are, and one at a time."""
+"""Attention layers of a checkpoint: which there are, where each lies, and what is read of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, NamedTuple, TypeVar, final
 
 from triptych.algebra.weights import AttentionWeights, Link, Norm, Side
+from triptych.checkpoints.specs import (
+    AttentionSpec,
+    Choice,
+    EmbeddedPositionsSpec,
+    FeedForwardSpec,
+    HeadNormSpec,
+    NormSpec,
+    PositionSpec,
+)
+from triptych.errors import DataError
+from triptych.storage.settings import Settings
+
+_Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedPositionsSpec, FeedForwardSpec)
 
 
 @final
 @dataclass(frozen=True)
 class Site:
-    """One attention layer of a checkpoint.
+    """One attention layer of a checkpoint."""
 
-    Attributes:
-        stack: "encoder", "decoder", "vision", …
-        layer: its number within the stack, from 0.
-        kind: where queries and keys come from.
-        module: the name of its module, in the checkpoint's own words.
-    """
-
-    stack: str
-    layer: int
-    kind: Literal["self", "causal", "cross"]
-    module: str
+    stack: str  # "encoder", "decoder", "vision", …
+    layer: int  # its number within the stack, from 0
+    kind: Literal["self", "causal", "cross"]  # where queries and keys come from
+    module: str  # the name of its module, in the checkpoint's own words
 
     @property
     def name(self) -> str:
@@ -34,43 +40,30 @@ class Site:
 @final
 @dataclass(frozen=True, eq=False)
 class InputNorms:
-    """The norms whose outputs an attention layer reads, wherever they stand: they bound its inputs' length.
+    """The norms whose outputs an attention layer reads: they bound its inputs' length."""
 
-    Attributes:
-        x: of the norm that makes what queries read (and keys and values, but for cross-attention); None where
-            there is none, or none is known.
-        memory: likewise, of what keys and values of cross-attention read.
-    """
-
+    # of the norm that makes what queries read (and keys and values, but for cross-attention); None where
+    # there is none, or none is known
     x: Norm | None = None
-    memory: Norm | None = None
+    memory: Norm | None = None  # likewise, of what keys and values of cross-attention read
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """What was read of one layer.
-
-    Attributes:
-        site: which.
-        weights: its maps, in the checkpoint's dtype, and what it does besides.
-        tensors: the names of all that was read for it.
-        uses: how often the model applies it, one time after the other.
-        inputs: the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm,
-            sandwich) and `weights` therefore does not have.
-        embedded_positions: how the embeddings, before all layers, tell positions apart.
-        fixed: why it cannot be rewritten; it can if empty.
-        borrows: the earlier layer whose keys and values it uses, made of what that one reads; None if it has
-            its own.
-    """
+    """What was read of one layer."""
 
     site: Site
-    weights: AttentionWeights
-    tensors: tuple[str, ...]
-    uses: int = 1
+    weights: AttentionWeights  # its maps, in the checkpoint's dtype, and what it does besides
+    tensors: tuple[str, ...]  # the names of all that was read for it
+    uses: int = 1  # how often the model applies it, one time after the other
+    # the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm, sandwich)
+    # and `weights` therefore does not have
     inputs: InputNorms = InputNorms()
+    # how the embeddings, before all layers, tell positions apart
     embedded_positions: Literal["none", "sinusoidal", "learned"] = "none"
-    fixed: str = ""
+    fixed: str = ""  # why it cannot be rewritten; it can if empty
+    # the earlier layer whose keys and values it uses, made of what that one reads; None if it has its own
     borrows: Site | None = None
 
     @property
@@ -81,29 +74,17 @@ class AttentionLayer:
 
 
 class AttentionSource(ABC):
-    """Something with attention layers, of which one is read at a time.
+    """Something with attention layers, of which one is read at a time."""
 
-    Attributes:
-        name: its path, or its id on the Hub.
-        written_as: the family it is written as.
-        known_by: what that is known by.
-        sites: its attention layers, in order.
-        num_tensors: there are in all.
-        left_over: tensors that are no attention, as far as their names tell.
-        unread: tensors of attention that is known and not read, and why.
-        absent: stacks that the configuration has and the tensors have not.
-        warnings: sentences on fields of the configuration that are set and not followed.
-    """
-
-    name: str
-    written_as: str
-    known_by: str
-    sites: tuple[Site, ...]
-    num_tensors: int
-    left_over: tuple[str, ...]
-    unread: dict[str, str]
-    absent: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    name: str  # its path, or its id on the Hub
+    written_as: str  # the family it is written as
+    known_by: str  # what that is known by
+    sites: tuple[Site, ...]  # its attention layers, in order
+    num_tensors: int  # there are in all
+    left_over: tuple[str, ...]  # tensors that are no attention, as far as their names tell
+    unread: dict[str, str]  # tensors of attention that is known and not read, and why
+    absent: tuple[str, ...] = ()  # stacks that the configuration has and the tensors have not
+    warnings: tuple[str, ...] = ()  # sentences on fields of the configuration that are set and not followed
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
@@ -136,3 +117,115 @@ class AttentionSource(ABC):
     @abstractmethod
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
         """Of tensors read for a layer, how many entries are not finite, where some are."""
+
+
+@final
+class MapSizes(NamedTuple):
+    """Those of a layer's maps."""
+
+    heads: int
+    groups: int  # key-value heads
+    width: int  # of queries and keys
+    value_width: int  # of values
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """An attention layer and how it is written; `storage.settings` has the language of expressions."""
+
+    site: Site
+    spec: AttentionSpec  # how it is written
+    settings: Settings  # what the configuration says of its stack
+    prefix: str  # what stands before the names that the family gives
+    layer: int  # the number that these names hold
+    inner: int  # its place within that layer, where one holds several
+    # the earlier layer whose keys and values it uses, where it has none of its own
+    lender: "Place | None" = None
+
+    def holds(self, condition: str) -> bool:
+        """Whether a condition holds for this layer; an empty one does."""
+        return self.settings.holds(condition, self.layer)
+
+    def value(self, expression: str) -> Any:
+        """What the configuration has for this layer; None if nothing."""
+        return self.settings.value(expression, self.layer)
+
+    def count(self, expression: str) -> int:
+        """A whole number above 0."""
+        return self.settings.count(expression, self.layer)
+
+    def number(self, expression: str) -> float:
+        """A number."""
+        return self.settings.number(expression, self.layer)
+
+    def positive(self, expression: str) -> float:
+        """A number above 0."""
+        return self.settings.positive(expression, self.layer)
+
+    def factor(self, expression: str) -> float:
+        """A number; 1 for an empty expression."""
+        return self.number(expression) if expression else 1.0
+
+    def optional_number(self, expression: str) -> float | None:
+        """A number; None for an empty expression, or one that gives nothing."""
+        return None if not expression or self.value(expression) is None else self.number(expression)
+
+    def first(self, choices: Sequence[_Conditional]) -> _Conditional | None:
+        """The first whose condition holds; None if none does."""
+        return next((choice for choice in choices if self.holds(choice.when)), None)
+
+    def chosen(self, choices: Sequence[Choice]) -> str:
+        """The expression of the first whose condition holds; "" if none does."""
+        choice = self.first(choices)
+        return choice.value if choice else ""
+
+    def within(self, name: str) -> str:
+        """The full name of something in the attention's module."""
+        return f"{self.site.module}.{name}"
+
+    def beside(self, name: str, **numbers: int) -> str:
+        """The full name of something outside it."""
+        return self.prefix + name.format(layer=self.layer, inner=self.inner, **numbers)
+
+    @property
+    def norm(self) -> NormSpec | None:
+        """The norm that the attention reads."""
+        return self.first(self.spec.norm)
+
+    @property
+    def norm_module(self) -> str:
+        """The full name of the pre-norm, which may be folded into the maps; "" without one."""
+        norm = self.norm
+        return self.beside(norm.at) if norm and norm.at and norm.place == "pre" else ""
+
+    @property
+    def head_norm(self) -> HeadNormSpec | None:
+        """The norms of queries and keys."""
+        norm = self.spec.head_norm
+        return norm if norm and self.holds(norm.when) else None
+
+    @property
+    def position(self) -> PositionSpec:
+        """How positions are told apart."""
+        return self.first(self.spec.positions) or PositionSpec(kind="none")
+
+    @property
+    def rope_scaling(self) -> dict[str, Any]:
+        """The record that scales rotary positions; empty if there is none."""
+        found = (self.value(path) for path in self.position.scaling)
+        return next((record for record in found if record and isinstance(record, dict)), {})
+
+    @property
+    def sizes(self) -> MapSizes:
+        """The sizes that the configuration gives."""
+        spec, latent = self.spec, self.spec.latent
+        heads = self.count(spec.heads)
+        if latent:
+            width = self.count(latent.plain) + self.count(latent.turned)
+            return MapSizes(heads, heads, width, self.count(latent.value))
+        width, groups = self.count(spec.width), self.count(self.chosen(spec.groups) or spec.heads)
+        value_width = self.count(spec.value_width) if spec.value_width else width
+        if heads % groups:
+            raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")
+        return MapSizes(heads, groups, width, value_width)

@@ -77,11 +77,8 @@ def _read_settings(folder: Path) -> _Settings:
 
 
 def read_tokenizers(folder: Path, settings: MarianIds) -> TokenizerPair:
-    """The tokenizers of both sides; one, if all of their files say the same.
-
-    They do as `MarianTokenizer` does, but for special tokens that a text spells out: `</s>` in a text is
-    text, where `MarianTokenizer` ends the sentence.
-    """
+    """The tokenizers of both sides; one, if all of their files say the same."""
+    # `</s>` in a text is text here, where `MarianTokenizer` ends the sentence.
     if (folder / "tokenizer.json").exists() and not (folder / "source.spm").exists():
         return _of_ours(folder, settings)
     path = folder / "tokenizer_config.json"

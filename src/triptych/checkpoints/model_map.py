@@ -12,14 +12,12 @@ from typing import Generic, Never, TypeVar, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fields import listed, not_understood_of_model
-from triptych.checkpoints.layer import Site
+from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
 from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above
-from triptych.checkpoints.model_spec import EmbeddedPositionsSpec, ModelSpec
-from triptych.checkpoints.place import Place
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
-from triptych.checkpoints.specs import NormSpec
+from triptych.checkpoints.specs import EmbeddedPositionsSpec, ModelSpec, NormSpec
 from triptych.errors import DataError
 from triptych.models.architecture import (
     BlockConfig,
@@ -39,21 +37,14 @@ _Architecture = TypeVar("_Architecture", LanguageModelArchitecture, EncoderDecod
 @final
 @dataclass(frozen=True)
 class ModelMap(Generic[_Architecture]):
-    """A model as it lies in a checkpoint.
+    """A model as it lies in a checkpoint."""
 
-    Attributes:
-        architecture: what it is made of.
-        sites: the attention layer of every block: of an encoder, of a decoder, then cross-attention.
-        tensors: from the stored tensors to our others, by their names in the model.
-        copies: stored tensors that hold the numbers of another one, and that one.
-        pad_id: the token that attention must not see.
-    """
-
-    architecture: _Architecture
+    architecture: _Architecture  # what it is made of
+    # the attention layer of every block: of an encoder, of a decoder, then cross-attention
     sites: tuple[Site, ...]
-    tensors: LayerMap
-    copies: Mapping[str, str]
-    pad_id: int = 0
+    tensors: LayerMap  # from the stored tensors to our others, by their names in the model
+    copies: Mapping[str, str]  # stored tensors that hold the numbers of another one, and that one
+    pad_id: int = 0  # the token that attention must not see
 
 
 def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:

@@ -5,12 +5,8 @@ from typing import Never, final
 
 import torch
 
-from triptych.checkpoints.layer_map import norm_tensors, tensor_names
-from triptych.checkpoints.model_spec import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.reading import require_shape
-from triptych.checkpoints.specs import NormSpec
-from triptych.checkpoints.tensor_maps import (
+from triptych.checkpoints.layer import Place
+from triptych.checkpoints.layer_map import (
     Alternating,
     Halves,
     Named,
@@ -19,7 +15,11 @@ from triptych.checkpoints.tensor_maps import (
     StackRows,
     TensorMap,
     Transposed,
+    norm_tensors,
+    tensor_names,
 )
+from triptych.checkpoints.reading import require_shape
+from triptych.checkpoints.specs import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
 from triptych.errors import DataError
 from triptych.models.architecture import Activation, ExpertsConfig, FeedForwardConfig, HeadConfig, NormConfig
 from triptych.storage.tensors import Tensors
@@ -113,23 +113,18 @@ def activation(place: Place, expression: str) -> Activation:
 
 @final
 class FeedForwardMap:
-    """A block's feed-forward layer as the first fitting entry of the family has it.
+    """A block's feed-forward layer as the first fitting entry of the family has it."""
 
-    Attributes:
-        config: what it is made of.
-        entries: which of our tensors come from which stored ones.
-    """
-
-    config: FeedForwardConfig | ExpertsConfig
+    config: FeedForwardConfig | ExpertsConfig  # what it is made of
 
     def __init__(
         self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], d_model: int, tensors: Tensors
     ) -> None:
         self.place, self.d_model, self.tensors = place, d_model, tensors
         self.entries = list[Entry]()
-        spec = next(
-            (spec for spec in specs if place.holds(spec.when) and self._is_there(spec, tensors)), None
-        )
+        fitting = (spec for spec in specs if place.holds(spec.when))
+        named = (s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos)
+        spec = next(named, None)
         if spec is None:
             raise DataError(
                 f"{tensors.name}: the feed-forward layer of block {place.layer} is of no kind that is known"
@@ -137,9 +132,6 @@ class FeedForwardMap:
         self.config = (
             self._layer(ours, spec) if spec.experts is None else self._mixture(ours, spec, spec.experts)
         )
-
-    def _is_there(self, spec: FeedForwardSpec, tensors: Tensors) -> bool:
-        return not spec.there or self._name(spec, spec.there) in tensors.infos
 
     def _name(self, spec: FeedForwardSpec, name: str) -> str:
         return self.place.beside(f"{spec.at}.{name}", expert=0)
@@ -225,18 +217,15 @@ class FeedForwardMap:
         stacked: tuple[TensorMap, ...] = (StackRows(),) if "{expert}" in module else ()
         weights, biases = zip(*self._names(spec, module, experts), strict=True)
         stored = shape[::-1] if spec.transposed else shape
-        self._add(self._parts(ours, parts, "weight"), weights, (*count, *stored), (*turned, *stacked, *steps))
+        named = tuple(f"{ours}.{part}" for part in parts)
+        of_weights = tuple(f"{name}.weight" for name in named)
+        self._add(of_weights, weights, (*count, *stored), (*turned, *stacked, *steps))
         if has_bias:
-            self._add(self._parts(ours, parts, "bias"), biases, (*count, shape[0]), (*stacked, *steps))
-
-    def _parts(self, ours: str, parts: tuple[str, ...], kind: str) -> tuple[str, ...]:
-        return tuple(f"{ours}.{part}.{kind}" for part in parts)
+            of_biases = tuple(f"{name}.bias" for name in named)
+            self._add(of_biases, biases, (*count, shape[0]), (*stacked, *steps))
 
     def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
-        """Names of weight and bias, of every expert where each has its own.
-
-        Up to the first that is not there: a configuration may say any number.
-        """
+        """Names of weight and bias, of every expert where each has its own."""
         for number in range(experts or 1) if "{expert}" in module else (0,):
             name = self.place.beside(f"{spec.at}.{module}", expert=number)
             names = (name, f"{name}_bias") if spec.bare else tensor_names(name)

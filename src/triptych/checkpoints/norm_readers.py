@@ -5,38 +5,29 @@ norm is forgotten.
 """
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
 
 from triptych.algebra.weights import Norm
-from triptych.checkpoints.attention_spec import OtherNormSpec
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.layer import Site
+from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import norm_tensors
-from triptych.checkpoints.place import Place
-from triptych.checkpoints.specs import NormSpec
+from triptych.checkpoints.specs import NormSpec, OtherNormSpec
 from triptych.storage.tensors import Tensors
 
 
 @final
 @dataclass(frozen=True)
 class NormReader:
-    """A linear map that reads a norm, or several of one shape side by side.
+    """A linear map that reads a norm, or several of one shape side by side."""
 
-    Attributes:
-        module: its name.
-        weight: the name of its tensor, `[out, in]`, or `[maps, out, in]`.
-        bias: of that of its bias; "" if it has none.
-        transposed: whether the weight is stored `[in, out]`.
-    """
-
-    module: str
-    weight: str
-    bias: str
-    transposed: bool
+    module: str  # its name
+    weight: str  # the name of its tensor, `[out, in]`, or `[maps, out, in]`
+    bias: str  # of that of its bias; "" if it has none
+    transposed: bool  # whether the weight is stored `[in, out]`
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -55,24 +46,16 @@ class NormReader:
 @final
 @dataclass(frozen=True)
 class NormSite:
-    """A norm with the maps outside the attention that read it.
+    """A norm with the maps outside the attention that read it."""
 
-    Attributes:
-        module: its name.
-        layer: the layer it lies in, as the sites of its stack count them; None for one after all layers.
-        own_tensors: names of gain and shift; the shift need not be there.
-        spec: which kind it is.
-        readers: the maps.
-        attention: the attention layer that reads it as well; None if none does.
-        refused: why it cannot be folded into them, as far as names and configuration tell; "" if it can.
-    """
-
-    module: str
+    module: str  # its name
+    # the layer it lies in, as the sites of its stack count them; None for one after all layers
     layer: int | None
-    own_tensors: tuple[str, str]
+    own_tensors: tuple[str, str]  # names of gain and shift; the shift need not be there
     spec: NormSpec
     readers: tuple[NormReader, ...]
-    attention: Site | None = None
+    attention: Site | None = None  # the attention layer that reads it as well; None if none does
+    # why it cannot be folded into them, as far as names and configuration tell; "" if it can
     refused: str = ""
 
     def read(self, tensors: Tensors) -> Norm:
@@ -163,7 +146,9 @@ def _output_map(
     checkpoint: Checkpoint, place: Place, other: OtherNormSpec
 ) -> tuple[tuple[NormReader, ...], str]:
     """The map to logits, if it has a tensor of its own and nothing else can read the norm."""
-    if _is_tied(place.settings.record, checkpoint.settings.record):
+    records = (place.settings.record, checkpoint.settings.record)
+    tied = [record["tie_word_embeddings"] for record in records if "tie_word_embeddings" in record]
+    if any(tied) or not tied:
         return (), "the output map is the embedding (tie_word_embeddings), which would change with it"
     infos = checkpoint.tensors.infos
     outer = place.prefix.split(".")[:-2]
@@ -184,12 +169,6 @@ def _output_map(
     if strange:
         return (), f"it is not known whether {strange[0]} reads it"
     return (reader,), ""
-
-
-def _is_tied(*records: Mapping[str, object]) -> bool:
-    """Whether a configuration has the embedding as output map; also if it does not say."""
-    said = [record["tie_word_embeddings"] for record in records if "tie_word_embeddings" in record]
-    return any(said) or not said
 
 
 def _inside(checkpoint: Checkpoint, place: Place, other: OtherNormSpec) -> tuple[str, ...]:

@@ -13,15 +13,12 @@ from torch import Tensor
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
-from triptych.checkpoints.families import hook_of
 from triptych.checkpoints.fields import is_turned_round
-from triptych.checkpoints.hook import Hook
-from triptych.checkpoints.layer import AttentionLayer, InputNorms
-from triptych.checkpoints.layer_map import LayerMap, layer_map, norm_tensors, tensor_names
-from triptych.checkpoints.place import Place
+from triptych.checkpoints.hooks import Hook, hook_of
+from triptych.checkpoints.layer import AttentionLayer, InputNorms, Place
+from triptych.checkpoints.layer_map import LayerMap, Parts, Shape, layer_map, norm_tensors, tensor_names
 from triptych.checkpoints.positions import read_bias, read_rotary, stored_angles, table_names
 from triptych.checkpoints.specs import Choice, NormSpec
-from triptych.checkpoints.tensor_maps import Parts, Shape
 from triptych.errors import DataError
 from triptych.storage.tensors import Tensors
 
@@ -339,7 +336,11 @@ class LayerReader:
         """A tensor in the dtype of all of the layer."""
         if name not in self.tensors.infos:
             raise DataError(f"{self.tensors.name}: there is no tensor {name}")
-        tensor = self._on_meta(name) if self._outline and name in self.map.names else self.tensors.read(name)
+        if self._outline and name in self.map.names:
+            info = self.tensors.infos[name]
+            tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        else:
+            tensor = self.tensors.read(name)
         if shape is not None:
             require_shape(self._of(name), [*tensor.shape], [*shape])
         self._read_names.append(name)
@@ -349,10 +350,6 @@ class LayerReader:
         if not tensor.is_floating_point():
             raise DataError(f"{self._of(name)}: its dtype {tensor.dtype} is an unknown quantisation")
         return tensor if self._dtype is None else tensor.to(self._dtype)
-
-    def _on_meta(self, name: str) -> Tensor:
-        info = self.tensors.infos[name]
-        return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
     def _common_dtype(self) -> torch.dtype | None:
         """The narrowest that holds all floating numbers of the layer: maps and norms may differ."""

@@ -18,14 +18,7 @@ from triptych.storage.untrusted import read_json
 
 @final
 class Source:
-    """A model's files, or the model of `transformers` in memory that takes their place.
-
-    Attributes:
-        name: as it was given.
-        record: what `config.json` says.
-        where: that is.
-        found: a path, a repository of the Hub, or a model of `transformers`.
-    """
+    """A model's files, or the model of `transformers` in memory that takes their place."""
 
     def __init__(
         self, name: str, record: Mapping[str, Any], where: str, found: "Path | Repository | ModuleOfOthers"
@@ -75,11 +68,7 @@ class Source:
 
 @final
 class ModuleOfOthers:
-    """A model of `transformers` in memory; its weights are written to a disk only where a path is asked for.
-
-    Attributes:
-        folder: a temporary one, with its configuration and its tokenizer.
-    """
+    """A model of `transformers` in memory; its weights are written only where a path is asked for."""
 
     def __init__(self, module: Any, tokenizer: Any) -> None:
         self._module = module

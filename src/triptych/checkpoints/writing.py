@@ -15,28 +15,22 @@ from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.fitting import Fitting, refuse
-from triptych.checkpoints.layer import AttentionLayer
+from triptych.checkpoints.fitting import Fitting, refuse, resizing, sizes_of
+from triptych.checkpoints.layer import AttentionLayer, MapSizes
 from triptych.checkpoints.layer_map import LayerMap, layer_map
-from triptych.checkpoints.place import MapSizes
-from triptych.checkpoints.resizing import resizing, sizes_of
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class WrittenLayer:
-    """What a layer changes in its checkpoint.
+    """What a layer changes in its checkpoint."""
 
-    Attributes:
-        tensors: by name, those whose numbers change, in the dtype they are stored in and shaped as the
-            format has them.
-        settings: entries that `config.json` must have from now on, by dotted path. All layers that share
-            a configuration must agree on them (`resizing` says which those are).
-        shapes: the layer as the format has it, with what is filled up (on the "meta" device), for its costs.
-    """
-
+    # by name, those whose numbers change, in the dtype they are stored in and shaped as the format has them
     tensors: dict[str, Tensor]
+    # entries that `config.json` must have from now on, by dotted path. All layers that share a configuration
+    # must agree on them (`resizing` says which those are).
     settings: dict[str, Any]
+    # the layer as the format has it, with what is filled up (on the "meta" device), for its costs
     shapes: AttentionWeights
 
 
@@ -48,13 +42,9 @@ def write_layer(
     kept: Sequence[int] | None = None,
     same_sizes: bool = False,
 ) -> WrittenLayer:
-    """A rewritten layer as tensors of the checkpoint it was read from.
-
-    Formats have fixed slots. A bias that is gone is written as zeros, a norm that was folded as gain 1 and
-    shift 0. Other numbers and widths of heads are written as such where the configuration can say them
-    (`resizing`); else narrower heads are padded with zeros, heads that are gone become zero maps in their
-    old places, and fewer key-value heads are repeated.
-    """
+    """A rewritten layer as tensors of the checkpoint it was read from."""
+    # Formats have fixed slots: a bias that is gone is zeros, a folded norm gain 1 and shift 0. Other sizes of
+    # heads are written where the configuration can say them; else heads are padded, zeroed or repeated.
     try:
         return _LayerWriter(checkpoint, before, after, kept, same_sizes).write()
     except RewriteRefusedError as error:
@@ -87,9 +77,9 @@ class _LayerWriter:
         old, new = sizes_of(self.before), sizes_of(fitted)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
         stored = layer_map(self.place, self.tensors, new)
-        ours = (
-            self._maps(fitted, stored) | self._norm() | self._sinks(new) | dict(self._gains(old, new, stored))
-        )
+        ours = self._maps(fitted, stored) | self._norm() | dict(self._gains(old, new, stored))
+        if self.semantics.sinks is not None and len(self.kept) == new.heads:
+            ours["sinks"] = self.semantics.sinks[self.kept]
         changed = ((name, self._changed(name, full)) for name, full in stored.write(ours))
         tensors = {name: tensor for name, tensor in changed if tensor is not None}
         shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
@@ -123,11 +113,6 @@ class _LayerWriter:
                 refuse(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
         found = {"norm": torch.full_like(norm.weight, 1 - norm.offset)}
         return found if norm.bias is None else found | {"norm.bias": torch.zeros_like(norm.bias)}
-
-    def _sinks(self, new: MapSizes) -> dict[str, Tensor]:
-        """Scores of the sinks follow their heads."""
-        sinks = self.semantics.sinks
-        return {} if sinks is None or len(self.kept) != new.heads else {"sinks": sinks[self.kept]}
 
     def _gains(self, old: MapSizes, new: MapSizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
         """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads."""

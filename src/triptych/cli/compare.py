@@ -15,7 +15,7 @@ from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.files import write_text
 from triptych.launch import speaks
 from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
-from triptych.training.parallel import launched
+from triptych.training.processes import launched
 
 
 def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> None:

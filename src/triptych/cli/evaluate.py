@@ -17,7 +17,7 @@ from triptych.files import write_text
 from triptych.reports import Table
 from triptych.text import read_lines
 from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
-from triptych.training.parallel import do_each, launched
+from triptych.training.processes import do_each, launched
 
 
 def evaluate(

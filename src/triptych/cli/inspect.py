@@ -28,7 +28,7 @@ from triptych.inspection.record import (
     summary,
 )
 from triptych.reports import is_page, is_parquet, render_table, write_csv, write_parquet
-from triptych.training.parallel import do_each, launched
+from triptych.training.processes import do_each, launched
 
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 _MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")

@@ -145,7 +145,7 @@ def _advice(plan: TrainingPlan) -> str:
         return (
             f"None fits: {least.layout} needs least, {_bytes(least.needed)} of {memory}. Use more devices, "
             "smaller batches with more training.accumulate_batches, or tensor parallelism "
-            "(docs/distributed.md)."
+            "(docs/how-to/several-processes.md)."
         )
     options = " ".join(f"--set {key}={str(value).lower()}" for key, value in best.layout.settings.items())
     steps = plan.recipe.training.max_steps

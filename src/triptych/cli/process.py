@@ -42,7 +42,7 @@ def limit_spinning() -> None:
     to another busy process it then occupies the processor that the thread it waits for needs, and training
     falls to a twentieth of its speed. 10,000 rounds cost nothing measurable on a quiet machine. Sleeping at
     once (`OMP_WAIT_POLICY=PASSIVE`) is better next to busy processes and costs 5 to 35 % on a quiet machine
-    (docs/log.md). OpenMP runtimes other than GNU's ignore the variable.
+    (docs/contributing/log/). OpenMP runtimes other than GNU's ignore the variable.
     """
     if not any(name in os.environ for name in _DECIDED_BY):
         os.environ.update(SPIN_BRIEFLY)
@@ -58,8 +58,8 @@ def limit_kernel_cache() -> None:
     """Let oneDNN keep few compiled kernels; must be called before the first product in bfloat16.
 
     It compiles one for every shape of a matrix product and keeps 1,024 with their buffers. Batches of
-    sentences have hundreds of shapes, and a model of 5 million parameters came to 5 GB (docs/log.md);
-    compiling anew costs no time that shows. What the environment already says is left alone.
+    sentences have hundreds of shapes, and a model of 5 million parameters came to 5 GB
+    (docs/contributing/log/); compiling anew costs no time that shows. What the environment says stays.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, _KERNELS_KEPT)
@@ -70,9 +70,9 @@ def keep_freed_memory() -> None:
 
     Every update frees its activations and asks for as many again. One thread, Multi30k, target tokens per CPU
     second: 1.5 to 3 % more in bfloat16 with the preset `small` (4,096 tokens a batch), 1 to 6 % with `tiny`
-    (1,024), nothing that shows in float32 with 4,096; peak memory up by 5 % at most (docs/log.md). Blocks
-    past 1 GiB are still given back. Other C libraries, other allocators and what the environment says of
-    malloc are left alone.
+    (1,024), nothing that shows in float32 with 4,096; peak memory up by 5 % at most
+    (docs/contributing/log/). Blocks past 1 GiB are still given back. Other C libraries, other allocators and
+    what the environment says of malloc are left alone.
     """
     if platform.libc_ver()[0] != "glibc" or _malloc_is_chosen():
         return

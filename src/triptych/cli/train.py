@@ -6,13 +6,13 @@ from pathlib import Path
 import typer
 
 import triptych
-from triptych import recipes
 from triptych.cli.process import prepare_training
 from triptych.cli.terminal import Terminal, print_json
 from triptych.errors import UsageError
 from triptych.launch import speaks
 from triptych.training import read_recipe
 from triptych.training.progress import display_for
+from triptych.training.recipe import shipped_recipes
 
 # The command that uses what a run has learned.
 _USES = {"translation": "translate", "language-model": "generate", "masked-language-model": "fill"}
@@ -57,7 +57,7 @@ def train(
         folder = Path(recipe)
         summary = triptych.resume(folder, overrides, display)
     else:
-        if Path(recipe).is_dir() and recipe not in recipes.names():
+        if Path(recipe).is_dir() and recipe not in shipped_recipes():
             raise UsageError(f"{recipe} is a folder: add --resume to continue the run in it")
         resolved = read_recipe(recipe, overrides, checkpoint)
         folder = out or Path("runs") / resolved.name

@@ -12,7 +12,7 @@ from triptych.cli.selection import HeadSelection, parse_index
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, write_output
 from triptych.decoding import Translation
-from triptych.decoding.ahead import Ahead
+from triptych.decoding.workers import Ahead
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_atomically

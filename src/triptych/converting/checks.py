@@ -38,19 +38,12 @@ Quantization = Literal["float32", "int8"]
 @final
 @dataclass(frozen=True)
 class ConversionCheck:
-    """A check of a converted model. If a check fails, nothing is written.
+    """A check of a converted model. If a check fails, nothing is written."""
 
-    Attributes:
-        what: what is checked, in words.
-        tried: False if the check could not be run.
-        largest_difference: largest difference of a logit, if logits were compared.
-        note: why the check was not run, or on how much it was run.
-    """
-
-    what: str
-    tried: bool
-    largest_difference: float | None = None
-    note: str = ""
+    what: str  # what is checked, in words
+    tried: bool  # False if the check could not be run
+    largest_difference: float | None = None  # largest difference of a logit, if logits were compared
+    note: str = ""  # why the check was not run, or on how much it was run
 
 
 class Written(NamedTuple):
@@ -70,15 +63,10 @@ class Written(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Sentence pairs of random tokens.
+    """Sentence pairs of random tokens."""
 
-    Attributes:
-        src: `[batch, src_len]`, each with its end and filled up with padding.
-        tgt_in: `[batch, tgt_len]`, each with the token that outputs begin with.
-    """
-
-    src: Tensor
-    tgt_in: Tensor
+    src: Tensor  # `[batch, src_len]`, each with its end and filled up with padding
+    tgt_in: Tensor  # `[batch, tgt_len]`, each with the token that outputs begin with
 
     def mask(self, pad_id: int) -> Tensor:
         """True where there is a source token."""

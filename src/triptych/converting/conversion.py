@@ -29,25 +29,15 @@ TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
 @final
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion.
-
-    Attributes:
-        source: the folder of the original.
-        target: the folder written.
-        format: of the target; "run" for ours.
-        architecture: in the target's own words.
-        parameters: numbers that the target holds.
-        folded: what was done to the model to make it fit, in words.
-        checks: what was tried.
-    """
+    """The result of a conversion."""
 
     source: str
     target: str
-    format: str
-    architecture: str
-    parameters: int
-    folded: tuple[str, ...]
-    checks: tuple[ConversionCheck, ...]
+    format: str  # of the target; "run" for ours
+    architecture: str  # in the target's own words
+    parameters: int  # numbers that the target holds
+    folded: tuple[str, ...]  # what was done to the model to make it fit, in words
+    checks: tuple[ConversionCheck, ...]  # what was tried
 
     def record(self) -> dict[str, Any]:
         """The record as JSON values."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.marian import read_marian
 from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.checkpoints.models import load_language_model
+from triptych.checkpoints.translators import read_marian
 from triptych.converting import formats
 from triptych.converting.checks import (
     TOLERANCES,
@@ -84,8 +84,7 @@ def write_language_model(opened: OpenedModel, folder: Path) -> Written:
 
 
 def _write(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", {**settings, "dtype": dtype})
+    _write_json(folder / "config.json", settings)
     write_weights(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
     )

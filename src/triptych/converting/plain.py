@@ -38,17 +38,11 @@ _STACKS = {"encoder": ("encoder",), "decoder": ("decoder", "cross")}
 @final
 @dataclass(frozen=True)
 class HeadSizes:
-    """Number and width of the heads that every layer has in the format.
-
-    Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        width: channels of every head.
-    """
+    """Number and width of the heads that every layer has in the format."""
 
     num_heads: int
     num_kv_heads: int
-    width: int
+    width: int  # channels of every head
 
 
 def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
@@ -73,17 +67,11 @@ def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
 @final
 @dataclass(frozen=True, eq=False)
 class PlainModel:
-    """A model written plainly, and what that took.
+    """A model written plainly, and what that took."""
 
-    Attributes:
-        model: computes the same; of the same dtype, in evaluation mode.
-        num_heads: of every site of "encoder" and of "decoder", cross-attention included.
-        done: what was done to which sites, in words.
-    """
-
-    model: EncoderDecoder
-    num_heads: dict[str, int]
-    done: tuple[str, ...]
+    model: EncoderDecoder  # computes the same; of the same dtype, in evaluation mode
+    num_heads: dict[str, int]  # of every site of "encoder" and of "decoder", cross-attention included
+    done: tuple[str, ...]  # what was done to which sites, in words
 
 
 def plain_model(model: EncoderDecoder, target: str) -> PlainModel:

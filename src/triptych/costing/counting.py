@@ -7,7 +7,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from triptych.algebra.cost import PassCost, cached_numbers, pass_cost
+from triptych.algebra.cost import cached_numbers, pass_cost
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 from triptych.attention import (
     PARAMETERISATIONS,
@@ -240,7 +240,9 @@ def _row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) ->
     decode = pass_cost(weights, 1, cached=spec.context - 1)
     per_number, batch = spec.bytes_per_number, spec.batch
     cached = cached_numbers(weights)
-    prefill_bytes, decode_bytes = (_moved_bytes(spec, done) for done in (prefill, decode))
+    prefill_bytes, decode_bytes = (
+        (done.weight_numbers + batch * done.moved_numbers) * per_number for done in (prefill, decode)
+    )
     sizes = _sizes(spec, chosen, weights)
     return CostRow(
         name=chosen.name,
@@ -262,10 +264,6 @@ def _row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) ->
         decode_intensity=decode.flops * batch / decode_bytes,
         formulas=_formulas(chosen, weights, sizes),
     )
-
-
-def _moved_bytes(spec: CostSpec, done: PassCost) -> int:
-    return (done.weight_numbers + spec.batch * done.moved_numbers) * spec.bytes_per_number
 
 
 def _options(name: str) -> list[str]:
@@ -320,12 +318,7 @@ def _readable(formula: str) -> str:
 
 
 def written_forms(weights: AttentionWeights) -> tuple[str, str]:
-    """W_QK and W_OV of head i as products of the maps that a writing has.
-
-    `W_i` is one map a head, `W_g` one a group of heads, `W` one for all; the letters above say for
-    which sides it serves. `I_i` is a choice of channels, `diag(m_i)` a learned factor a channel, `c` a
-    fixed factor.
-    """
+    """W_QK and W_OV of head i as products of the maps that a writing has."""
     names = _names(weights)
 
     def product(chain: Chain) -> str:

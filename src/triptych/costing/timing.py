@@ -25,23 +25,14 @@ _RATE_ROUNDS = 5
 @final
 @dataclass(frozen=True)
 class Machine:
-    """What the times were taken on, and what it can do at best.
+    """What the times were taken on, and what it can do at best."""
 
-    Attributes:
-        device: "cpu" or the name of the GPU.
-        threads: that torch uses on the CPU.
-        dtype: of weights and activations.
-        torch: its version.
-        gemm_flops_per_second: of one large matrix product in the dtype, median.
-        bytes_per_second: read and written by one large copy, median.
-    """
-
-    device: str
-    threads: int
-    dtype: str
-    torch: str
-    gemm_flops_per_second: float
-    bytes_per_second: float
+    device: str  # "cpu" or the name of the GPU
+    threads: int  # that torch uses on the CPU
+    dtype: str  # of weights and activations
+    torch: str  # its version
+    gemm_flops_per_second: float  # of one large matrix product in the dtype, median
+    bytes_per_second: float  # read and written by one large copy, median
 
     def predicted_seconds(self, flops: float | int, moved_bytes: float | int) -> float:
         """The roofline prediction: the longer of the times for arithmetic and for memory."""
@@ -51,40 +42,26 @@ class Machine:
 @final
 @dataclass(frozen=True)
 class Timing:
-    """How long one pass took.
+    """How long one pass took."""
 
-    Attributes:
-        seconds: median over the rounds; `low_seconds` and `high_seconds` are the quartiles.
-        rounds: how often it was timed.
-        predicted_seconds: the larger of FLOPs at the rate of a large product, and of bytes moved at the
-            rate of a large copy.
-        ratio: measured by predicted.
-    """
-
-    seconds: float
+    seconds: float  # median over the rounds; `low_seconds` and `high_seconds` are the quartiles
     low_seconds: float
     high_seconds: float
-    rounds: int
+    rounds: int  # how often it was timed
+    # The larger of FLOPs at the rate of a large product, and of bytes moved at the rate of a large copy.
     predicted_seconds: float
-    ratio: float
+    ratio: float  # measured by predicted
 
 
 @final
 @dataclass(frozen=True)
 class TimedRow:
-    """One parameterisation's times for the whole batch.
+    """One parameterisation's times for the whole batch."""
 
-    Attributes:
-        name: of the parameterisation.
-        forward: self-attention over `length` tokens, without gradients.
-        training: the same forward and backward, with the gradient of the input.
-        decode: one new token that sees `context` tokens.
-    """
-
-    name: str
-    forward: Timing
-    training: Timing
-    decode: Timing
+    name: str  # of the parameterisation
+    forward: Timing  # self-attention over `length` tokens, without gradients
+    training: Timing  # the same forward and backward, with the gradient of the input
+    decode: Timing  # one new token that sees `context` tokens
 
 
 @final

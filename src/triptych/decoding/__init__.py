@@ -1,61 +1,29 @@
 """Translations and continuations: search and sampling over a cache, and text in, text out."""
 
-from triptych.decoding.engine import Engine
-from triptych.decoding.evaluation import (
-    CorpusScore,
-    Evaluation,
-    evaluate_translations,
-    measure_bleu,
-    score_bleu,
-    score_translations,
-)
-from triptych.decoding.filling import Filling, fill_masks
-from triptych.decoding.generation import (
-    Generated,
-    GenerationOptions,
-    NewToken,
-    generate_stream,
-    generate_tokens,
-)
-from triptych.decoding.hypotheses import Hypothesis, SearchOptions, Stop, length_penalty
-from triptych.decoding.likelihood import Likelihood, measure_likelihood, score_continuations
-from triptych.decoding.maps import PRECISIONS, Precision
-from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.search import search
-from triptych.decoding.text_engine import TextEngine
-from triptych.decoding.text_generator import Continuation, TextGenerator
-from triptych.decoding.translator import Candidate, Translation, Translator
-
-__all__ = [
-    "PRECISIONS",
-    "Candidate",
-    "Continuation",
-    "CorpusScore",
-    "Engine",
-    "Evaluation",
-    "Filling",
-    "Generated",
-    "GenerationOptions",
-    "Hypothesis",
-    "Likelihood",
-    "NewToken",
-    "Precision",
-    "SamplingOptions",
-    "SearchOptions",
-    "Stop",
-    "TextEngine",
-    "TextGenerator",
-    "Translation",
-    "Translator",
-    "evaluate_translations",
-    "fill_masks",
-    "generate_stream",
-    "generate_tokens",
-    "length_penalty",
-    "measure_bleu",
-    "measure_likelihood",
-    "score_bleu",
-    "score_continuations",
-    "score_translations",
-    "search",
-]
+from triptych.decoding.engine import Engine as Engine
+from triptych.decoding.evaluation import Evaluation as Evaluation
+from triptych.decoding.evaluation import evaluate_translations as evaluate_translations
+from triptych.decoding.evaluation import measure_bleu as measure_bleu
+from triptych.decoding.evaluation import score_bleu as score_bleu
+from triptych.decoding.evaluation import score_translations as score_translations
+from triptych.decoding.filling import Filling as Filling
+from triptych.decoding.filling import fill_masks as fill_masks
+from triptych.decoding.generation import GenerationOptions as GenerationOptions
+from triptych.decoding.generation import generate_tokens as generate_tokens
+from triptych.decoding.likelihood import Likelihood as Likelihood
+from triptych.decoding.likelihood import measure_likelihood as measure_likelihood
+from triptych.decoding.likelihood import score_continuations as score_continuations
+from triptych.decoding.maps import PRECISIONS as PRECISIONS
+from triptych.decoding.maps import Precision as Precision
+from triptych.decoding.sampling import SamplingOptions as SamplingOptions
+from triptych.decoding.search import Hypothesis as Hypothesis
+from triptych.decoding.search import SearchOptions as SearchOptions
+from triptych.decoding.search import Stop as Stop
+from triptych.decoding.search import length_penalty as length_penalty
+from triptych.decoding.search import search as search
+from triptych.decoding.text_engine import TextEngine as TextEngine
+from triptych.decoding.text_generator import Continuation as Continuation
+from triptych.decoding.text_generator import TextGenerator as TextGenerator
+from triptych.decoding.translator import Candidate as Candidate
+from triptych.decoding.translator import Translation as Translation
+from triptych.decoding.translator import Translator as Translator

@@ -7,14 +7,34 @@ import torch
 from torch import Tensor, nn
 
 from triptych.decoding.engine import DecodingEngine, Engine
-from triptych.decoding.hypotheses import Hypothesis, SearchOptions
 from triptych.decoding.maps import Precision
 from triptych.decoding.plain_engine import PlainEngine, needs_plain
-from triptych.decoding.search import search
+from triptych.decoding.search import Hypothesis, SearchOptions, search
 from triptych.decoding.workers import Searcher
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
+
+# Time grows with the square of a text's length, and so do files that show all of its attention.
+LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
+
+
+def check_length(
+    which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str
+) -> None:
+    """Check that a text can be read at once."""
+    if not length:
+        raise UsageError(f"{which} is empty: give it some text")
+    if positions is not None and length > positions:
+        raise UsageError(
+            f"{which} has {length:,} tokens, but the model has positions for {positions:,}: shorten it"
+        )
+    most = asked or positions or otherwise
+    if length > most:
+        raise UsageError(
+            f"{which} has {length:,} tokens, and at most {most:,} are read at once: shorten it, or raise "
+            f"{option}"
+        )
 
 
 def batch_searcher(
@@ -47,15 +67,19 @@ def _padded(sentences: Sequence[Sequence[int]], eos_id: int, pad_id: int) -> Ten
 
 
 def batches_of_like_length(
-    sentences: Sequence[Sequence[int]], batch_tokens: int, batch_sentences: int | None = None
+    sentences: Sequence[Sequence[int]],
+    batch_tokens: int | None = None,
+    batch_sentences: int | None = None,
+    *,
+    pads: bool = True,
 ) -> Iterator[list[int]]:
-    """Places of sentences of like length, the longest first."""
-    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+    """Places of sentences of like length, or without `pads` of one length, the longest first."""
     batch: list[int] = []
-    for i in order:
-        longest = len(sentences[batch[0]] if batch else sentences[i]) + 1
-        full = longest * (len(batch) + 1) > batch_tokens or len(batch) == batch_sentences
-        if batch and full:
+    for i in sorted(range(len(sentences)), key=lambda i: -len(sentences[i])):
+        longest = len(sentences[batch[0]] if batch else sentences[i])
+        full = batch_tokens is not None and (longest + 1) * (len(batch) + 1) > batch_tokens
+        other = not pads and longest != len(sentences[i])
+        if batch and (full or other or len(batch) == batch_sentences):
             yield batch
             batch = []
         batch.append(i)
@@ -64,11 +88,7 @@ def batches_of_like_length(
 
 
 def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
-    """The parts of a batch whose texts do not change each other.
-
-    Beyond a limit, rotary positions may depend on the longest text of a batch: then all texts of a part have
-    one length.
-    """
+    """The parts of a batch whose texts do not change each other."""
     if limit is None or max(lengths[i] for i in batch) <= limit:
         yield [*batch]
         return

@@ -36,16 +36,11 @@ class Kept(Protocol):
 
 
 class DecodingEngine(ABC):
-    """A model that is decoded step by step.
+    """A model that is decoded step by step."""
 
-    Attributes:
-        device: where it runs.
-        pad_id: the token that is read nowhere.
-        max_target_tokens: longest target that the model has positions for; None if there is no limit.
-    """
-
-    device: torch.device
-    pad_id: int
+    device: torch.device  # where it runs
+    pad_id: int  # the token that is read nowhere
+    # longest target that the model has positions for; None if there is no limit
     max_target_tokens: int | None
 
     @abstractmethod
@@ -59,17 +54,7 @@ class DecodingEngine(ABC):
 
 @final
 class Engine(DecodingEngine):
-    """A model as decoding wants it: `fused`, its tables scaled, its output layer filled up.
-
-    It shares memory with the model where it can: after the model changes, make another.
-
-    Attributes:
-        model: the fused model.
-        precision: of the maps: "fp32"; "bf16", activations too; or "int8" (`Int8Maps`). The model's own
-            float64 stays float64.
-        vocab: number of columns of the logits: the target vocabulary, filled up to whole groups.
-        max_target_tokens: longest target that the model has positions for; None if there is no limit.
-    """
+    """A model as decoding wants it: `fused`, its tables scaled, its output layer filled up."""
 
     @torch.no_grad()
     def __init__(
@@ -171,13 +156,6 @@ class BeamCache(ABC):
     slot `t · beam_size + i`. Which slots belong to the history of a row is kept in a mask, so that when
     hypotheses change places only the mask is rearranged, and the slots of a sentence are read once for all
     its rows.
-
-    Attributes:
-        length: tokens held a row.
-        layers: the cache of every layer.
-        memory_mask: 0 where there is a source token and −inf where there is padding,
-            `[batch, 1, 1, src_len]`; None without padding.
-        mask: 0 where a slot is of a row's history, `[batch, beam_size, slots]`; None for one row.
     """
 
     def __init__(self, engine: Engine, batch: int, beam_size: int, memory_mask: Tensor | None) -> None:
@@ -328,3 +306,55 @@ class FixedSlots(AttentionCache):
         """More slots, in another place."""
         added = room - self._room
         self._room, self._stores = room, tuple(F.pad(store, (0, 0, 0, added)) for store in self._stores)
+
+
+# Runs before a recording, in which libraries set themselves up.
+_WARM_UPS = 2
+
+
+@final
+class FixedSteps:
+    """The steps of one batch."""
+
+    def __init__(self, engine: Engine, cache: FixedBeamCache) -> None:
+        self.cache = cache
+        self._engine = engine
+        self._tokens: Tensor | None = None
+        self._logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
+        """As `Engine.step`; the logits are overwritten by the next call."""
+        cache = self.cache
+        if cache.is_full:
+            cache.double()
+            self._graph = None
+        if self._tokens is None:
+            self._tokens = tokens.clone()
+        else:
+            self._tokens.copy_(tokens)
+        if self._engine.device.type != "cuda":
+            self._run()
+        else:
+            if self._graph is None:
+                self._record()
+            cast(torch.cuda.CUDAGraph, self._graph).replay()
+        cache.length += 1
+        return cast(Tensor, self._logits)
+
+    def _run(self) -> None:
+        self._logits = self._engine.step(cast(Tensor, self._tokens), self.cache)
+
+    def _record(self) -> None:
+        """Record a step; it is not taken by that."""
+        before = self.cache.position.clone()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self._run()  # writes the slot that the step itself will write again
+                self.cache.position.copy_(before)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._run()

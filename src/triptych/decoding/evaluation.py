@@ -9,8 +9,8 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from triptych.decoding.hypotheses import SearchOptions
 from triptych.decoding.maps import Precision
+from triptych.decoding.search import SearchOptions
 from triptych.decoding.translator import Translator
 from triptych.errors import DataError
 from triptych.text import as_lines
@@ -18,21 +18,13 @@ from triptych.text import as_lines
 
 @dataclass(frozen=True)
 class CorpusScore:
-    """A corpus score with its 95 % bootstrap interval.
+    """A corpus score with its 95 % bootstrap interval."""
 
-    Attributes:
-        name: "BLEU" or "chrF2".
-        value: of the whole corpus, 0 to 100.
-        low: lower end of the interval.
-        high: upper end.
-        signature: what sacreBLEU needs to know to give the same number again.
-    """
-
-    name: str
-    value: float
-    low: float
-    high: float
-    signature: str
+    name: str  # "BLEU" or "chrF2"
+    value: float  # of the whole corpus, 0 to 100
+    low: float  # lower end of the interval
+    high: float  # upper end
+    signature: str  # what sacreBLEU needs to know to give the same number again
 
     def line(self) -> str:
         """In one line."""
@@ -45,12 +37,7 @@ def score_translations(
     num_resamples: int = 1000,
     seed: int = 12345,
 ) -> list[CorpusScore]:
-    """BLEU and chrF of translations against one reference each; a string is one translation.
-
-    The interval is the middle 95 % of the scores of `num_resamples` corpora of the same size, drawn
-    with replacement (Koehn 2004). sacreBLEU's own sentence statistics are summed, so the score of the
-    whole corpus is sacreBLEU's to the last digit.
-    """
+    """BLEU and chrF of translations against one reference each; a string is one translation."""
     hypotheses, references = as_lines(hypotheses), as_lines(references)
     if len(hypotheses) != len(references):
         raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
@@ -96,23 +83,14 @@ _LINES_AT_A_TIME = 256
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The translations of a test text and their scores.
+    """The translations of a test text and their scores."""
 
-    Attributes:
-        translations: in the order of the text.
-        scores: BLEU and chrF of all of them.
-        seconds: of translating.
-        options: of the search.
-        precision: of the model's maps.
-        workers: processes that translated.
-    """
-
-    translations: tuple[str, ...]
-    scores: tuple[CorpusScore, ...]
-    seconds: float
-    options: SearchOptions
-    precision: Precision
-    workers: int
+    translations: tuple[str, ...]  # in the order of the text
+    scores: tuple[CorpusScore, ...]  # BLEU and chrF of all of them
+    seconds: float  # of translating
+    options: SearchOptions  # of the search
+    precision: Precision  # of the model's maps
+    workers: int  # processes that translated
 
     def figures(self) -> dict[str, Any]:
         return {

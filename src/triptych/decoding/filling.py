@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triptych.decoding.lengths import LONGEST_SHOWN, check_length
+from triptych.decoding.batches import LONGEST_SHOWN, check_length
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import LanguageModel
@@ -14,21 +14,13 @@ from triptych.text import Tokenizer
 
 @dataclass(frozen=True)
 class Filling:
-    """A token for a mask.
+    """A token for a mask."""
 
-    Attributes:
-        text: of the token alone.
-        token: its id.
-        piece: readable, with "▁" for a space.
-        probability: that the model gives it.
-        filled: the text with this token in the mask's place, and the other masks as they are.
-    """
-
-    text: str
+    text: str  # of the token alone
     token: int
-    piece: str
-    probability: float
-    filled: str
+    piece: str  # readable, with "▁" for a space
+    probability: float  # that the model gives it
+    filled: str  # the text with this token in the mask's place, and the other masks as they are
 
 
 @torch.inference_mode()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from triptych import thresholds
-from triptych.decoding.batches import padded_alike
-from triptych.decoding.hypotheses import (
+from triptych.decoding.batches import LONGEST_PROMPT, batches_of_like_length, check_length, padded_alike
+from triptych.decoding.sampling import Sampler, SamplingOptions
+from triptych.decoding.search import (
     LARGEST_BEAM,
     MOST_TOKENS,
     length_penalty,
@@ -18,8 +19,6 @@ from triptych.decoding.hypotheses import (
     require_count,
     require_finite_logits,
 )
-from triptych.decoding.lengths import LONGEST_PROMPT, check_length
-from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.text_engine import OpenTexts, TextEngine
 
 Finish = Literal["token", "text", "length", "positions"]
@@ -27,29 +26,18 @@ Finish = Literal["token", "text", "length", "positions"]
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How texts are continued.
+    """How texts are continued."""
 
-    Attributes:
-        max_new_tokens: a continuation ends at this many tokens.
-        sampling: how each token is chosen.
-        seed: of what is drawn.
-        num_samples: continuations of each prompt; with a beam the best so many.
-        beam_size: 1, or the hypotheses of a beam search, which draws nothing.
-        alpha: exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none.
-        stop_ids: a continuation ends before any of these tokens.
-        stop_texts: a continuation ends before any of these strings.
-        max_prompt_tokens: longest prompt; None for as many tokens as the model has positions for, or 32,768
-            where it has no limit and reads a prompt whole.
-    """
-
-    max_new_tokens: int = 128
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    seed: int = 0
-    num_samples: int = 1
-    beam_size: int = 1
-    alpha: float = 0.0
-    stop_ids: tuple[int, ...] = ()
-    stop_texts: tuple[str, ...] = ()
+    max_new_tokens: int = 128  # a continuation ends at this many tokens
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)  # how each token is chosen
+    seed: int = 0  # of what is drawn
+    num_samples: int = 1  # continuations of each prompt; with a beam the best so many
+    beam_size: int = 1  # 1, or the hypotheses of a beam search, which draws nothing
+    alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none
+    stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens
+    stop_texts: tuple[str, ...] = ()  # a continuation ends before any of these strings
+    # longest prompt; None for as many tokens as the model has positions for, or 32,768 where it has no limit
+    # and reads a prompt whole
     max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,20 +61,14 @@ class GenerationOptions:
 
 
 class NewToken(NamedTuple):
-    """A token that a continuation grew by.
+    """A token that a continuation grew by."""
 
-    Attributes:
-        row: the number of the prompt times `num_samples`, plus that of the sample.
-        token: its id.
-        log_prob: natural logarithm of the probability that the model gave it, before temperature, penalty and
-            filters.
-        finish: why the continuation ends here: a stop "token", which is this one and no part of it, a stop
-            "text", the "length" asked for, or the model's "positions"; None where it goes on.
-    """
-
-    row: int
+    row: int  # the number of the prompt times `num_samples`, plus that of the sample
     token: int
+    # natural logarithm of the probability that the model gave it, before temperature, penalty and filters
     log_prob: float
+    # why the continuation ends here: a stop "token", which is this one and no part of it, a stop "text", the
+    # "length" asked for, or the model's "positions"; None where it goes on
     finish: Finish | None
 
 
@@ -174,11 +156,7 @@ def generate_stream(
 
 @final
 class _Growing:
-    """Texts that a model continues: what each has, and what is drawn for it.
-
-    Attributes:
-        texts: tokens of each, its prompt's and its own.
-    """
+    """Texts that a model continues: what each has, and what is drawn for it."""
 
     def __init__(
         self,
@@ -267,7 +245,7 @@ def generate_tokens(
     if options.beam_size > 1:
         return [beam_search(engine, ids, options) for ids in prompts]
     found: list[list[Generated]] = [[] for _ in prompts]
-    batches = batches_of(prompts, max(1, batch_rows // options.num_samples), pads=True)
+    batches = batches_of_like_length(prompts, None, max(1, batch_rows // options.num_samples))
     lengths, limit = [len(ids) + options.max_new_tokens for ids in prompts], engine.rotary_limit
     for batch in (part for whole in batches for part in padded_alike(whole, lengths, limit)):
         # Rows are numbered within the batch; a caller knows them by the prompts' own numbers.
@@ -291,18 +269,6 @@ def collected(tokens: Sequence[NewToken]) -> Generated:
     own = tokens[:-1] if finish == "token" else tokens
     log_probs = tuple(new.log_prob for new in tokens)
     return Generated(tuple(new.token for new in own), log_probs, finish, sum(log_probs))
-
-
-def batches_of(prompts: Sequence[Sequence[int]], most: int, *, pads: bool) -> Iterator[list[int]]:
-    """The numbers of prompts of like length, or without `pads` of one length, longest first."""
-    batch: list[int] = []
-    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        if batch and (len(batch) == most or not (pads or len(prompts[batch[0]]) == len(prompts[i]))):
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
 
 
 class _Open(NamedTuple):

@@ -24,27 +24,16 @@ Logits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """The loss of a model on a text.
+    """The loss of a model on a text."""
 
-    Attributes:
-        nats: of all tokens that were predicted.
-        tokens: how many they are.
-        num_bytes: how many bytes of UTF-8 they are.
-        context: tokens of a window.
-        stride: tokens by which a window begins after the one before.
-        documents: texts that were scored, each by itself.
-        interval: 95 % bootstrap interval of the nats per token.
-        units: what was drawn for it: "documents", or of a single document its "windows".
-    """
-
-    nats: float
-    tokens: int
-    num_bytes: int
-    context: int
-    stride: int
-    documents: int
-    interval: tuple[float, float]
-    units: str
+    nats: float  # of all tokens that were predicted
+    tokens: int  # how many they are
+    num_bytes: int  # how many bytes of UTF-8 they are
+    context: int  # tokens of a window
+    stride: int  # tokens by which a window begins after the one before
+    documents: int  # texts that were scored, each by itself
+    interval: tuple[float, float]  # 95 % bootstrap interval of the nats per token
+    units: str  # what was drawn for it: "documents", or of a single document its "windows"
 
     @property
     def nats_per_token(self) -> float:
@@ -78,11 +67,7 @@ class Likelihood:
 def token_losses(
     model: LanguageModel, ids: Sequence[int], context: int, stride: int, compute: Logits | None = None
 ) -> list[Float[Tensor, " tokens"]]:
-    """The negative log-probabilities in nats of the tokens of a text but its first, window by window.
-
-    A window reads `context` tokens. The first predicts as many; every later one begins `stride` tokens after
-    the one before and predicts the `stride` tokens that none has predicted yet.
-    """
+    """The negative log-probabilities in nats of the tokens of a text but its first, window by window."""
     whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
     last = len(ids) - 1  # tokens that are read
     found, windows = [], list[tuple[int, int, int]]()  # begin, end, tokens predicted before
@@ -144,10 +129,7 @@ def measure_likelihood(
     progress: Callable[[int, int], None] = lambda done, total: None,
     compute: Logits | None = None,
 ) -> Likelihood:
-    """Score a model on texts, each by itself and over its whole length.
-
-    The first token of a document is predicted only where the tokenizer puts a special one before it.
-    """
+    """Score a model on texts, each by itself and over its whole length."""
     if not model.causal:
         raise UsageError("an encoder predicts no text: evaluate --text is for decoder-only models")
     limit = model.max_tokens
@@ -164,7 +146,10 @@ def measure_likelihood(
         if document:
             (ids,) = tokenizer.encode([document], add_special=True)
             losses.append(token_losses(model, ids, context, stride, compute))
-            num_bytes += len(document.encode()) - _bytes_not_predicted(tokenizer, ids)
+            # The first token is not predicted.
+            num_bytes += len(document.encode()) - len(
+                "".join(tokenizer.decode([ids[:1]] if ids else [])).encode()
+            )
         progress(done, len(documents))
     units = "documents" if len(losses) > 1 else "windows"
     parts = (
@@ -177,8 +162,3 @@ def measure_likelihood(
     low, high = map(float, ratio_intervals(sums, counts))
     nats, tokens = float(sums.sum()), int(counts.sum())
     return Likelihood(nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units)
-
-
-def _bytes_not_predicted(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
-    """The bytes of a text's first token."""
-    return 0 if not ids else len(tokenizer.decode([ids[:1]])[0].encode())

@@ -28,11 +28,7 @@ def needs_plain(model: EncoderDecoder) -> bool:
 
 @final
 class PlainEngine(DecodingEngine):
-    """An encoder-decoder, token by token through its own layers, in their own dtype.
-
-    Attributes:
-        model: in evaluation mode.
-    """
+    """An encoder-decoder, token by token through its own layers, in their own dtype."""
 
     def __init__(self, model: EncoderDecoder, never: Sequence[int] = ()) -> None:
         """For a model; logits of the tokens in `never` are −inf."""

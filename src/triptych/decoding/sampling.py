@@ -20,24 +20,19 @@ _LEAST_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. The filters apply in this order.
+    """How the next token is chosen. The filters apply in this order."""
 
-    Attributes:
-        repetition_penalty: p where the logits of tokens that are in the text already, its prompt included,
-            are divided by p if positive and multiplied by p if not; 1 for none. It also acts on greedy
-            choices. Source: Keskar et al. 2019, arXiv 1909.05858, section 4.1.
-        temperature: logits are divided by it; 0 takes the most probable token.
-        top_k: only the k most probable tokens; None for all.
-        top_p: only the fewest most probable tokens whose probabilities sum to p or more. Source: Holtzman et
-            al. 2020, arXiv 1904.09751.
-        min_p: only tokens whose probability is p times that of the most probable one, or more. Source:
-            Nguyen et al. 2024, arXiv 2407.01082.
-    """
-
+    # p where the logits of tokens that are in the text already, its prompt included, are divided by p if
+    # positive and multiplied by p if not; 1 for none. It also acts on greedy choices. Source: Keskar et al.
+    # 2019, arXiv 1909.05858, section 4.1
     repetition_penalty: float = 1.0
-    temperature: float = 0.0
-    top_k: int | None = None
+    temperature: float = 0.0  # logits are divided by it; 0 takes the most probable token
+    top_k: int | None = None  # only the k most probable tokens; None for all
+    # only the fewest most probable tokens whose probabilities sum to p or more. Source: Holtzman et al. 2020,
+    # arXiv 1904.09751
     top_p: float | None = None
+    # only tokens whose probability is p times that of the most probable one, or more. Source: Nguyen et al.
+    # 2024, arXiv 2407.01082
     min_p: float | None = None
 
     def __post_init__(self) -> None:

@@ -18,8 +18,7 @@ from triptych.decoding.fused import (
     fuse,
     hidden_score,
 )
-from triptych.decoding.mapped import MappedFiles
-from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
+from triptych.decoding.maps import MappedFiles, Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.experts import Experts
@@ -27,15 +26,7 @@ from triptych.models.experts import Experts
 
 @final
 class OpenTexts:
-    """The texts of a batch: the cache of their tokens, aligned on the right.
-
-    Attributes:
-        length: slots a row: tokens, and the padding on the left of shorter texts.
-        cache: keys and values.
-        padding: slots on the left of each row that hold no token, `[rows]`; None if there are none.
-        hidden: what is added to the scores of an even cache's slots, `[rows, 1, 1, slots]`; else None.
-        ids: of the slots, for a text that may be read again; else None.
-    """
+    """The texts of a batch: the cache of their tokens, aligned on the right."""
 
     def __init__(self, cache: DecoderCache, padding: Tensor | None, hidden: Tensor | None) -> None:
         self.cache, self.padding, self.hidden, self.length = cache, padding, hidden, cache.length

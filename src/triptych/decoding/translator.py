@@ -1,19 +1,17 @@
 """Text in, text out."""
 
+import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import final, overload
 
 from triptych import thresholds
-from triptych.decoding.ahead import Ahead
-from triptych.decoding.batches import batch_searcher, batches_of_like_length
-from triptych.decoding.hypotheses import Hypothesis, SearchOptions
-from triptych.decoding.lengths import LONGEST_LINE
+from triptych.decoding.batches import LONGEST_LINE, batch_searcher, batches_of_like_length
 from triptych.decoding.maps import Precision, unsupported_precision
-from triptych.decoding.pieces import split_line
-from triptych.decoding.workers import Searcher, WorkerPool
+from triptych.decoding.search import Hypothesis, SearchOptions
+from triptych.decoding.workers import Ahead, Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules, TokenizerPair, as_lines
@@ -26,19 +24,12 @@ _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One translation of a line.
+    """One translation of a line."""
 
-    Attributes:
-        text: as a reader wants it, in one line.
-        pieces: its tokens, readable.
-        score: log-probability over the length penalty; for a line translated in pieces, their sum.
-        log_prob: natural logarithm of the probability.
-    """
-
-    text: str
-    pieces: tuple[str, ...]
-    score: float
-    log_prob: float
+    text: str  # as a reader wants it, in one line
+    pieces: tuple[str, ...]  # its tokens, readable
+    score: float  # log-probability over the length penalty; for a line translated in pieces, their sum
+    log_prob: float  # natural logarithm of the probability
 
 
 @dataclass(frozen=True)
@@ -117,20 +108,13 @@ class Translator:
         return list(self.translate_stream([list(lines)]))
 
     def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
-        """Translate batch by batch, each as soon as it is there, in their order.
-
-        With more than one worker the next batches are read while the first is translated, a few at
-        most: memory does not grow with the length of the stream.
-        """
-        several = [batches] if isinstance(batches, str) else batches
-        yield from self._translated_stream(as_lines(batch) for batch in several)
-
-    def _translated_stream(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
-        if self.workers == 1:
-            for lines in batches:
-                yield from self._translated(lines)
+        """Translate batch by batch, each as soon as it is there, in their order."""
+        several = (as_lines(batch) for batch in ([batches] if isinstance(batches, str) else batches))
+        if self.workers > 1:
+            yield from self._translated_side_by_side(several)
         else:
-            yield from self._translated_side_by_side(batches)
+            for lines in several:
+                yield from self._translated(lines)
 
     def start_workers(self) -> None:
         """Start the other workers now and wait for them, instead of when there is work for them."""
@@ -297,3 +281,24 @@ class _Group:
 def _version(model: EncoderDecoder) -> object:
     """Changes whenever a weight does."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
+
+
+# From the kindest place to cut to the last resort; what is cut off keeps its punctuation.
+_BOUNDARIES = (re.compile(r"(?<=[.!?…。！？])\s+"), re.compile(r"(?<=[,;:–—])\s+"), re.compile(r"\s+"))
+
+
+def split_line(text: str, fits: Callable[[str], bool], level: int = 0) -> list[str]:
+    """Cut a line into pieces that fit: between sentences, else clauses, else words, else anywhere."""
+    if fits(text) or len(text) <= 1:
+        return [text]
+    if level == len(_BOUNDARIES):
+        middle = len(text) // 2
+        return split_line(text[:middle], fits, level) + split_line(text[middle:], fits, level)
+    parts = [part for part in _BOUNDARIES[level].split(text) if part]
+    joined: list[str] = []
+    for part in parts:
+        if joined and fits(f"{joined[-1]} {part}"):
+            joined[-1] = f"{joined[-1]} {part}"
+        else:
+            joined.append(part)
+    return [piece for part in joined for piece in split_line(part, fits, level + 1)]

@@ -7,20 +7,21 @@ The process that asks searches too, so the first results do not wait for the oth
 import contextlib
 import multiprocessing
 import pickle
+import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 
 from triptych import user_code
-from triptych.decoding.hypotheses import Hypothesis
+from triptych.decoding.search import Hypothesis
 
 Sentences = Sequence[Sequence[int]]
 Hypotheses = list[list[Hypothesis]]
@@ -167,3 +168,62 @@ def _serve(connection: Connection, make_searcher: Callable[..., Searcher], code:
             raise
         except Exception as error:  # noqa: BLE001 (raised again by the process that asked)
             connection.send(error)
+
+
+Item = TypeVar("Item")
+
+
+@final
+class _End:
+    """Behind the last item."""
+
+
+@final
+class Ahead(Generic[Item]):
+    """Items of a stream, read by a thread of its own up to `depth` ahead.
+
+    Unlike the batches of training, which are always there to be made, lines may be slow to come:
+    `has_more` tells whether asking would mean waiting.
+    """
+
+    def __init__(self, items: Iterable[Item], depth: int) -> None:
+        self._arrived: queue.Queue[Item | Exception | _End] = queue.Queue(maxsize=depth)
+        self._closed = False
+        self._ended = False
+        self._items = items
+        # It may sit in a read that never ends, so nobody waits for it.
+        threading.Thread(target=self._read, name="triptych-lines", daemon=True).start()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether an item, the end or an error has arrived that was not taken."""
+        return not self._ended and not self._arrived.empty()
+
+    def next(self) -> Item | None:
+        """The next item, waited for; None at the end."""
+        if self._ended:
+            return None
+        item = self._arrived.get()
+        if isinstance(item, _End | Exception):
+            self._ended = True
+            if isinstance(item, Exception):
+                raise item
+            return None
+        return item
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._closed = self._ended = True
+        while not self._arrived.empty():  # lets the thread see that it is over
+            self._arrived.get_nowait()
+
+    def _read(self) -> None:
+        ending: Exception | _End = _End()
+        try:
+            for item in self._items:
+                self._arrived.put(item)
+                if self._closed:
+                    return
+        except Exception as error:  # noqa: BLE001 (raised again by the one who asks)
+            ending = error
+        self._arrived.put(ending)

@@ -41,13 +41,12 @@ from triptych.decoding.generation import (
     GenerationOptions,
     NewToken,
     OtherEngine,
-    batches_of,
     check_prompts,
     collected,
     limit_of_prompt,
 )
-from triptych.decoding.hypotheses import best_first, limit_of
 from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.search import best_first, limit_of
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.decoding.workers import Hypotheses, Sentences
 from triptych.errors import DataError, UsageError
@@ -297,7 +296,7 @@ class CTranslate2Generator(OtherEngine):
             return [self._beam_search(ids, options) for ids in prompts]
         found: list[list[Generated]] = [[] for _ in prompts]
         # Of prompts of several lengths CTranslate2 takes the ends of the longer ones for tokens that it made.
-        for batch in batches_of(prompts, batch_rows, pads=False):
+        for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
             grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
             for i in batch:
                 found[i] = [collected(grown[i])]

@@ -119,7 +119,7 @@ def load(
             needs the extra of that name).
         precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
             which are faster and change some texts. On x86-64 CPUs no text depends on the others of its
-            batch; docs/generating.md has the exceptions.
+            batch; docs/how-to/generating.md has the exceptions.
         offline: take what is on the Hub from its cache on this machine, and wait for no connection;
             HF_HUB_OFFLINE=1 asks for it too.
         family: a family file that describes the checkpoint, where its configuration does not say enough.

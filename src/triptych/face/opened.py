@@ -11,10 +11,9 @@ from typing import Any, final
 import torch
 
 from triptych.algebra.weights import Link, Side
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.checkpoint import OwnModel, open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.own import OwnModel
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
 from triptych.decoding import Precision

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, OwnModel
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.model_writing import changed_tensors
-from triptych.checkpoints.own import OwnModel
+from triptych.checkpoints.models import changed_tensors
 from triptych.errors import UsageError
 from triptych.face.changes import Change, Steering, changed_copy
 from triptych.face.opened import Opened

@@ -110,10 +110,7 @@ class _Sketches:
             )
 
     def near_copies(self) -> tuple[list[NearCopy], bool]:
-        """Pairs of heads with an absolute cosine of at least `NEAR`, the closest first.
-
-        The number of computed pairs is limited; the second result says whether there may be more.
-        """
+        """Pairs of heads with an absolute cosine of at least `NEAR`, the closest first."""
         found, more = [], False
         for (form, *_), heads in self._found.items():
             pairs = alike(torch.stack([row for row, *_ in heads]), NEAR, _MOST_PAIRS + 1) if heads else []

@@ -18,13 +18,16 @@ from triptych.algebra.rewrites import (
     fold_value_bias,
 )
 from triptych.algebra.similarity import MapSimilarity
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain
+from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.inspection.measures import LOSSES, MORE_OF_TOP
 
 # A rewrite of `InspectedLayer.foldable`.
 FOLD = "fold stacked maps"
 
+
+# A picture has blocks of entries: of maps so many rows by so many columns, of W_QK rows by rows.
+_PICTURE_ROWS, _PICTURE_COLUMNS = 24, 12
 
 # What is below this share of the largest singular value may be rounding of maps multiplied in float32.
 _NO_RANK = 1e-6
@@ -58,6 +61,7 @@ class InspectedLayer:
             infinite.
         spectra: singular values of "qk" and "ov", one list per head.
         angles: principal angles in degrees of "qk", "qv" and "kv", one list per head.
+        pictures: of "q", "k", "v" and "qk" the rows of a picture, one list per head; see `_pictures`.
         cut: parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the
             first, second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are
             left out.
@@ -86,6 +90,7 @@ class InspectedLayer:
     figures: dict[str, list[float | None]]
     spectra: dict[str, list[list[float]]]
     angles: dict[str, list[list[float]]]
+    pictures: dict[str, list[list[str]]]
     cut: dict[str, list[int]]
     foldable: dict[str, int | str]
     parameters: int
@@ -121,6 +126,8 @@ def inspect_layer(
         pairs = RotaryPairs.of(semantics.rotary.of_length(longest), seen)
     measured = measure_heads(weights, pairs)
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
+    small = (*(tensor for tensor in weights.tensors() if tensor.ndim < 3), *semantics.tensors())
+    finite = bool(measured.finite.all()) and all(bool(tensor.isfinite().all()) for tensor in small)
     return InspectedLayer(
         stack=site.stack,
         layer=site.layer,
@@ -130,7 +137,11 @@ def inspect_layer(
         num_heads=weights.num_heads,
         num_key_heads=weights.num_key_heads,
         maps={side: maps.chain(side)[0].copies for side in ("q", "k", "v")},
-        subspaces={side: _subspaces(weights.chain(side)) for side in ("q", "k", "v")},
+        # Only links that narrow select subspaces.
+        subspaces={
+            side: max((link.copies for link in weights.chain(side) if link.d_out < link.d_in), default=1)
+            for side in ("q", "k", "v")
+        },
         d_model=weights.d_model,
         d_k=maps.q[0].d_out,
         d_v=maps.v[0].d_out,
@@ -150,24 +161,13 @@ def inspect_layer(
             for pair, found in measured.similarity.items()
             if found is not None
         },
+        pictures=_pictures(maps, chosen),
         cut=_cut(layer, measured, chosen),
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
-        broken=dict(checkpoint.broken(layer)) if _is_broken(layer, measured) else {},
+        broken={} if finite else dict(checkpoint.broken(layer)),
         num_bytes=checkpoint.bytes_of(site),
     )
-
-
-def _subspaces(chain: Chain) -> int:
-    """The number of different subspaces that a chain reads. Only links that narrow select subspaces."""
-    return max((link.copies for link in chain if link.d_out < link.d_in), default=1)
-
-
-def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
-    """Whether any map, bias or norm weight is not finite."""
-    small = (tensor for tensor in layer.weights.tensors() if tensor.ndim < 3)
-    beside = layer.weights.semantics.tensors()
-    return not (bool(measured.finite.all()) and all(bool(t.isfinite().all()) for t in (*small, *beside)))
 
 
 def _caveats(layer: AttentionLayer) -> Iterator[str]:
@@ -228,11 +228,7 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
 
 
 def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
-    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V, from the inner products of pairs.
-
-    With the largest inner products that rotations of each pair reach, it is a lower bound: no rotation of all
-    three is better for every pair.
-    """
+    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V; a lower bound where pairs are rotated."""
     norms = measured.norms
     energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
     inner = torch.zeros_like(energies)
@@ -264,6 +260,45 @@ def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> li
 def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
     rows = values.tolist()
     return [[value for value in rows[head] if math.isfinite(value)] for head in chosen]
+
+
+def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
+    """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
+    found: dict[str, list[list[str]]] = {"q": [], "k": [], "v": [], "qk": []}
+    sides = maps.W_Q, maps.W_K, maps.W_V
+    for head in chosen:
+        q, k, v = (W[head].float() for W in sides)
+        for name, W in (("q", q), ("k", k), ("v", v)):
+            found[name].append(_digits(_energies(W, _PICTURE_COLUMNS)))
+        found["qk"].append(_digits(_energies_of_form(q, k)))
+    return found
+
+
+def _energies(W: Tensor, columns: int) -> Tensor:
+    """Mean squares of blocks of entries."""
+    rows = torch.stack([part.mean(0) for part in _parts(W.square(), _PICTURE_ROWS)])
+    return torch.stack([part.mean(0) for part in _parts(rows.mT, columns)], 1)
+
+
+def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
+    """Mean squares of blocks of q kᵀ; of a narrow head by tr(qᵢᵀqᵢ kⱼᵀkⱼ), which never forms it."""
+    if q.shape[1] * _PICTURE_ROWS > q.shape[0]:
+        return _energies(q @ k.mT, _PICTURE_ROWS)
+    one, other = (
+        torch.stack([part.mT @ part / len(part) for part in _parts(side, _PICTURE_ROWS)]).flatten(1)
+        for side in (q, k)
+    )
+    return (one @ other.mT).clamp(min=0)
+
+
+def _parts(W: Tensor, count: int) -> tuple[Tensor, ...]:
+    return W.tensor_split(min(count, len(W)))
+
+
+def _digits(energies: Tensor) -> list[str]:
+    sizes = energies.sqrt().nan_to_num(0.0, 0.0)
+    levels = (15 * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)).round().long().tolist()
+    return ["".join(f"{level:x}" for level in row) for row in levels]
 
 
 def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:

@@ -13,20 +13,13 @@ LOSSES = (0.01, 0.05, 0.10)
 @final
 @dataclass(frozen=True)
 class Measure:
-    """A figure of each head.
+    """A figure of each head."""
 
-    Attributes:
-        name: the name of its column.
-        title: the name for people.
-        meaning: what it is and how to read it, in a sentence or two.
-        group: the group of measures that it belongs to.
-        of_basis: whether it depends on the basis within the head, which the head's function does not.
-    """
-
-    name: str
-    title: str
-    meaning: str
-    group: str
+    name: str  # the name of its column
+    title: str  # the name for people
+    meaning: str  # what it is and how to read it, in a sentence or two
+    group: str  # the group of measures that it belongs to
+    # whether it depends on the basis within the head, which the head's function does not
     of_basis: bool = False
 
     @property

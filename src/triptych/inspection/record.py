@@ -7,8 +7,8 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
@@ -24,7 +24,7 @@ from triptych.extras import is_installed
 from triptych.files import write_text
 from triptych.inspection.layers import FOLD, InspectedLayer
 from triptych.inspection.measures import LOSSES, MEASURES, Measure
-from triptych.reports import Table, render, write_csv
+from triptych.reports import Table, render, short_name, write_csv
 
 # Cosine of two forms, of either sign, from which on they are called near-copies.
 NEAR = 0.9
@@ -37,19 +37,12 @@ _SHADES = " ░▒▓█"
 @final
 @dataclass(frozen=True)
 class NearCopy:
-    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps.
+    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps."""
 
-    Attributes:
-        form: "qk" or "ov".
-        one: a head, as "encoder 0, head 3".
-        other: another.
-        cosine: cosine of their forms; negative if they are opposite.
-    """
-
-    form: str
-    one: str
+    form: str  # "qk" or "ov"
+    one: str  # a head, as "encoder 0, head 3"
     other: str
-    cosine: float
+    cosine: float  # cosine of their forms; negative if they are opposite
 
 
 @final
@@ -107,6 +100,7 @@ class Inspection:
         """All of it as JSON has it."""
         found = asdict(self)
         for layer in found["layers"]:
+            del layer["pictures"]
             layer["figures"] = {
                 name: ["Infinity" if value == math.inf else value for value in values]  # no number of JSON
                 for name, values in layer["figures"].items()
@@ -123,7 +117,7 @@ class Inspection:
         write_text(Path(path), heads_page([self], f"inspect {self.name}"))
 
     def to_csv(self, path: str | Path) -> None:
-        """Write one row per head as CSV; `docs/columns.md` says what the columns are.
+        """Write one row per head as CSV; `docs/reference/columns.md` says what the columns are.
 
         Args:
             path: the file.
@@ -188,15 +182,15 @@ def values_of(inspection: Inspection, measure: str) -> list[Value]:
 
 def summary(inspection: Inspection) -> tuple[str, ...]:
     """A few findings of one line each, then notes on the figures."""
-    return tuple(line for part in _PARTS for line in part(inspection)) or ("No head has finite weights.",)
+    return (*_what_it_is(inspection), *_findings(inspection), *_notes(inspection))
 
 
 def _what_it_is(inspection: Inspection) -> Iterator[str]:
     layers = inspection.layers
     heads = sum(len(layer.heads) for layer in layers)
     sizes = [
-        f"d_model {_listed(sorted({layer.d_model for layer in layers}))}",
-        f"d_k {_listed(sorted({layer.d_k for layer in layers}))}",
+        f"{name} {' or '.join(map(str, sorted({getattr(layer, name) for layer in layers})))}"
+        for name in ("d_model", "d_k")
     ]
     groups = sorted({(layer.num_heads, layer.num_key_heads) for layer in layers})
     sizes += [f"{h} query heads share {g} key heads" for h, g in groups if g != h]
@@ -259,9 +253,6 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         yield f"Not read: {_counted(len(inspection.unread), 'tensor')}, such as {named}."
 
 
-_PARTS: tuple[Callable[[Inspection], Iterator[str]], ...] = (_what_it_is, _findings, _notes)
-
-
 def averages(inspection: Inspection) -> Table:
     """Means over the heads, compared with random weights of the same sizes."""
     rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
@@ -303,10 +294,7 @@ _BY_BASIS = "depends on the basis"
 
 
 def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """For each pair of maps: its name, the mean overlap over chance, and the heads above chance.
-
-    A head counts as above chance at p < 0.001 / heads.
-    """
+    """For each pair of maps: its name, the mean overlap over chance, and the heads above chance."""
     for pair, both in _PAIRS.items():
         times = _distinct(inspection, pair, "times_chance", "subspaces")
         if times:
@@ -355,12 +343,11 @@ def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
     """For each form: its name, the mean effective rank, and that of random forms."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
-            random = "" if turns else f"{statistics.fmean(_random_rank(v, full) for v in found):.1f}"
+            spectra = [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
+            random = (
+                f"{statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}" if spectra else ""
+            )
             yield f"{title}{' (rotary pairs)' * turns}", f"{_mean(found):.1f} of {full}", random
-
-
-def _random_rank(value: Value, full: int) -> float:
-    return float(random_spectra(value.layer.d_model, full).effective_rank.mean())
 
 
 def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
@@ -418,7 +405,7 @@ def outliers(inspection: Inspection) -> Table:
         values = (
             _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
         )
-        found = sorted(values, key=_size, reverse=largest)[:3]
+        found = sorted(values, key=lambda value: value.value, reverse=largest)[:3]
         if found:
             title = next(m.title for m in MEASURES if m.name == measure)
             heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)
@@ -460,10 +447,7 @@ def side_by_side(*inspections: Inspection) -> Table:
 
 
 def shaded_map(inspection: Inspection, measure: str) -> list[str]:
-    """A map of layers × heads in shades, from the lowest to the highest finite value. A dot is a missing one.
-
-    Layers whose W_QK is measured in another way have a scale of their own.
-    """
+    """A map of layers × heads in shades of the finite values; a dot is a missing one."""
     if not values_of(inspection, measure):
         return []
     about = next(m for m in MEASURES if m.name == measure)
@@ -502,10 +486,6 @@ def _shown(number: float, form: str) -> str:
     return format(number, form).replace("inf", "∞")
 
 
-def _size(value: Value) -> float:
-    return value.value
-
-
 def _mean(values: Sequence[Value]) -> float:
     return statistics.fmean(value.value for value in values)
 
@@ -514,14 +494,10 @@ def _counted(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))
-
-
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:
     """Make the page of one checkpoint, or of several side by side."""
-    names = [inspection.name for inspection in inspections]
-    facts = [("command", command)]
+    names = [short_name(inspection.name) for inspection in inspections]
+    facts = [("command", command), *(("checkpoint", one.name) for one in inspections)]
     if len(inspections) == 1:
         layers = inspections[0].layers
         facts = [
@@ -530,13 +506,14 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
             ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
             *facts,
         ]
-    said = [
-        (title, lines)
-        for i in inspections
-        for title, lines in ((i.name if len(names) > 1 else "", summary(i)), ("Averages", average_lines(i)))
-    ]
-    models = [(inspection.name, inspection.layers) for inspection in inspections]
-    return render_heads(" and ".join(names), models, said, facts)
+    models, tables, said = [], [], []
+    for name, inspection in zip(names, inspections, strict=True):
+        of = f" of {name}" if len(names) > 1 else ""
+        columns = ("figure", "here", "random", "note")
+        tables.append(replace(averages(inspection), title=f"Averages{of}", columns=columns, numeric=(1, 2)))
+        said.append((f"Findings{of}", summary(inspection)))
+        models.append((name, inspection.layers))
+    return render_heads(f"Heads of {' and '.join(names)}", models, said, facts, tables=tables)
 
 
 def render_heads(
@@ -544,6 +521,7 @@ def render_heads(
     models: Sequence[tuple[str, Sequence[InspectedLayer]]],
     summary: Sequence[tuple[str, Sequence[str]]] = (),
     facts: Sequence[tuple[str, str]] = (),
+    tables: Sequence[Table] = (),
     measures: Sequence[Measure] = MEASURES,
 ) -> str:
     """Render the HTML of a page."""
@@ -558,7 +536,7 @@ def render_heads(
         "groups": list(groups.items()),
         "models": [{"name": name, "layers": [*map(_layer, layers)]} for name, layers in models],
     }
-    return render("heads.html", title=title, summary=summary, facts=facts, data=data)
+    return render("heads.html", title=title, summary=summary, facts=facts, tables=tables, data=data)
 
 
 def _layer(layer: InspectedLayer) -> dict[str, Any]:
@@ -578,6 +556,7 @@ def _layer(layer: InspectedLayer) -> dict[str, Any]:
             name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
             for name, heads in layer.spectra.items()
         },
+        "pictures": layer.pictures,
         "angles": {
             name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
         },

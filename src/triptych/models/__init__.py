@@ -9,8 +9,6 @@ from triptych.models.configuration import ModelConfig as ModelConfig
 from triptych.models.configuration import PositionsConfig as PositionsConfig
 from triptych.models.encoder_decoder import EncoderDecoder as EncoderDecoder
 from triptych.models.language_model import LanguageModel as LanguageModel
-from triptych.models.language_model import LanguageModelOutput as LanguageModelOutput
-from triptych.models.sites import AttentionSite as AttentionSite
 from triptych.models.sites import attention_sites as attention_sites
 from triptych.models.sites import attention_weights as attention_weights
 from triptych.models.sites import with_attention as with_attention

@@ -16,20 +16,15 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu
 class NormConfig:
     """A normalisation over the width of the model.
 
-    Attributes:
-        kind: LayerNorm, `(x − mean) / √(var + eps)`, or RMSNorm, `x / √(mean(x²) + eps)`.
-        eps: added below the root.
-        weight: whether there is a weight for each channel.
-        bias: whether there is a bias for each channel; LayerNorm only.
-        offset: channels are multiplied by `offset + weight`, so 1 where weights are stored relative to 1.
-
     Source: Ba et al. 2016, arXiv 1607.06450; Zhang and Sennrich 2019, arXiv 1910.07467.
     """
 
+    # LayerNorm, `(x − mean) / √(var + eps)`, or RMSNorm, `x / √(mean(x²) + eps)`
     kind: Literal["layer", "rms"] = "layer"
-    eps: float = 1e-5
-    weight: bool = True
-    bias: bool = True
+    eps: float = 1e-5  # added below the root
+    weight: bool = True  # whether there is a weight for each channel
+    bias: bool = True  # whether there is a bias for each channel; LayerNorm only
+    # channels are multiplied by `offset + weight`, so 1 where weights are stored relative to 1
     offset: float = 0.0
 
 
@@ -41,30 +36,21 @@ class FeedForwardConfig:
     `f(x W_1 + b_1) W_2 + b_2`, or with a gate `(f(g) ⊙ (u + offset)) W_2 + b_2`, where `g = x W_g + b_g` and
     `u = x W_1 + b_1`.
 
-    Attributes:
-        d_ff: inner width.
-        activation: f. "gelu" is `x Φ(x)`, "gelu_tanh" its approximation by tanh, "gelu_sigmoid"
-            `x σ(1.702 x)`, "swish" `x σ(beta x)`, "relu_squared" `max(0, x)²`.
-        gated: whether there is a gate.
-        bias: whether the inner maps have biases; `out_bias` likewise for W_2.
-        dropout: on the inner activations, while training.
-        beta: of "swish".
-        offset: added to u, for layers with a gate.
-        limit: c where g is at most c and u between −c and c, for layers with a gate; None if they have no
-            limit.
-
     Source: gates: Shazeer 2020, arXiv 2002.05202; beta: Ramachandran et al. 2017, arXiv 1710.05941; offset
     and limit: gpt-oss, github.com/openai/gpt-oss.
     """
 
-    d_ff: int
+    d_ff: int  # inner width
+    # f. "gelu" is `x Φ(x)`, "gelu_tanh" its approximation by tanh, "gelu_sigmoid" `x σ(1.702 x)`, "swish" `x
+    # σ(beta x)`, "relu_squared" `max(0, x)²`
     activation: Activation = "relu"
-    gated: bool = False
-    bias: bool = True
+    gated: bool = False  # whether there is a gate
+    bias: bool = True  # whether the inner maps have biases; `out_bias` likewise for W_2
     out_bias: bool = True
-    dropout: float = 0.0
-    beta: float = 1.0
-    offset: float = 0.0
+    dropout: float = 0.0  # on the inner activations, while training
+    beta: float = 1.0  # of "swish"
+    offset: float = 0.0  # added to u, for layers with a gate
+    # c where g is at most c and u between −c and c, for layers with a gate; None if they have no limit
     limit: float | None = None
 
 
@@ -76,47 +62,34 @@ class ExpertsConfig:
     The router gives every expert a score, the map `x W_r + b_r` after `scores`. The experts of the highest
     scores are chosen, and their outputs are summed with the scores as weights.
 
-    Attributes:
-        expert: every one of them.
-        num_experts: how many there are.
-        top_k: how many a token passes.
-        scores: "softmax" over all experts, "sigmoid" of each, or "sparsemixer": the experts are chosen one
-            after the other, each by a softmax over those not yet chosen and near the best of them. While
-            training, "sparsemixer" chooses as in evaluation, without noise.
-        normalised: whether the weights of the chosen are divided by their sum; with "softmax", the same as a
-            softmax over the chosen alone.
-        min_sum: the least that they are divided by.
-        scale: the weights are multiplied by this.
-        scale_input: whether the weights multiply what the experts read, not what they give.
-        router_bias: whether there is b_r.
-        correction: whether every expert has a number that is added to its score for the choice, and not for
-            the weight.
-        groups: experts are in this many groups of one size, the first ones in the first group.
-        top_groups: how many of the groups a token may choose from.
-        group_score: what groups are chosen by: their best score, or the sum of their two best.
-        threshold: for "sparsemixer"; experts of score s with `best − s > threshold · max(|s|, best)` are out.
-        shared: a layer that every token passes besides; None without.
-
     Source: Shazeer et al. 2017, arXiv 1701.06538; shared experts: Dai et al. 2024, arXiv 2401.06066; groups:
-    DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2; correction: DeepSeek-AI 2024, arXiv 2412.19437,
-    section 2.1.2; sparsemixer: Liu et al. 2024, arXiv 2409.12136.
+    DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2; correction: DeepSeek-AI 2024, arXiv 2412.19437, section
+    2.1.2; sparsemixer: Liu et al. 2024, arXiv 2409.12136.
     """
 
-    expert: FeedForwardConfig
+    expert: FeedForwardConfig  # every one of them
     num_experts: int
-    top_k: int
+    top_k: int  # how many a token passes
+    # "softmax" over all experts, "sigmoid" of each, or "sparsemixer": the experts are chosen one after the
+    # other, each by a softmax over those not yet chosen and near the best of them. While training,
+    # "sparsemixer" chooses as in evaluation, without noise
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    # whether the weights of the chosen are divided by their sum; with "softmax", the same as a softmax over
+    # the chosen alone
     normalised: bool = False
-    min_sum: float = 0.0
-    scale: float = 1.0
-    scale_input: bool = False
-    router_bias: bool = False
+    min_sum: float = 0.0  # the least that they are divided by
+    scale: float = 1.0  # the weights are multiplied by this
+    scale_input: bool = False  # whether the weights multiply what the experts read, not what they give
+    router_bias: bool = False  # whether there is b_r
+    # whether every expert has a number that is added to its score for the choice, and not for the weight
     correction: bool = False
-    groups: int = 1
-    top_groups: int = 1
+    groups: int = 1  # experts are in this many groups of one size, the first ones in the first group
+    top_groups: int = 1  # how many of the groups a token may choose from
+    # what groups are chosen by: their best score, or the sum of their two best
     group_score: Literal["best", "two_best"] = "best"
+    # for "sparsemixer"; experts of score s with `best − s > threshold · max(|s|, best)` are out
     threshold: float = 0.0
-    shared: FeedForwardConfig | None = None
+    shared: FeedForwardConfig | None = None  # a layer that every token passes besides; None without
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -135,44 +108,28 @@ class ExpertsConfig:
 @final
 @dataclass(frozen=True)
 class SublayerConfig:
-    """The frame around attention or a feed-forward layer f.
+    """The frame around attention or a feed-forward layer f."""
 
-    Attributes:
-        norm: "pre": `x + f(norm(x))`; "post": `norm(x + f(x))`; None without.
-        place: where `norm` stands.
-        out_norm: of what f adds, before the sum; with a pre-norm, both together are a sandwich.
-        scale: what f adds is multiplied by this.
-        dropout: on what f adds, while training.
-        from_norm: whether the sum is taken with the normalised input instead of the input.
-    """
-
-    norm: NormConfig | None = NormConfig()
-    place: Literal["pre", "post"] = "pre"
+    norm: NormConfig | None = NormConfig()  # "pre": `x + f(norm(x))`; "post": `norm(x + f(x))`; None without
+    place: Literal["pre", "post"] = "pre"  # where `norm` stands
+    # of what f adds, before the sum; with a pre-norm, both together are a sandwich
     out_norm: NormConfig | None = None
-    scale: float = 1.0
-    dropout: float = 0.0
-    from_norm: bool = False
+    scale: float = 1.0  # what f adds is multiplied by this
+    dropout: float = 0.0  # on what f adds, while training
+    from_norm: bool = False  # whether the sum is taken with the normalised input instead of the input
 
 
 @final
 @dataclass(frozen=True)
 class BlockConfig:
-    """A block: self-attention, cross-attention if there is any, and a feed-forward layer.
+    """A block: self-attention, cross-attention if there is any, and a feed-forward layer."""
 
-    Attributes:
-        attention: the frame of the self-attention.
-        feed_forward: the feed-forward layer, or a mixture of them.
-        feed_forward_frame: its frame.
-        cross: the frame of the cross-attention; None without.
-        parallel: whether attention and feed-forward layer read the same stream, and what both add is added at
-            once. Without a norm in `feed_forward_frame`, the feed-forward layer reads what the attention
-            reads.
-    """
-
-    attention: SublayerConfig
-    feed_forward: FeedForwardConfig | ExpertsConfig
-    feed_forward_frame: SublayerConfig
-    cross: SublayerConfig | None = None
+    attention: SublayerConfig  # the frame of the self-attention
+    feed_forward: FeedForwardConfig | ExpertsConfig  # the feed-forward layer, or a mixture of them
+    feed_forward_frame: SublayerConfig  # its frame
+    cross: SublayerConfig | None = None  # the frame of the cross-attention; None without
+    # whether attention and feed-forward layer read the same stream, and what both add is added at once.
+    # Without a norm in `feed_forward_frame`, the feed-forward layer reads what the attention reads
     parallel: bool = False
 
 
@@ -183,143 +140,94 @@ class MaskedTokens:
 
     It is the share of tokens that were not masked in training over their share in the text.
 
-    Attributes:
-        token: that stands for masked ones.
-        padding: that does not count as a token of the text.
-        trained: share of tokens that were masked in training.
-
     Source: `EsmEmbeddings` of github.com/huggingface/transformers.
     """
 
-    token: int
-    padding: int
-    trained: float = 0.15 * 0.8
+    token: int  # that stands for masked ones
+    padding: int  # that does not count as a token of the text
+    trained: float = 0.15 * 0.8  # share of tokens that were masked in training
 
 
 @final
 @dataclass(frozen=True)
 class EmbeddingsConfig:
-    """From token ids to the stream.
+    """From token ids to the stream."""
 
-    Attributes:
-        vocab_size: rows of the table.
-        width: of the table, from which a map leads to d_model (with a bias if `map_bias`); d_model without a
-            map if None. With `map_first`, positions are added behind the map.
-        scale: the rows are multiplied by this.
-        positions: what is added for the position of a token.
-        num_positions: rows of learned positions.
-        position_offset: position p is row `p + position_offset` of the learned or sinusoidal table.
-        padding_id: where positions that are not given count the tokens before that are not this one; this
-            one itself has the position before the first. None where they count all.
-        sinusoidal_layout: see `attention.sinusoidal`.
-        num_types: rows of a table for the segments of a text; 0 without.
-        masked: what becomes of masked tokens, if not what becomes of all.
-        norm: of the sum; None without.
-        norm_first: whether the norm is of the sum before positions are added to it.
-        dropout: while training.
-    """
-
-    vocab_size: int
+    vocab_size: int  # rows of the table
+    # of the table, from which a map leads to d_model (with a bias if `map_bias`); d_model without a map if
+    # None. With `map_first`, positions are added behind the map
     width: int | None = None
     map_bias: bool = False
     map_first: bool = False
-    scale: float = 1.0
-    positions: Literal["none", "learned", "sinusoidal"] = "none"
-    num_positions: int = 0
-    position_offset: int = 0
+    scale: float = 1.0  # the rows are multiplied by this
+    positions: Literal["none", "learned", "sinusoidal"] = "none"  # what is added for the position of a token
+    num_positions: int = 0  # rows of learned positions
+    position_offset: int = 0  # position p is row `p + position_offset` of the learned or sinusoidal table
+    # where positions that are not given count the tokens before that are not this one; this one itself has
+    # the position before the first. None where they count all
     padding_id: int | None = None
+    # see `attention.sinusoidal`
     sinusoidal_layout: Literal["halves", "interleaved", "tensor2tensor"] = "interleaved"
-    num_types: int = 0
-    masked: MaskedTokens | None = None
-    norm: NormConfig | None = None
-    norm_first: bool = False
-    dropout: float = 0.0
+    num_types: int = 0  # rows of a table for the segments of a text; 0 without
+    masked: MaskedTokens | None = None  # what becomes of masked tokens, if not what becomes of all
+    norm: NormConfig | None = None  # of the sum; None without
+    norm_first: bool = False  # whether the norm is of the sum before positions are added to it
+    dropout: float = 0.0  # while training
 
 
 @final
 @dataclass(frozen=True)
 class HeadConfig:
-    """From the stream to logits.
+    """From the stream to logits."""
 
-    Attributes:
-        tied: whether the output table is that of the embeddings.
-        bias: whether every token has a bias.
-        width: of what the output table reads; d_model if None. A map with `map_bias` leads to it, followed by
-            `activation` and `norm`, which BERT and its like have.
-        transform: whether there is that map.
-        outputs: how many logits there are; one for every token if None.
-        scale: logits are multiplied by this.
-        soft_cap: c where logits s become `c · tanh(s / c)`; None if they do not.
-    """
-
-    tied: bool = True
-    bias: bool = False
+    tied: bool = True  # whether the output table is that of the embeddings
+    bias: bool = False  # whether every token has a bias
+    # of what the output table reads; d_model if None. A map with `map_bias` leads to it, followed by
+    # `activation` and `norm`, which BERT and its like have
     width: int | None = None
-    transform: bool = False
-    outputs: int | None = None
+    transform: bool = False  # whether there is that map
+    outputs: int | None = None  # how many logits there are; one for every token if None
     map_bias: bool = True
     activation: Activation | None = None
     norm: NormConfig | None = None
-    scale: float = 1.0
-    soft_cap: float | None = None
+    scale: float = 1.0  # logits are multiplied by this
+    soft_cap: float | None = None  # c where logits s become `c · tanh(s / c)`; None if they do not
 
 
 @final
 @dataclass(frozen=True)
 class LanguageModelArchitecture:
-    """A decoder without encoder, or an encoder without decoder.
+    """A decoder without encoder, or an encoder without decoder."""
 
-    Attributes:
-        kind: "decoder" sees a text causally and predicts the next token; "encoder" sees all of it and
-            predicts something of every token, mostly the token itself.
-        d_model: width of the stream.
-        embeddings: of the tokens.
-        blocks: each with weights of its own.
-        order: numbers of the blocks in the order of their application, where one serves several times; from
-            the first to the last if empty.
-        final_norm: after the last block; None without.
-        head: to logits; None where the model ends with the stream.
-    """
-
+    # "decoder" sees a text causally and predicts the next token; "encoder" sees all of it and predicts
+    # something of every token, mostly the token itself
     kind: Literal["decoder", "encoder"]
-    d_model: int
-    embeddings: EmbeddingsConfig
-    blocks: tuple[BlockConfig, ...]
-    final_norm: NormConfig | None = None
-    head: HeadConfig | None = HeadConfig()
+    d_model: int  # width of the stream
+    embeddings: EmbeddingsConfig  # of the tokens
+    blocks: tuple[BlockConfig, ...]  # each with weights of its own
+    final_norm: NormConfig | None = None  # after the last block; None without
+    head: HeadConfig | None = HeadConfig()  # to logits; None where the model ends with the stream
+    # numbers of the blocks in the order of their application, where one serves several times; from the first
+    # to the last if empty
     order: tuple[int, ...] = ()
 
 
 @final
 @dataclass(frozen=True)
 class EncoderDecoderArchitecture:
-    """An encoder and a decoder that attends to what it makes.
+    """An encoder and a decoder that attends to what it makes."""
 
-    Attributes:
-        d_model: width of both streams.
-        source: embeddings of the encoder's tokens.
-        target: of the decoder's; both have the same scale.
-        shared: whether both have one table.
-        encoder: its blocks.
-        decoder: its blocks, with cross-attention.
-        encoder_norm: after the last block of the encoder; None without.
-        decoder_norm: likewise.
-        tied: whether the output table is that of the decoder's tokens.
-        output_bias: whether every token has a bias.
-        logit_scale: logits are multiplied by this, before the bias.
-    """
-
-    d_model: int
-    source: EmbeddingsConfig
-    target: EmbeddingsConfig
-    shared: bool
-    encoder: tuple[BlockConfig, ...]
-    decoder: tuple[BlockConfig, ...]
-    encoder_norm: NormConfig | None = None
-    decoder_norm: NormConfig | None = None
-    tied: bool = True
-    output_bias: bool = False
-    logit_scale: float = 1.0
+    d_model: int  # width of both streams
+    source: EmbeddingsConfig  # embeddings of the encoder's tokens
+    target: EmbeddingsConfig  # of the decoder's; both have the same scale
+    shared: bool  # whether both have one table
+    encoder: tuple[BlockConfig, ...]  # its blocks
+    decoder: tuple[BlockConfig, ...]  # its blocks, with cross-attention
+    encoder_norm: NormConfig | None = None  # after the last block of the encoder; None without
+    decoder_norm: NormConfig | None = None  # likewise
+    tied: bool = True  # whether the output table is that of the decoder's tokens
+    output_bias: bool = False  # whether every token has a bias
+    logit_scale: float = 1.0  # logits are multiplied by this, before the bias
 
     def __post_init__(self) -> None:
         if self.shared and self.source.vocab_size != self.target.vocab_size:

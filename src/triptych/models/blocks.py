@@ -11,20 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from triptych.attention import AttentionCache, MultiHeadAttention, PositionIds
 from triptych.models.architecture import BlockConfig, NormConfig, SublayerConfig
-from triptych.models.dropout import Dropout
 from triptych.models.experts import make_feed_forward
+from triptych.models.feed_forward import Dropout
 
 
 class NewTokens(NamedTuple):
-    """Tokens of a step of decoding that do not simply follow each other.
+    """Tokens of a step of decoding that do not simply follow each other."""
 
-    Attributes:
-        positions: where they stand.
-        mask: what they see of the tokens held and of each other, numbers added to the scores,
-            `[batch, 1, new, held]`; None for everything.
-    """
-
-    positions: PositionIds
+    positions: PositionIds  # where they stand
+    # what they see of the tokens held and of each other, numbers added to the scores, `[batch, 1, new,
+    # held]`; None for everything
     mask: Tensor | None
 
 
@@ -92,14 +88,7 @@ class Residual(nn.Module):
 
 @final
 class Block(nn.Module):
-    """Self-attention, cross-attention if there is any, then feed-forward.
-
-    Attributes:
-        recompute: whether a training step keeps the block's input alone and computes the rest of its
-            activations again for the gradients (Chen et al. 2016, arXiv 1604.06174).
-        added_before: `[d_model]`, added to the stream before the block; None for nothing.
-        added_after: likewise, after it.
-    """
+    """Self-attention, cross-attention if there is any, then feed-forward."""
 
     def __init__(
         self,

@@ -11,8 +11,8 @@ from triptych.attention import DecoderCache, MultiHeadAttention, PositionIds, pa
 from triptych.models.architecture import EncoderDecoderArchitecture
 from triptych.models.blocks import Block, NewTokens, make_norm
 from triptych.models.configuration import ModelConfig
-from triptych.models.dropout import Dropout
 from triptych.models.embedding import embed, make_positions
+from triptych.models.feed_forward import Dropout
 
 
 @final

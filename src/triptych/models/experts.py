@@ -7,19 +7,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triptych.models.architecture import ExpertsConfig, FeedForwardConfig
-from triptych.models.dropout import Dropout
-from triptych.models.feed_forward import FeedForward, activation_of, combined
+from triptych.models.feed_forward import Dropout, FeedForward, activation_of, combined
 
 
 class Choice(NamedTuple):
-    """The experts that tokens pass.
+    """The experts that tokens pass."""
 
-    Attributes:
-        experts: their numbers, `[tokens, top_k]`.
-        weights: of each; float64 in a model of that dtype, and float32 in all others.
-    """
-
-    experts: Int[Tensor, "tokens top_k"]
+    experts: Int[Tensor, "tokens top_k"]  # their numbers, `[tokens, top_k]`
+    # of each; float64 in a model of that dtype, and float32 in all others
     weights: Float[Tensor, "tokens top_k"]
 
 
@@ -83,12 +78,7 @@ def _sparse_mixer(logits: Tensor, top_k: int, threshold: float) -> tuple[Tensor,
 
 @final
 class StackedLinear(nn.Module):
-    """The linear map of every expert.
-
-    Attributes:
-        weight: `[experts, d_out, d_in]`.
-        bias: `[experts, d_out]`; None without.
-    """
+    """The linear map of every expert."""
 
     def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool) -> None:
         super().__init__()

@@ -11,21 +11,16 @@ from triptych.attention import DecoderCache, LearnedPositions, MultiHeadAttentio
 from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageModelArchitecture
 from triptych.models.blocks import Block, make_norm
 from triptych.models.configuration import LanguageModelConfig
-from triptych.models.dropout import Dropout
 from triptych.models.embedding import embed, make_positions
-from triptych.models.feed_forward import ACTIVATIONS
+from triptych.models.feed_forward import ACTIVATIONS, Dropout
 
 
 class LanguageModelOutput(NamedTuple):
-    """The result of a forward pass.
+    """The result of a forward pass."""
 
-    Attributes:
-        logits: `[batch, length, vocab]`, or as many as the head has; for a model without head, `hidden`.
-        hidden: `[batch, length, d_model]`, after the last norm.
-    """
-
+    # or as many as the head has; for a model without head, `hidden`
     logits: Float[Tensor, "batch length vocab"]
-    hidden: Float[Tensor, "batch length d_model"]
+    hidden: Float[Tensor, "batch length d_model"]  # after the last norm
 
 
 @final
@@ -119,12 +114,7 @@ class LanguageModelHead(nn.Module):
 
 @final
 class LanguageModel(nn.Module):
-    """A stack of blocks between embeddings and a head.
-
-    Attributes:
-        architecture: what it is made of.
-        config: of the recipe; None for a model that was read from another library's checkpoint.
-    """
+    """A stack of blocks between embeddings and a head."""
 
     def __init__(
         self,

@@ -23,19 +23,12 @@ ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | Langu
 
 
 class AttentionSite(NamedTuple):
-    """One attention layer of a model.
-
-    Attributes:
-        stack: "encoder", "decoder" (self-attention) or "cross".
-        block: its number in the stack.
-        layer: the layer.
-        residual: the frame around it, which holds its norm.
-    """
+    """One attention layer of a model."""
 
     stack: Literal["encoder", "decoder", "cross"]
-    block: int
+    block: int  # its number in the stack
     layer: MultiHeadAttention
-    residual: Residual
+    residual: Residual  # the frame around it, which holds its norm
 
     @property
     def name(self) -> str:
@@ -51,16 +44,11 @@ class AttentionSite(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Blocks that follow each other.
-
-    Attributes:
-        name: "encoder" or "decoder".
-        blocks: in their order.
-        embedding_norm: of what the first block reads; likewise `final_norm`, of what the last one gives.
-    """
+    """Blocks that follow each other."""
 
     name: Literal["encoder", "decoder"]
     blocks: tuple[Block, ...]
+    # of what the first block reads; likewise `final_norm`, of what the last one gives
     embedding_norm: nn.Module
     final_norm: nn.Module
 
@@ -89,11 +77,7 @@ def attention_sites(model: AnyModel) -> list[AttentionSite]:
 
 
 def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
-    """The weights of every attention layer by site, with the norms that the model gives them.
-
-    Under pre-norm a layer reads its residual's norm, and cross-attention the norm at the encoder's
-    end for its memory.
-    """
+    """The weights of every attention layer by site, with the norms that the model gives them."""
     found: dict[str, AttentionWeights] = {}
     for site in attention_sites(model):
         weights = site.layer.weights(site.kind)
@@ -131,10 +115,7 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
 
 
 def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
-    """A new model with other weights at some sites and everything else copied; the old one is left alone.
-
-    Each changed site takes the parameterisation that its weights call for; the configuration says so.
-    """
+    """A new model with other weights at some sites and everything else copied; the old one is left alone."""
     if model.config is None:
         raise ValueError("the model is of another library's checkpoint: no recipe describes it")
     sites = {site.name: site for site in attention_sites(model)}

@@ -16,13 +16,7 @@ from triptych.storage.untrusted import require_regular
 
 @final
 class WordVectors:
-    """The vectors of a file for the tokens of a vocabulary.
-
-    A file of text has a word and its numbers in each line, and may begin with their counts (word2vec, GloVe).
-    A token takes the vector of its text without the space before it; if there is none, that of its text in
-    lower case. Other tokens keep the values that were drawn. A safetensors file has one tensor, a row for
-    each token. All vectors are multiplied by one number that makes them as large as the drawn values.
-    """
+    """The vectors of a file for the tokens of a vocabulary."""
 
     def __init__(self, path: Path, pieces: Sequence[str | None], width: int) -> None:
         """For tokens by their readable pieces, None for special ones; nothing is read yet."""

@@ -30,17 +30,7 @@ from triptych.training.language import TOKENIZER
 
 @final
 class OpenedModel:
-    """A model of one stack with its tokenizer, or an encoder-decoder with two.
-
-    Attributes:
-        name: the path or the name on the Hub that was given.
-        folder: where its files lie.
-        model: in evaluation mode.
-        recipe: of a run that translates; None for others.
-        end_ids: tokens that end a text, as the checkpoint's configuration has them.
-        start_id: the token that an encoder-decoder's decoder reads first.
-        unsearched: why outputs of an encoder-decoder are not searched for; None if they are.
-    """
+    """A model of one stack with its tokenizer, or an encoder-decoder with two."""
 
     def __init__(
         self,
@@ -155,10 +145,7 @@ class OpenedModel:
         stop: Stop | None = None,
         max_source_tokens: int | None = None,
     ) -> SearchOptions:
-        """The recipe's or the checkpoint's way to search, with what is given changed.
-
-        Asking for more translations than its beam holds widens the beam, unless a beam is given.
-        """
+        """The recipe's or the checkpoint's way to search, with what is given changed."""
         decoding = self.decoding
         try:
             return SearchOptions(

@@ -15,8 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from triptych.attention import LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.decoding import GenerationOptions
-from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
-from triptych.decoding.lengths import LONGEST_SHOWN, check_length
+from triptych.decoding.batches import (
+    LONGEST_SHOWN,
+    EvaluationMode,
+    batches_of_like_length,
+    check_length,
+    padded_alike,
+)
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
@@ -42,39 +47,27 @@ _RANDOM_PAIR = 24  # tokens on each side
 @final
 @dataclass(frozen=True)
 class TextIds:
-    """What a model reads of one text.
+    """What a model reads of one text."""
 
-    Attributes:
-        ids: what its stack reads; of an encoder-decoder what its decoder produces, the end of sentence last.
-        source: what the encoder of an encoder-decoder reads, its end included; None for other models.
-        num_generated: how many of `ids`, the last ones, the model produced itself.
-    """
-
+    # what its stack reads; of an encoder-decoder what its decoder produces, the end of sentence last
     ids: tuple[int, ...]
+    # what the encoder of an encoder-decoder reads, its end included; None for other models
     source: tuple[int, ...] | None = None
-    num_generated: int = 0
+    num_generated: int = 0  # how many of `ids`, the last ones, the model produced itself
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of an attention layer.
+    """One call of an attention layer."""
 
-    Attributes:
-        site: the layer and its place in the model.
-        x: what queries are made of, after the norm before the layer.
-        memory: what keys and values are made of; None in self-attention, where that is `x`.
-        mask: True = may attend; see `MultiHeadAttention.forward`, as for the others.
-        causal: a query sees only its own position and earlier ones.
-        positions: of the tokens; None if they follow each other.
-    """
-
-    site: AttentionSite
-    x: Float[Tensor, "batch query_len d_model"]
+    site: AttentionSite  # the layer and its place in the model
+    x: Float[Tensor, "batch query_len d_model"]  # what queries are made of, after the norm before the layer
+    # what keys and values are made of; None in self-attention, where that is `x`
     memory: Float[Tensor, "batch key_len d_memory"] | None
-    mask: Bool[Tensor, "..."] | None
-    causal: bool
-    positions: PositionIds | None
+    mask: Bool[Tensor, "..."] | None  # True = may attend
+    causal: bool  # a query sees only its own position and earlier ones
+    positions: PositionIds | None  # of the tokens; None if they follow each other
 
     @property
     def layer(self) -> MultiHeadAttention:
@@ -123,11 +116,7 @@ class LayerCall:
 
 @contextmanager
 def record_calls(model: AnyModel) -> Iterator[list[LayerCall]]:
-    """Record the calls of all attention layers of a model, in the order in which they run.
-
-    The outputs of the model stay the same, bit for bit. Calls with a cache are refused: what they compare
-    with is not in their input.
-    """
+    """Record the calls of all attention layers of a model, in the order in which they run."""
     calls: list[LayerCall] = []
 
     def keep(
@@ -161,29 +150,19 @@ def record_calls(model: AnyModel) -> Iterator[list[LayerCall]]:
 @final
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a model computed on a batch of texts, each padded on the right.
-
-    Attributes:
-        texts: what was read.
-        hidden: the stream after the last norm, `[batch, length, d_model]`.
-        calls: of the attention layers, in the order in which they ran.
-        residuals: the residual stream before each block and at the end, by stack: `[batch, length, d_model]`;
-            empty unless asked for.
-    """
+    """What a model computed on a batch of texts, each padded on the right."""
 
     texts: tuple[TextIds, ...]
-    hidden: Float[Tensor, "batch length d_model"]
-    calls: tuple[LayerCall, ...]
+    hidden: Float[Tensor, "batch length d_model"]  # the stream after the last norm
+    calls: tuple[LayerCall, ...]  # of the attention layers, in the order in which they ran
+    # the residual stream before each block and at the end, by stack: `[batch, length, d_model]`; empty unless
+    # asked for
     residuals: Mapping[str, tuple[Tensor, ...]]
 
 
 @final
 class Reader(TextModel):
-    """A model of ours with its tokenizers, ready to read texts. It reads in evaluation mode.
-
-    Attributes:
-        opened: the model.
-    """
+    """A model of ours with its tokenizers, ready to read texts. It reads in evaluation mode."""
 
     by = "triptych"
 

@@ -22,14 +22,11 @@ TextKind = Literal["causal", "pairs", "encoder"]
 @final
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The input of a model for a piece of text.
+    """The input of a model for a piece of text."""
 
-    Attributes:
-        inputs: token ids by argument, `[1, length]` each: `input_ids`, and `decoder_input_ids` for pairs.
-        targets: the token that comes next at each position, `[length]`; None where nothing is predicted.
-    """
-
+    # token ids by argument, `[1, length]` each: `input_ids`, and `decoder_input_ids` for pairs
     inputs: Mapping[str, Tensor]
+    # the token that comes next at each position, `[length]`; None where nothing is predicted
     targets: Tensor | None = None
 
 
@@ -43,17 +40,10 @@ class Seen:
 
 
 class TextModel(ABC):
-    """A model that reads texts.
+    """A model that reads texts."""
 
-    Attributes:
-        name: its path, or its name on the Hub.
-        by: the library that runs it.
-        kind: how it reads text.
-        model: its module.
-    """
-
-    name: str
-    by: str
+    name: str  # its path, or its name on the Hub
+    by: str  # the library that runs it
 
     @property
     @abstractmethod

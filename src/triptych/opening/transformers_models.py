@@ -230,10 +230,7 @@ def _renamed(name: str) -> Iterator[str]:
 
 
 def open_text_model(path: Path) -> TextModel:
-    """A model ready to read texts on the CPU, in float32 but for translators of a recipe or Marian's.
-
-    triptych runs every model that it can, and `transformers` the others.
-    """
+    """A model ready to read texts on the CPU, in float32 but for translators of a recipe or Marian's."""
     source = find_source(path)
     try:
         return _own(source)

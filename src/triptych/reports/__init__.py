@@ -3,7 +3,14 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
-from triptych.reports.html import is_page, render, require_charts, write_picture, write_report
+from triptych.reports.html import (
+    is_page,
+    render,
+    require_charts,
+    short_name,
+    write_picture,
+    write_report,
+)
 from triptych.reports.records import (
     AttentionPicture,
     Bar,
@@ -45,6 +52,7 @@ __all__ = [
     "render_samples",
     "render_table",
     "require_charts",
+    "short_name",
     "write_csv",
     "write_parquet",
     "write_picture",

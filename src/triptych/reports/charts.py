@@ -1,7 +1,7 @@
 """Vega-Lite specifications of the charts of a report: plain dictionaries, ready to be embedded."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triptych.reports.records import (
@@ -18,53 +18,55 @@ from triptych.reports.records import (
 
 Spec = dict[str, Any]
 
-_INK, _ACCENT, _PALE, _MUTED = "#1f3a5f", "#c8642d", "#9db4c8", "#5c6670"
-_LABELS = {"labelColor": "#333b44", "titleColor": _MUTED, "titleFontWeight": "normal"}
+# Colours are those of `page.css`, light or dark. A name has one colour on a page; grey means nothing.
+_INK, _MUTED, _LINE, _TRAINING, _VALIDATION = (
+    f"var(--{name})" for name in ("ink", "muted", "line", "s1", "s2")
+)
+_SERIES = [f"var(--s{number})" for number in range(1, 9)]
+_LABELS = {"labelColor": _INK, "titleColor": _MUTED, "titleFontWeight": "normal"}
 _LOOK: Spec = {
     "background": "transparent",
     "config": {
         "font": "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif",
         "view": {"stroke": None},
         "axis": {
-            "gridColor": "#e8e6e1",
-            "domainColor": "#c9c5bc",
-            "tickColor": "#c9c5bc",
+            "gridColor": _LINE,
+            "domainColor": _LINE,
+            "tickColor": _LINE,
             "labelFontSize": 11,
             "titleFontSize": 12,
             **_LABELS,
         },
-        "legend": {"labelFontSize": 12, **_LABELS},
+        "legend": {"labelFontSize": 12, "symbolOpacity": 1, **_LABELS},
     },
 }
 # Past this many points a mark on each only thickens the line.
 _MAX_MARKED_POINTS = 40
 
 
-def loss_chart(metrics: Sequence[MetricPoint]) -> Spec | None:
-    """Training and validation loss against the step; None when neither was measured."""
-    rows = _rows(metrics, "train_loss", "training") + _rows(metrics, "valid_loss", "validation")
-    return _line_chart(rows, "loss (nats per token)", height=260)
+def learning_charts(metrics: Sequence[MetricPoint]) -> list[Spec]:
+    """Loss, BLEU and learning rate against the step; what was not measured is left out."""
+    both = {"train_loss": "training", "valid_loss": "validation"}
+    charts = (
+        _line_chart("Loss", metrics, both, "loss (nats per token)", height=260, is_log=True),
+        _line_chart("BLEU", metrics, {"bleu": "validation"}, "BLEU", height=150),
+        _line_chart("Learning rate", metrics, {"learning_rate": "training"}, "learning rate", height=150),
+    )
+    return [chart for chart in charts if chart]
 
 
-def bleu_chart(metrics: Sequence[MetricPoint]) -> Spec | None:
-    """BLEU against the step; None when it was not measured."""
-    return _line_chart(_rows(metrics, "bleu", "BLEU"), "BLEU", height=150)
+def plot(chart: Plot, names: Sequence[str]) -> Spec | None:
+    """Curves with bands, or points with intervals; None if there is nothing to draw.
 
-
-def learning_rate_chart(metrics: Sequence[MetricPoint]) -> Spec | None:
-    """Learning rate against the step; None when it was not recorded."""
-    return _line_chart(_rows(metrics, "learning_rate", "learning rate"), "learning rate", height=150)
-
-
-def plot(chart: Plot) -> Spec | None:
-    """Curves with bands, or points with intervals; None if there is nothing to draw."""
+    A name has the colour of its place in `names`, whatever the chart.
+    """
     match chart:
         case CurveChart():
-            return _curves(chart)
+            return _curves(chart, names)
         case ScatterChart():
-            return _scatter(chart)
+            return _scatter(chart, names)
         case IntervalChart():
-            return _intervals(chart)
+            return _intervals(chart, names)
 
 
 def bar_chart(chart: BarChart) -> Spec | None:
@@ -97,18 +99,29 @@ def bar_chart(chart: BarChart) -> Spec | None:
     colour: Spec = {}
     if together:
         shared["yOffset"] = _of("series:N", sort=series)
-        scale = {"domain": series, "range": [_INK, _PALE, _ACCENT][: len(series)]}
+        scale = {"domain": series, "range": _SERIES[: len(series)]}
         colour["color"] = _of("series:N", scale=scale, legend={"title": None, "orient": "top"})
     words = {"type": "text", "align": "left", "dx": 4, "fontSize": 11, "color": _MUTED}
-    return {
-        "data": {"values": rows},
-        "width": "container",
+    return _drawn(
+        chart.title,
+        rows,
         # As many pixels as steps would take: Vega-Lite warns of steps beside a width that is the container's.
-        "height": len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
-        "layer": [
-            {"mark": {"type": "bar", "color": _INK}, "encoding": {**shared, **colour}},
+        len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
+        layer=[
+            {"mark": {"type": "bar", "color": _MUTED}, "encoding": {**shared, **colour}},
             {"mark": words, "encoding": {**shared, "text": _of("label:N")}},
         ],
+    )
+
+
+def _drawn(title: str, rows: Sequence[Spec], height: int, **parts: Any) -> Spec:
+    """A chart as wide as its place; a reader of screens says its title."""
+    return {
+        "description": title,
+        "data": {"values": rows},
+        "width": "container",
+        "height": height,
+        **parts,
         **_LOOK,
     }
 
@@ -120,59 +133,72 @@ def _of(field: str, **how: Any) -> Spec:
     return {"field": name, "type": types[letter], **how}
 
 
-def _rows(metrics: Sequence[MetricPoint], field: str, series: str) -> list[Spec]:
-    points = ((point.step, getattr(point, field)) for point in metrics)
+def _line_chart(
+    title: str,
+    metrics: Sequence[MetricPoint],
+    fields: Mapping[str, str],
+    y_title: str,
+    height: int,
+    *,
+    is_log: bool = False,
+) -> Spec | None:
+    points = [
+        (point.step, getattr(point, field), name) for field, name in fields.items() for point in metrics
+    ]
     # A diverged run has NaN or infinite losses, which JSON cannot say.
-    return [
-        {"step": step, "value": float(value), "series": series}
-        for step, value in points
+    rows: list[Spec] = [
+        {"step": step, "value": float(value), "series": name}
+        for step, value, name in points
         if value is not None and math.isfinite(value)
     ]
-
-
-def _line_chart(rows: list[Spec], title: str, height: int) -> Spec | None:
     if not rows:
         return None
     series = list(dict.fromkeys(row["series"] for row in rows))
-    colours = {"training": _PALE, "validation": _ACCENT}
-    points = {"size": 28} if len(rows) <= _MAX_MARKED_POINTS else False
-    return {
-        "data": {"values": rows},
-        "width": "container",
-        "height": height,
-        "mark": {"type": "line", "strokeWidth": 2, "point": points, "interpolate": "linear"},
-        "encoding": {
+    colours = {"training": _TRAINING, "validation": _VALIDATION}
+    marked = {"size": 28} if len(rows) <= _MAX_MARKED_POINTS else False
+    return _drawn(
+        f"{title} by step",
+        rows,
+        height,
+        mark={"type": "line", "strokeWidth": 2, "point": marked, "interpolate": "linear"},
+        encoding={
             "x": _of(
                 "step:Q",
                 title="step",
                 scale={"nice": False, "zero": False},
                 axis={"format": ",d", "tickMinStep": 1, "grid": False},
             ),
-            "y": _of("value:Q", title=title, axis={"tickCount": 5}, scale={"zero": False}),
+            "y": _of(
+                "value:Q",
+                title=y_title,
+                axis={"tickCount": 5},
+                scale=_scale(is_log, [row["value"] for row in rows]),
+            ),
             "color": _of(
                 "series:N",
-                scale={"domain": series, "range": [colours.get(name, _INK) for name in series]},
+                scale={"domain": series, "range": [colours[name] for name in series]},
                 legend={"title": None, "orient": "top"} if len(series) > 1 else None,
             ),
             "tooltip": [
                 _of("series:N", title="of"),
                 _of("step:Q", format=","),
-                _of("value:Q", title=title, format=".4~g"),
+                _of("value:Q", title=y_title, format=".4~g"),
             ],
         },
-        **_LOOK,
-    }
+    )
 
 
-# Told apart without colour vision (Okabe and Ito 2008); after these they repeat.
-_MANY = ["#1f3a5f", "#c8642d", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#000000", "#8c6bb1"]
+def _scale(is_log: bool, values: Sequence[float]) -> Spec:
+    if is_log and min(values) > 0:
+        return {"type": "log", "nice": False, "padding": 4}
+    return {"zero": False}
 
 
 # 2,500 is written out, and 240,000,000,000 is 240G.
 _SHORT = "abs(datum.value) < 1e5 ? format(datum.value, ',.6~g') : format(datum.value, '.4~s')"
 
 
-def _curves(chart: CurveChart) -> Spec | None:
+def _curves(chart: CurveChart, names: Sequence[str]) -> Spec | None:
     rows = [
         {"name": name, "x": point.x, **_height(point)}
         for name, points in chart.lines
@@ -181,26 +207,26 @@ def _curves(chart: CurveChart) -> Spec | None:
     ]
     if not rows:
         return None
-    colour = _by_name([name for name, _ in chart.lines])
+    colour = _by_name(chart.names, names)
     axis = {"grid": False, "tickCount": 8, "labelExpr": _SHORT}
     x = _of("x:Q", title=chart.x_title, scale={"nice": False, "zero": False}, axis=axis)
-    y = {"title": chart.y_title, "scale": {"zero": False}}
+    scale = _scale(chart.is_log, [row["low"] for row in rows])
+    y = {"title": chart.y_title, "scale": scale, "axis": {"tickCount": 6}}
     band = {"y": _of("low:Q", **y), "y2": {"field": "high"}}
     line = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
-    return {
-        "data": {"values": rows},
-        "width": "container",
-        "height": 260,
-        "encoding": {"x": x, "color": colour},
-        "layer": [
+    return _drawn(
+        chart.title,
+        rows,
+        260,
+        encoding={"x": x, "color": colour},
+        layer=[
             {"mark": {"type": "area", "opacity": 0.18}, "encoding": band},
             {"mark": {"type": "line", "strokeWidth": 2, "point": {"size": 24}}, "encoding": line},
         ],
-        **_LOOK,
-    }
+    )
 
 
-def _scatter(chart: ScatterChart) -> Spec | None:
+def _scatter(chart: ScatterChart, names: Sequence[str]) -> Spec | None:
     rows = [
         {"name": dot.name, "x": dot.x, **_height(dot)}
         for dot in chart.dots
@@ -213,55 +239,55 @@ def _scatter(chart: ScatterChart) -> Spec | None:
     y = {"title": chart.y_title, "scale": {"zero": False, "padding": 10}}
     label = {"text": {"field": "name"}, "y": _of("mean:Q", **y)}
     dot = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
-    return {
-        "data": {"values": rows},
-        "width": "container",
-        "height": 240,
-        "encoding": {"x": x, "color": _by_name([dot.name for dot in chart.dots], legend=False)},
-        "layer": [
+    return _drawn(
+        chart.title,
+        rows,
+        240,
+        encoding={"x": x, "color": _by_name(chart.names, names, legend=False)},
+        layer=[
             {"mark": "rule", "encoding": {"y": _of("low:Q", **y), "y2": {"field": "high"}}},
             {"mark": {"type": "circle", "size": 60}, "encoding": dot},
             {"mark": {"type": "text", "align": "left", "dx": 6, "dy": -6, "fontSize": 11}, "encoding": label},
         ],
-        **_LOOK,
-    }
+    )
 
 
-def _intervals(chart: IntervalChart) -> Spec | None:
+def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
     rows = [{"name": one.name, **_height(one)} for one in chart.intervals if math.isfinite(one.mean)]
     if not rows:
         return None
-    names, height = [row["name"] for row in rows], 24 * len(rows)
+    height = 24 * len(rows)
+    colour = _by_name(chart.names, names, legend=False)
     told = [
         _of("name:N", title="of"),
         _of("mean:Q", title=chart.x_title, format="+.4~g"),
         _of("low:Q", title="95 % from", format="+.4~g"),
         _of("high:Q", title="to", format="+.4~g"),
     ]
-    return {
-        "data": {"values": rows},
-        "width": "container",
-        "height": height,
-        "encoding": {"y": _of("name:N", title=None, sort=names)},
-        "layer": [
+    return _drawn(
+        chart.title,
+        rows,
+        height,
+        encoding={"y": _of("name:N", title=None, sort=[row["name"] for row in rows])},
+        layer=[
             {
-                "mark": {"type": "rule", "color": _PALE},
+                "mark": {"type": "rule", "color": _MUTED},
                 "encoding": {"x": {"datum": 0}, "y": {"value": 0}, "y2": {"value": height}},
             },
             {
-                "mark": {"type": "rule", "strokeWidth": 2, "color": _INK},
+                "mark": {"type": "rule", "strokeWidth": 2},
                 "encoding": {
+                    "color": colour,
                     "x": _of("low:Q", title=chart.x_title, axis={"format": ".3~g"}),
                     "x2": {"field": "high"},
                 },
             },
             {
-                "mark": {"type": "circle", "size": 60, "color": _ACCENT, "opacity": 1},
-                "encoding": {"x": _of("mean:Q", title=chart.x_title), "tooltip": told},
+                "mark": {"type": "circle", "size": 60, "opacity": 1},
+                "encoding": {"color": colour, "x": _of("mean:Q", title=chart.x_title), "tooltip": told},
             },
         ],
-        **_LOOK,
-    }
+    )
 
 
 def _height(point: CurvePoint | Dot | Interval) -> Spec:
@@ -273,11 +299,12 @@ def _height(point: CurvePoint | Dot | Interval) -> Spec:
     }
 
 
-def _by_name(names: Sequence[str], *, legend: bool = True) -> Spec:
-    domain = list(dict.fromkeys(names))
-    colours = [_MANY[i % len(_MANY)] for i in range(len(domain))]
-    shown = {"title": None, "orient": "top", "columns": 4} if legend and len(domain) > 1 else None
-    return _of("name:N", scale={"domain": domain, "range": colours}, legend=shown)
+def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True) -> Spec:
+    """Colours of what a chart shows; `names` are all of the page."""
+    domain = list(dict.fromkeys(shown))
+    colours = [_SERIES[names.index(name) % len(_SERIES)] for name in domain]
+    key = {"title": None, "orient": "top", "columns": 2} if legend and len(domain) > 1 else None
+    return _of("name:N", scale={"domain": domain, "range": colours}, legend=key)
 
 
 def _told(x_title: str, y_title: str) -> list[Spec]:

@@ -5,12 +5,6 @@ for (const layer of report.models.flatMap((model) => model.layers)) {
   }
 }
 const byId = (id) => document.getElementById(id);
-const make = (tag, attributes = {}, ...children) => {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-};
 const measures = new Map(report.measures.map((measure) => [measure.name, measure]));
 const shown = (value) => {
   if (value === null || value === undefined) return "–";
@@ -36,7 +30,7 @@ const mix = (from, to, share) => {
 // Figures of one kind have one scale; W_QK of rotary pairs is of another kind than W_QK itself.
 const kindOf = (layer) => (measures.get(measure).by_qk ? layer.qk_of : "");
 const painter = (range) => {
-  const [low, high, below, none] = ["--low", "--high", "--below", "--none"].map(colour);
+  const [low, high, below, none] = ["--zero", "--one", "--below", "--none"].map(colour);
   const width = range.high - range.low || 1;
   const reach = Math.max(Math.abs(range.low), Math.abs(range.high)) || 1;
   return (value) => {
@@ -79,7 +73,7 @@ function drawMaps() {
   const maps = report.models.map((model, m) => {
     const most = Math.max(...model.layers.map((layer) => layer.num_heads));
     const cell = most > 48 ? 12 : most > 24 ? 18 : 26;
-    const heading = make("tr", {}, make("th"), ...Array.from({ length: most }, (_, head) =>
+    const heading = make("tr", {}, make("td"), ...Array.from({ length: most }, (_, head) =>
       make("th", { scope: "col" }, most > 24 && head % 8 ? "" : String(head))));
     const rows = model.layers.map((layer, l) => {
       const paint = painter(ranges.get(kindOf(layer)));
@@ -131,14 +125,14 @@ function plot(title, curves, top) {
   const y = (value) => height - bottom - ((height - bottom - 22) * value) / top;
   draw("text", { x: left, y: 12 }, title);
   for (const value of [0, top / 2, top]) {
-    draw("line", { x1: left, x2: width - 10, y1: y(value), y2: y(value), stroke: colour("--line") });
+    draw("line", { x1: left, x2: width - 10, y1: y(value), y2: y(value), stroke: "var(--line)" });
     draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, String(value));
   }
   draw("text", { x: left, y: height - 8 }, "1");
   draw("text", { x: width - 10, y: height - 8, "text-anchor": "end" }, String(most));
   curves.forEach((curve, number) => {
     const path = curve.values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)},${y(value).toFixed(1)}`).join("");
-    const stroke = [colour("--high"), colour("--below"), colour("--muted")][number];
+    const stroke = `var(--${{ qk: "s1", ov: "s2", qv: "s3", kv: "s4" }[curve.of]})`;
     draw("path", { d: path, fill: "none", stroke, "stroke-width": 2, "stroke-dasharray": ["", "6 3", "2 3"][number] });
     const label = { x: width - 10 - 66 * (curves.length - 1 - number), y: 12, "text-anchor": "end", style: `fill:${stroke}` };
     draw("text", label, curve.name);
@@ -146,24 +140,43 @@ function plot(title, curves, top) {
   return svg;
 }
 
+// One hexadecimal digit a block of entries
+function picture(side, rows) {
+  const name = `W_${side.toUpperCase()}`;
+  const canvas = make("canvas", { class: side, width: rows[0].length, height: rows.length, role: "img", "aria-label": `sizes of the entries of ${name}` });
+  const pen = canvas.getContext("2d");
+  const [zero, one] = ["--zero", "--one"].map(colour);
+  rows.forEach((row, y) => [...row].forEach((digit, x) => {
+    pen.fillStyle = mix(zero, one, parseInt(digit, 16) / 15);
+    pen.fillRect(x, y, 1, 1);
+  }));
+  return make("figure", {}, make("figcaption", {}, name), canvas);
+}
+
 function drawHead() {
   mark();
   if (chosen === null) return;
   const [m, l, h] = chosen.split(" ").map(Number);
   const layer = report.models[m].layers[l];
-  const rows = report.measures.map((about) => {
-    const name = make("td", { title: about.meaning }, about.title);
-    if (about.of_basis) name.className = "basis";
-    return make("tr", {}, name, make("td", {}, shown(layer.figures[about.name][h])));
-  });
-  const spectra = Object.entries(layer.spectra).map(([name, of]) => ({ name: `W_${name.toUpperCase()}`, values: of[h].map((v) => v / 1000) }));
-  const angles = Object.entries(layer.angles).map(([name, of]) => ({ name: name.split("").map((s) => `W_${s.toUpperCase()}`).join(", "), values: of[h].map((v) => v / 10) }));
-  const pictures = make("div", {},
+  const row = (name) => {
+    const about = measures.get(name);
+    const title = make("td", { title: about.meaning, ...(about.of_basis ? { class: "basis" } : {}) }, about.title);
+    return make("tr", {}, title, make("td", {}, shown(layer.figures[name][h])));
+  };
+  const tables = report.groups.map(([group, names]) =>
+    make("table", {}, make("caption", {}, group), make("tbody", {}, ...names.map(row))));
+  const spectra = Object.entries(layer.spectra).map(([name, of]) => ({ of: name, name: `W_${name.toUpperCase()}`, values: of[h].map((v) => v / 1000) }));
+  const angles = Object.entries(layer.angles).map(([name, of]) => ({ of: name, name: name.split("").map((s) => `W_${s.toUpperCase()}`).join(", "), values: of[h].map((v) => v / 10) }));
+  const ending = layer.qk_of === "form" ? "." : ", before the rotation.";
+  byId("detail").replaceChildren(
     make("h3", {}, `${report.models.length > 1 ? `${report.models[m].name}: ` : ""}${layer.name}, head ${layer.heads[h]}`),
     make("p", { class: "note" }, layer.about),
-    plot("singular values over the largest", spectra, 1),
-    ...(angles.length ? [plot("principal angles, degrees", angles, 90)] : []));
-  byId("detail").replaceChildren(pictures, make("div", {}, make("table", {}, ...rows)));
+    make("div", { class: "pictures" }, ...Object.entries(layer.pictures).map(([side, of]) => picture(side, of[h]))),
+    make("p", { class: "note" }, `Root mean squares of blocks of entries, more colour for larger, each by its own largest. Rows are channels of the input; columns are channels of the head, and of W_QK those of the other input${ending}`),
+    make("div", { class: "groups" },
+      plot("singular values over the largest", spectra, 1),
+      ...(angles.length ? [plot("principal angles, degrees", angles, 90)] : [])),
+    make("div", { class: "groups" }, ...tables));
   byId("detail").hidden = false;
 }
 
@@ -173,20 +186,12 @@ byId("maps").addEventListener("click", (event) => {
   if (cell) { choose(cell); cell.focus(); }
 });
 byId("maps").addEventListener("keydown", (event) => {
-  const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
   const cell = event.target.closest("[data-at]");
-  if (!cell) return;
-  if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(cell); return; }
-  if (!(event.key in steps)) return;
+  if (!cell || (event.key !== "Enter" && event.key !== " ")) return;
   event.preventDefault();
-  const [m, l, h] = cell.dataset.at.split(" ").map(Number);
-  const [down, right] = steps[event.key];
-  const next = document.querySelector(`[data-at="${m} ${l + down} ${h + right}"]`);
-  if (!next) return;
-  cell.tabIndex = -1;
-  next.tabIndex = 0;
-  next.focus();
+  choose(cell);
 });
+moveByArrows(byId("maps"));
 for (const [group, names] of report.groups) {
   const options = names.map((name) => make("option", { value: name }, measures.get(name).title));
   byId("measure").append(make("optgroup", { label: group }, ...options));

@@ -1,27 +1,23 @@
 """Reports as one HTML file each that needs no network: style, Vega and all data are inside it.
 
-The layout is in `layout.html`, `report.html` and `heads.html`.
+Every page has the layout of `layout.html`, the style of `page.css`, and the tables of `parts.html`.
 """
 
 import json
+import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.printable import printable
-from triptych.reports.charts import (
-    bar_chart,
-    bleu_chart,
-    learning_rate_chart,
-    loss_chart,
-    plot,
-)
-from triptych.reports.records import Plot, Report
+from triptych.reports.charts import Spec, bar_chart, learning_charts, plot
+from triptych.reports.records import BarChart, Plot, Report, Table, TranslationSample
 
 # In the head of every page, so that one is known again.
 GENERATOR = '<meta name="generator" content="triptych">'
@@ -34,6 +30,14 @@ def is_page(path: Path) -> bool:
     """Whether a file is a page that triptych made."""
     with path.open("rb") as file:
         return GENERATOR.encode() in file.read(1024)
+
+
+def short_name(name: str) -> str:
+    """A name to read: of a path its last part, of other names all."""
+    try:
+        return Path(name).resolve(strict=True).name or name
+    except (OSError, ValueError):
+        return name
 
 
 def require_charts() -> None:
@@ -51,33 +55,47 @@ def write_picture(chart: Plot, path: Path) -> bool:
     require_extra("reports", "vl_convert", what="a picture of a chart")
     import vl_convert
 
-    spec = plot(chart)
+    spec = plot(chart, chart.names)
     if spec is None:
         return False
     titled = {**spec, "width": _PICTURE_WIDTH, "background": "white", "title": chart.title}
-    write_text(path, vl_convert.vegalite_to_svg(titled))
+    # The colours of a page are variables of its style; a picture has the light ones, which are the first.
+    light = dict(re.findall(r"(--[\w-]+): (#\w+)", _resource("page.css").partition("}")[0]))
+    svg = re.sub(r"var\((--[\w-]+)\)", lambda found: light[found[1]], vl_convert.vegalite_to_svg(titled))
+    write_text(path, svg)
     return True
 
 
 def render_report(report: Report) -> str:
     """The text of the page that `write_report` writes."""
-    loss = loss_chart(report.metrics)
-    others = [spec for spec in (bleu_chart(report.metrics), learning_rate_chart(report.metrics)) if spec]
-    bars = [(chart, spec) for chart in report.charts if (spec := bar_chart(chart))]
-    plots = [(chart, spec) for chart in report.plots if (spec := plot(chart))]
+    learning = learning_charts(report.metrics)
+    names = list(dict.fromkeys(name for chart in report.plots for name in chart.names))
+    charts: list[tuple[BarChart | Plot, Spec]] = [
+        *((chart, spec) for chart in report.charts if (spec := bar_chart(chart))),
+        *((chart, spec) for chart in report.plots if (spec := plot(chart, names))),
+    ]
     # The drawing library is most of the file and a second of work: a page without a chart goes without.
-    drawn = loss or others or bars or plots
-    if drawn:
+    if drawn := bool(learning or charts):
         require_charts()
-    script = Markup(_drawing_script()) if drawn else ""
     return render(
         "report.html",
         title=report.title,
         report=report,
-        loss=loss,
-        others=others,
-        bars=[*bars, *plots],
-        script=script,
+        learning=learning,
+        charts=charts,
+        samples=_samples(report.samples),
+        script=Markup(_drawing_script()) if drawn else "",
+    )
+
+
+def _samples(samples: Sequence[TranslationSample]) -> Table:
+    judged = [sample.is_exact for sample in samples if sample.is_exact is not None]
+    marks = {None: "", True: "✓", False: "✗"}
+    return Table(
+        "Translations",
+        ("source", "translation", "reference", "exact"),
+        tuple((one.source, one.hypothesis, one.reference or "", marks[one.is_exact]) for one in samples),
+        f"{sum(judged)} of {len(judged)} equal their reference to the letter." if judged else "",
     )
 
 
@@ -97,8 +115,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters["embedded"] = _embedded
-    found.globals["resource"] = lambda name: Markup((_HERE / name).read_text(encoding="utf-8"))
+    found.filters["coded"] = lambda text: Markup(
+        re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_shown(text))))
+    )
+    found.globals["resource"] = lambda name: Markup(_resource(name))
     return found
+
+
+def _resource(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
 
 
 def _shown(value: Any) -> Any:
@@ -120,6 +145,6 @@ def _drawing_script() -> str:
     """
     import vl_convert
 
-    bundle: str = vl_convert.javascript_bundle((_HERE / "page.js").read_text(encoding="utf-8"))
+    bundle: str = vl_convert.javascript_bundle(_resource("charts.js"))
     # Equal in a string or a regular expression, and it cannot end the element.
     return bundle.replace("</script", "<\\/script")

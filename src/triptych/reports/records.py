@@ -80,6 +80,8 @@ class Table:
     caption: str = ""
     numeric: tuple[int, ...] = ()
     """Columns of numbers, counted from 0: they are set flush right."""
+    shaded: tuple[int, ...] = ()
+    """Columns of numbers that a page shades, from the lowest to the highest of the column."""
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
@@ -95,6 +97,7 @@ class Table:
             columns=tuple(self.columns[i] for i in columns),
             rows=tuple(tuple(row[i] for i in columns) for row in self.rows),
             numeric=tuple(place for place, i in enumerate(columns) if i in self.numeric),
+            shaded=tuple(place for place, i in enumerate(columns) if i in self.shaded),
         )
 
 
@@ -144,6 +147,12 @@ class CurveChart:
     lines: tuple[tuple[str, tuple[CurvePoint, ...]], ...]
     """Name of each line, and its points from left to right."""
     caption: str = ""
+    is_log: bool = False
+    """Whether heights are on a logarithmic axis, where all are above 0."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.lines)
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,10 @@ class ScatterChart:
     dots: tuple[Dot, ...]
     caption: str = ""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dot.name for dot in self.dots)
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -186,6 +199,10 @@ class IntervalChart:
     x_title: str
     intervals: tuple[Interval, ...]
     caption: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.intervals)
 
 
 # What `plot` draws.

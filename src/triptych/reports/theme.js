@@ -1,15 +1,13 @@
 // Light and dark: the system's choice at first, the button's after. Paper is light. Who draws listens to "themechange".
 {
-  const root = document.documentElement;
   const show = (theme) => {
-    root.dataset.theme = theme;
+    document.documentElement.dataset.theme = theme;
     document.dispatchEvent(new Event("themechange"));
   };
   let theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  root.dataset.theme = theme;
-  document.getElementById("theme").addEventListener("click", () => {
-    theme = theme === "dark" ? "light" : "dark";
-    show(theme);
+  show(theme);
+  document.addEventListener("click", (event) => {
+    if (event.target.id === "theme") show((theme = theme === "dark" ? "light" : "dark"));
   });
   addEventListener("beforeprint", () => show("light"));
   addEventListener("afterprint", () => show(theme));

@@ -1,14 +1,9 @@
 // The viewer of attention: every <section class="attention"> of the page, each with data of its own.
 const WINDOW = 48; // rows and columns of the matrix at once
-const LISTED = 12; // weights in the list beside the text, at most
+const LISTED = 12; // weights in the list below the text, at most
+const MARGIN = 92; // of the matrix, for its tokens, in pixels
 const MEAN = -1; // the mean of a layer's heads, in the place of a head
 
-const make = (tag, attributes = {}, ...children) => {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-};
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const clamp = (value, low, high) => Math.max(low, Math.min(value, high));
 // A token in a line of its own: without the space before it, and never invisible.
@@ -66,6 +61,21 @@ function column(map, key) {
   return found;
 }
 
+// The largest weights of a head as [query, key, weight], without looks at the own and the first token where others are.
+function strongest(map, kind, count, all = false) {
+  const found = [];
+  for (let query = 0; query < map.numQueries; query++) {
+    for (const [key, weight] of map.row(query)) {
+      if (!all && (key === 0 || (kind !== "cross" && key === query))) continue;
+      if (found.length === count && weight <= found[count - 1][2]) continue;
+      found.push([query, key, weight]);
+      found.sort((a, b) => b[2] - a[2]);
+      found.length = Math.min(found.length, count);
+    }
+  }
+  return found.length || all ? found : strongest(map, kind, count, true);
+}
+
 async function unpack({ form, kept, keys: places, data }, numQueries, numKeys) {
   const bytes = await inflate(data);
   if (form === "dense") return new Dense(numQueries, numKeys, Float32Array.from(planes(bytes, 0, numQueries * numKeys, 2), weightOf));
@@ -106,7 +116,7 @@ class Viewer {
       at += layer.heads.length;
     }
     this.unpacked = new Map();
-    this.at = { text: 0, kind: 0, layer: 0, head: 0 };
+    this.at = this.tellingPlace(0);
     this.side = "query";
     this.focus = null; // an index on that side
     this.pinned = false;
@@ -125,6 +135,13 @@ class Viewer {
   isGenerated(side, index) {
     const first = side === "query" ? this.kind.generated_query : this.kind.generated_key;
     return first !== null && index >= first;
+  }
+
+  // The telling head of a text, of cross-attention where there is one
+  tellingPlace(text, kind = this.data.texts[text].kinds.findIndex((of) => of.kind === "cross")) {
+    kind = Math.max(0, kind);
+    const [layer, head] = this.data.texts[text].kinds[kind].telling;
+    return { text, kind, layer, head };
   }
 
   // "decoder.2.5", "1.cross.0.mean" (text 1), "decoder.2.5.17" (token 17)
@@ -152,7 +169,7 @@ class Viewer {
   readColours() {
     const style = getComputedStyle(this.root);
     const colour = (name) => style.getPropertyValue(name).trim();
-    this.colours = Object.fromEntries(["ink", "muted", "card", "line", "hot"].map((name) => [name, colour(`--${name}`)]));
+    this.colours = Object.fromEntries(["ink", "card", "hot", "made"].map((name) => [name, colour(`--${name}`)]));
     const parse = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
     const [zero, one] = [parse(colour("--zero")), parse(colour("--one"))];
     this.shades = Array.from({ length: 256 }, (_, level) => zero.map((from, i) => Math.round(from + ((one[i] - from) * level) / 255)));
@@ -212,7 +229,7 @@ class Viewer {
       first += layer.heads.length;
       return make("tr", {}, make("th", { scope: "row" }, `layer ${layer.number}`), ...cells);
     });
-    const table = make("table", {}, make("thead", {}, make("tr", {}, make("th"), ...heading)), make("tbody", {}, ...rows));
+    const table = make("table", {}, make("thead", {}, make("tr", {}, make("td"), ...heading)), make("tbody", {}, ...rows));
     table.style.setProperty("--cell", `${cell}px`);
     this.part("glance").replaceChildren(table);
   }
@@ -374,7 +391,12 @@ class Viewer {
   drawList(entries, other) {
     const place = this.part("looks");
     if (this.focus === null) {
-      place.replaceChildren(make("p", { class: "note" }, "Point at a token for its weights. Click it to keep them, again to let go. In the text, arrow keys go from token to token."));
+      if (!this.map) return;
+      const { queries, keys, kind } = this.kind;
+      this.map.strongest ??= strongest(this.map, kind, LISTED + 2);
+      const rows = this.map.strongest.slice(0, this.listed + 2).map(([query, key, weight]) =>
+        make("tr", {}, make("td", {}, String(query)), make("td", {}, `${shortly(queries[query])} → ${shortly(keys[key])}`), make("td", {}, shown(weight))));
+      place.replaceChildren(make("h3", {}, "strongest looks"), make("table", {}, make("tbody", {}, ...rows)));
       return;
     }
     const token = shortly(this.tokens(this.side)[this.focus]);
@@ -406,7 +428,7 @@ class Viewer {
   window() {
     const rows = Math.min(WINDOW, this.kind.queries.length);
     const columns = Math.min(WINDOW, this.kind.keys.length);
-    return { top: this.top, left: this.left, rows, columns, cell: clamp(Math.floor(560 / Math.max(rows, columns, 1)), 11, 28) };
+    return { top: this.top, left: this.left, rows, columns, cell: clamp(Math.floor(Math.min(560, this.root.clientWidth - MARGIN - 70) / Math.max(rows, columns, 1)), 11, 28) };
   }
 
   drawMap() {
@@ -451,13 +473,13 @@ class Viewer {
     while (text && pen.measureText(`${text}…`).width > width) text = text.slice(0, -1);
     return `${text}…`;
   }
-  ink(side, index, isStrong) { return isStrong ? this.colours.hot : this.isGenerated(side, index) ? this.colours.hot : this.colours.ink; }
+  ink(side, index, isStrong) { return isStrong ? this.colours.hot : this.isGenerated(side, index) ? this.colours.made : this.colours.ink; }
 
   drawMatrix() {
     const view = this.window();
     const { top, left, rows, columns, cell } = view;
     const { queries, keys } = this.kind;
-    const margin = 92;
+    const margin = MARGIN;
     const pen = this.prepare("matrix", margin + columns * cell + 40, margin + rows * cell + 2);
     this.part("matrix").setAttribute("aria-label", `${this.part("name").textContent}: matrix of weights`);
     this.matrixView = { ...view, margin };
@@ -573,10 +595,10 @@ class Viewer {
 
   listen() {
     const on = (name, type, answer) => this.part(name).addEventListener(type, answer);
-    on("text", "change", (event) => this.showText({ text: Number(event.target.value), kind: 0, layer: 0, head: 0 }));
+    on("text", "change", (event) => this.showText(this.tellingPlace(Number(event.target.value))));
     on("kinds", "click", (event) => {
       const kind = event.target.dataset.kind;
-      if (kind !== undefined) this.showText({ text: this.at.text, kind: Number(kind), layer: 0, head: 0 });
+      if (kind !== undefined) this.showText(this.tellingPlace(this.at.text, Number(kind)));
     });
     on("layer", "change", (event) => this.choose({ layer: Number(event.target.value) }));
     on("head", "change", (event) => this.choose({ head: Number(event.target.value) }));
@@ -595,6 +617,7 @@ class Viewer {
     this.listenToGlance();
     this.listenToTexts();
     this.listenToCanvases();
+    addEventListener("resize", () => { if (this.map) this.drawMatrix(); });
     addEventListener("hashchange", () => { const wanted = this.fromHash(); if (wanted) this.showText(wanted); });
     document.addEventListener("themechange", () => { this.readColours(); this.drawGlance(); this.drawLegend(); this.show(); });
   }
@@ -609,19 +632,7 @@ class Viewer {
       pick(link);
       link.focus();
     });
-    glance.addEventListener("keydown", (event) => {
-      const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-      const link = event.target.closest("[data-at]");
-      if (!link || !(event.key in steps)) return; // Enter is a click already
-      event.preventDefault();
-      const [layer, head] = link.dataset.at.split(" ").map(Number);
-      const [down, right] = steps[event.key];
-      const next = glance.querySelector(`[data-at="${layer + down} ${head + right}"]`);
-      if (!next) return;
-      link.tabIndex = -1;
-      next.tabIndex = 0;
-      next.focus();
-    });
+    moveByArrows(glance); // Enter is a click already
   }
 
   listenToTexts() {

@@ -76,10 +76,7 @@ def _bytes_held(weights: AttentionWeights) -> int:
 
 
 def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:
-    """By which the loss of the original model rises without each head of layers, in nats per token.
-
-    A head is left out as `prune_heads` leaves it out: its output is zero. See `measure_worth`.
-    """
+    """By which the loss of the original model rises without each head of layers, in nats per token."""
     reader = Reader(open_model(folder, "cpu"))
     if reader.opened.translates:
         pairs = [*read_pairs(text)]

@@ -19,17 +19,11 @@ from triptych.rewriting.certificate import StepRecord
 @final
 @dataclass(frozen=True, eq=False)
 class RewrittenLayer:
-    """A layer after the rewrites.
+    """A layer after the rewrites."""
 
-    Attributes:
-        weights: the new weights, in float64.
-        kept: the heads that are left, in order; None if all are, unchanged.
-        records: the records of all rewrites, done or refused.
-    """
-
-    weights: AttentionWeights
-    kept: tuple[int, ...] | None
-    records: tuple[StepRecord, ...]
+    weights: AttentionWeights  # the new weights, in float64
+    kept: tuple[int, ...] | None  # the heads that are left, in order; None if all are, unchanged
+    records: tuple[StepRecord, ...]  # the records of all rewrites, done or refused
 
     @property
     def changed(self) -> bool:
@@ -87,10 +81,7 @@ def shape_of(weights: AttentionWeights) -> AttentionWeights:
 
 
 def give_back_memory() -> None:
-    """Return free memory to the system with glibc, which seldom uses a freed piece again for torch.
-
-    A model of many layers of 411 MB grew the process to 4 GB (docs/log.md).
-    """
+    """Return free memory to the system with glibc, which seldom uses a freed piece again for torch."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
 

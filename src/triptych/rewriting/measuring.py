@@ -49,58 +49,12 @@ class Rounding(NamedTuple):
 def measure_change(
     before: AttentionLayer,
     after: AttentionLayer,
-    probes: Probes = PROBES,
+    given: Probes | Seen = PROBES,
     *,
     bounded: bool = False,
 ) -> Measured:
-    """Measure how far the output of a layer moves on random inputs."""
-    x, memory = _probes(before, probes)
-    return _measured(before, after, x, memory, bounded)
-
-
-def measure_change_on(before: AttentionLayer, after: AttentionLayer, given: Seen) -> Measured:
-    """Measure how far the output of a layer moves on inputs from a text."""
-    x = before_gain(given.x.double(), before.weights.norm)
-    memory = None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
-    return _measured(before, after, x, memory, False)
-
-
-def rounding_of(
-    before: AttentionLayer,
-    after: AttentionLayer,
-    stored: torch.dtype | None,
-    given: Seen | None = None,
-    *,
-    probes: Probes = PROBES,
-) -> Rounding:
-    """Measure how far rounding alone can move a layer's output."""
-    if given is None:
-        x, memory = _probes(before, probes)
-    else:
-        x = before_gain(given.x.double(), before.weights.norm)
-        memory = (
-            None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
-        )
-    tiny = torch.finfo(torch.float64).tiny
-    original = _output(before, x, memory, torch.float64)
-    in_dtype = _output(before, x, memory, before.weights.dtype).double()
-    reference = _output(after, x, memory, torch.float64)
-    size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
-    for seed in range(_DRAWS):
-        again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
-        moved = _output(after, x, memory, torch.float64, again)
-        most = max(most, float((moved - reference).norm() / size))
-    return Rounding(most, float((in_dtype - original).norm() / size))
-
-
-def _measured(
-    before: AttentionLayer,
-    after: AttentionLayer,
-    x: Tensor,
-    memory: Tensor | None,
-    bounded: bool,
-) -> Measured:
-    """Measure both layers on the output of a norm before its weight and bias."""
+    """Measure how far the output of a layer moves on random inputs, or on inputs from a text."""
+    x, memory = _before_gains(before, given)
     reference = _output(before, x, memory, torch.float64)
     moved = _output(after, x, memory, torch.float64)
     difference = moved - reference
@@ -120,13 +74,37 @@ def _measured(
     )
 
 
-def _probes(layer: AttentionLayer, probes: Probes) -> tuple[Tensor, Tensor | None]:
-    generator = torch.Generator().manual_seed(probes.seed)
+def rounding_of(
+    before: AttentionLayer,
+    after: AttentionLayer,
+    stored: torch.dtype | None,
+    given: Probes | Seen = PROBES,
+) -> Rounding:
+    """Measure how far rounding alone can move a layer's output."""
+    x, memory = _before_gains(before, given)
+    tiny = torch.finfo(torch.float64).tiny
+    original = _output(before, x, memory, torch.float64)
+    in_dtype = _output(before, x, memory, before.weights.dtype).double()
+    reference = _output(after, x, memory, torch.float64)
+    size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
+    for seed in range(_DRAWS):
+        again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
+        moved = _output(after, x, memory, torch.float64, again)
+        most = max(most, float((moved - reference).norm() / size))
+    return Rounding(most, float((in_dtype - original).norm() / size))
+
+
+def _before_gains(layer: AttentionLayer, given: Probes | Seen) -> tuple[Tensor, Tensor | None]:
+    """Input and memory of a layer as they are before the weights and biases of its norms."""
     weights = layer.weights
-    x = _standardised(weights.d_model, probes, generator)[:, : weights.semantics.num_positions]
+    if isinstance(given, Seen):
+        memory = None if given.memory is None else before_gain(given.memory.double(), weights.memory_norm)
+        return before_gain(given.x.double(), weights.norm), memory
+    generator = torch.Generator().manual_seed(given.seed)
+    x = _standardised(weights.d_model, given, generator)[:, : weights.semantics.num_positions]
     if weights.semantics.kind != "cross":
         return x, None
-    return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, probes, generator)
+    return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, given, generator)
 
 
 def _standardised(width: int, probes: Probes, generator: torch.Generator) -> Tensor:
@@ -157,24 +135,15 @@ def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 class MapErrors(NamedTuple):
-    """Output errors on the probes of a map that reads a norm.
+    """Output errors on the probes of a map that reads a norm."""
 
-    Attributes:
-        worst: largest entry of the difference in float64.
-        moved: square of the norm of that difference.
-        size: of the norm of the original's output.
-        own: of the norm of the original's error in the map's own dtype; `new` of that of the rewritten one.
-        eps: of that dtype.
-        rounding: of the norm by which a rounding of every new number moves the output, at random.
-    """
-
-    worst: float
-    moved: float
-    size: float
-    own: float
+    worst: float  # largest entry of the difference in float64
+    moved: float  # square of its norm
+    size: float  # square of the norm of the original's output
+    own: float  # square of the norm of the original's error in the map's own dtype
     new: float
-    eps: float
-    rounding: float
+    eps: float  # of that dtype
+    rounding: float  # square of the norm by which a rounding of every new number moves the output, at random
 
 
 Map = tuple[Tensor, Tensor | None]
@@ -249,16 +218,11 @@ def rounding_of_maps(maps: Sequence[MapErrors]) -> Rounding:
 
 
 class _Bounds(NamedTuple):
-    """Upper bounds on the change of a score and of a head's output.
+    """Upper bounds on the change of a score and of a head's output."""
 
-    Attributes:
-        score: None where none is known; likewise `output`.
-        why_not: why one of them is not known; "" if both are.
-    """
-
-    score: float | None
+    score: float | None  # None where none is known
     output: float | None
-    why_not: str
+    why_not: str  # why one of them is not known; "" if both are
 
 
 def _bounds(before: AttentionLayer, after: AttentionLayer) -> _Bounds:
@@ -310,10 +274,7 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
 
 
 def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
-    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
-
-    For W_QK of rotary heads it is the root mean square over long distances, biases as rows (`rotary_move`).
-    """
+    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared."""
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within:
         return None

@@ -52,15 +52,10 @@ _Records = tuple[RewriteRecord, ...]
 @final
 @dataclass(frozen=True)
 class RewriteResult(Generic[Target]):
-    """The result of a rewrite, and its records.
+    """The result of a rewrite, and its records."""
 
-    Attributes:
-        result: weights, a layer or a model, as passed in.
-        records: the records of the rewrites, by the layer's site ("encoder.0"), or "layer" for a single one.
-    """
-
-    result: Target
-    records: dict[str, _Records]
+    result: Target  # weights, a layer or a model, as passed in
+    records: dict[str, _Records]  # the records of the rewrites, by the layer's site ("encoder.0")
 
 
 def rewrite(
@@ -226,10 +221,7 @@ def _neutralise(norms: Sequence[nn.Module]) -> None:
 
 @final
 class OfAnything(Generic[Options]):
-    """A rewrite of weights that takes a layer or a model as well, and gives back the same kind.
-
-    Of a model every attention layer is rewritten; `rewrite` takes some of them, and gives the records.
-    """
+    """A rewrite of weights that takes a layer or a model as well, and gives back the same kind."""
 
     def __init__(self, function: Callable[Concatenate[AttentionWeights, Options], Rewritten]) -> None:
         self._function = function

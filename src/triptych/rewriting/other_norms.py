@@ -34,26 +34,16 @@ IsFolded = Callable[[Site], bool]
 @final
 @dataclass(frozen=True, eq=False)
 class _Examined:
-    """A norm that was looked at.
+    """A norm that was looked at."""
 
-    Attributes:
-        norm: its gain and shift, as stored; None if it is refused.
-        checked: the preconditions that hold.
-        refused: why it cannot be folded.
-    """
-
-    norm: Norm | None
-    checked: tuple[str, ...] = ()
-    refused: str = ""
+    norm: Norm | None  # its gain and shift, as stored; None if it is refused
+    checked: tuple[str, ...] = ()  # the preconditions that hold
+    refused: str = ""  # why it cannot be folded
 
 
 @final
 class OtherNorms:
-    """What a recipe does with the norms that maps outside the attention read.
-
-    Those that no attention reads are folded by `fold_other_norms`; those that a layer reads too, by the
-    `fold_norm` of that layer and along with it, or not at all.
-    """
+    """What a recipe does with the norms that maps outside the attention read."""
 
     def __init__(self, form: Format, steps: Sequence[Rewrite], skip_refused: bool) -> None:
         self._tensors = form.tensors

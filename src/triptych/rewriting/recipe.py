@@ -24,20 +24,13 @@ from triptych.toml import read_toml
 
 @final
 class RewriteRecipe(BaseModel):
-    """A `rewrite.toml`.
-
-    Attributes:
-        step: rewrites in the order in which they are done; in a file either tables `[[step]]`, or calls,
-            `do = ["truncate(rank=6)"]`.
-        skip_refused: whether a layer that refuses a rewrite is left as it is and recorded, not an error.
-        calibration: the text for the rewrites that look at one; relative to the recipe's folder.
-    """
+    """A `rewrite.toml`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: tuple[Annotated[InstanceOf[Rewrite], BeforeValidator(read_rewrite)], ...] = Field(min_length=1)
-    skip_refused: bool = False
-    calibration: Path | None = None
+    skip_refused: bool = False  # whether a layer that refuses a rewrite is left as it is and recorded
+    calibration: Path | None = None  # the text for the rewrites that look at one
 
     @model_validator(mode="before")
     @classmethod

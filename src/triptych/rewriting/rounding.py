@@ -20,7 +20,7 @@ from triptych.rewriting.running import Compared, largest_difference
 from triptych.storage.tensors import Tensors
 
 # An exact rewrite may move outputs so many times as far as the largest of some random roundings does. Correct
-# ones move them at most 1.2 times as far, over all families (docs/log.md).
+# ones move them at most 1.2 times as far, over all families (docs/contributing/log/).
 MOST_TIMES = 4.0
 # The same of one layer in float64, where only weights are rounded: correct ones move it 0.8 times as far.
 MOST_TIMES_OF_LAYER = 2.0
@@ -30,15 +30,9 @@ _FIRST_DRAWS, _MOST_DRAWS = 3, 16
 
 
 class RoundingJudgement(NamedTuple):
-    """The difference between two models, compared with the effect of rounding.
+    """The difference between two models, compared with the effect of rounding."""
 
-    Attributes:
-        moved: the largest difference of a logit.
-        by_rounding: the largest difference that random rounding of the rewritten model's weights makes on the
-            same tokens.
-    """
-
-    moved: float
+    moved: float  # the largest difference of a logit
     by_rounding: float
 
     @property
@@ -107,11 +101,7 @@ def first_moved(
 
 
 def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dtype, seed: int) -> TextModel:
-    """A copy of a model whose parameters each move by a rounding, up or down at random.
-
-    Those that are changed move by that of the dtype they are stored in, half a unit in the last place. All
-    move by a unit of the dtype that the model runs in, which stands for the rounding of its arithmetic.
-    """
+    """A copy of a model whose parameters each move by a rounding, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     moved = model.copied()
     with torch.no_grad():
@@ -124,10 +114,7 @@ def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dty
 
 
 def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[tuple[str, str]]:
-    """The weights and biases of a layer that are other than in the original: side, and "weight" or "bias".
-
-    Gates stand as the side "gate".
-    """
+    """The weights and biases of a layer that are other than in the original: side, and "weight" or "bias"."""
     found = set[tuple[str, str]]()
     for side in SIDES:
         one, other = before.weights.chain(side), after.weights.chain(side)
@@ -165,22 +152,21 @@ class RoundedAgain:
         self._changed, self._stored, self._generator = changed, stored, generator
 
     def __call__(self, weights: AttentionWeights) -> AttentionWeights:
-        links: dict[int, Link] = {}
+        side_of = {id(link): side for side in reversed(SIDES) for link in weights.chain(side)}
 
-        def moved(side: Side, link: Link) -> Link:
-            if id(link) not in links:  # what is shared stays so
-                bias = None if link.bias is None else self._moved(side, "bias", link.bias)
-                links[id(link)] = replace(link, weight=self._moved(side, "weight", link.weight), bias=bias)
-            return links[id(link)]
+        def moved(link: Link) -> Link:
+            side = side_of[id(link)]
+            bias = None if link.bias is None else self._moved(side, "bias", link.bias)
+            return replace(link, weight=self._moved(side, "weight", link.weight), bias=bias)
 
-        chains = {side: tuple(moved(side, link) for link in weights.chain(side)) for side in SIDES}
+        weights = weights.each_link(moved)
         o_bias = None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
         semantics = weights.semantics
         if semantics.gate is not None:
             gate = _gate_of(weights).items()
             moved_gate = {part: self._moved("gate", part, numbers.double()) for part, numbers in gate}
             semantics = replace(semantics, gate=replace(semantics.gate, **moved_gate))
-        return replace(weights, o_bias=o_bias, semantics=semantics, **chains)  # type: ignore[arg-type]
+        return replace(weights, o_bias=o_bias, semantics=semantics)
 
     def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:
         step = unit(numbers, torch.float64)

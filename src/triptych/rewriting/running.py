@@ -13,23 +13,14 @@ _FARTHEST = 4
 
 
 class Compared(NamedTuple):
-    """Comparison of two models on the same windows.
+    """Comparison of two models on the same windows."""
 
-    Attributes:
-        tokens: number of predicted tokens.
-        worst_logit: largest difference of a logit.
-        divergence_nats: mean KL divergence of the second model's next token from the first's.
-        loss_before_nats: loss of the first model per token; None if nothing is predicted. Likewise
-            `loss_after_nats` of the second.
-        farthest: the windows on which logits differ most, the worst first.
-    """
-
-    tokens: int
-    worst_logit: float
-    divergence_nats: float
-    loss_before_nats: float | None
+    tokens: int  # number of predicted tokens
+    worst_logit: float  # largest difference of a logit
+    divergence_nats: float  # mean KL divergence of the second model's next token from the first's
+    loss_before_nats: float | None  # loss of the first model per token; None if nothing is predicted
     loss_after_nats: float | None
-    farthest: tuple[Window, ...] = ()
+    farthest: tuple[Window, ...] = ()  # the windows on which logits differ most, the worst first
 
 
 @torch.inference_mode()

@@ -46,38 +46,18 @@ _NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
 @final
 @dataclass(frozen=True)
 class CopiedCheckpoint:
-    """A finished copy.
+    """A finished copy."""
 
-    Attributes:
-        folder: its folder.
-        checkpoint: the path to open: the folder, or the file in it if the source was a file.
-        left_out: files of the source that were not copied: other formats of the same weights.
-    """
-
-    folder: Path
-    checkpoint: Path
-    left_out: tuple[str, ...]
+    folder: Path  # its folder
+    checkpoint: Path  # the path to open: the folder, or the file in it if the source was a file
+    left_out: tuple[str, ...]  # files of the source that were not copied: other formats of the same weights
 
 
 @final
 class FolderCopy:
-    """Copies a checkpoint's folder. Use it as a context manager.
+    """Copies a checkpoint's folder: a context manager, which removes the copy unless it is finished."""
 
-        with FolderCopy(source, target) as copy:
-            hashes = copy.write_shards(lambda name: new.get(name))
-            copy.write_beside({"num_key_value_heads": 4})
-            open_checkpoint(copy.checkpoint)    # look at what was written
-            copied = copy.finish({"certificate.json": b"…"})
-
-    The source is only read. If the context ends without `finish`, the copy is removed.
-
-    Attributes:
-        folder: the temporary folder of the copy.
-        num_bytes: bytes of all tensors together.
-        left_out: names of the source's files that are not copied.
-    """
-
-    folder: Path
+    folder: Path  # the temporary folder of the copy
 
     def __init__(self, source: Path, target: Path) -> None:
         if sys.platform == "win32":
@@ -196,23 +176,14 @@ def require_place(source: Path, target: Path) -> None:
 @final
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tensors of a checkpoint are.
+    """Where the tensors of a checkpoint are."""
 
-    Attributes:
-        folder: the folder of the checkpoint.
-        tensors: all tensors.
-        shards: the name of each file in the copy, by file.
-        index: name of the index in the source; "" without one.
-        weights: name of the whole file or of the index in the copy.
-        single: whether a file was given and not a folder.
-    """
-
-    folder: Path
-    tensors: Tensors
-    shards: dict[Path, str]
-    index: str
-    weights: str
-    single: bool = False
+    folder: Path  # the folder of the checkpoint
+    tensors: Tensors  # all tensors
+    shards: dict[Path, str]  # the name of each file in the copy, by file
+    index: str  # name of the index in the source; "" without one
+    weights: str  # name of the whole file or of the index in the copy
+    single: bool = False  # whether a file was given and not a folder
 
 
 def _layout(source: Path) -> _Layout:
@@ -261,7 +232,8 @@ def _sorted_out(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
         name = path.relative_to(layout.folder).as_posix()
         if path in used:
             continue
-        if _is_other_weights(name):
+        patterns = _OTHER_WEIGHTS if "/" in name else (*_OTHER_WEIGHTS, *_WEIGHTS_AT_TOP)
+        if any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
             left_out.append(name)
             continue
         require_own(layout.folder, path)
@@ -278,12 +250,6 @@ def _files_below(folder: Path, left_out: list[str]) -> Iterator[Path]:
                 folders.remove(name)
                 left_out.append(f"{path.relative_to(folder).as_posix()}/")
         yield from (Path(parent, name) for name in names)
-
-
-def _is_other_weights(name: str) -> bool:
-    patterns = _OTHER_WEIGHTS if "/" in name else (*_OTHER_WEIGHTS, *_WEIGHTS_AT_TOP)
-    last = name.rpartition("/")[2].lower()
-    return any(fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
 
 
 def set_entry(record: dict[str, Any], path: str, value: Any) -> None:

@@ -78,11 +78,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False) -> "Repository":
-    """Open one commit of a repository on the Hub.
-
-    Private and gated repositories need the token of `hf auth login` or HF_TOKEN. Offline, and with
-    HF_HUB_OFFLINE, everything comes from the cache of `huggingface_hub`.
-    """
+    """Open one commit of a repository on the Hub."""
     match = _ID.fullmatch(hub_id)
     if match is None:
         raise DataError(f"{hub_id} is neither a path nor a name on the Hub (owner/name)")
@@ -91,12 +87,7 @@ def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False)
 
 @final
 class Repository:
-    """One commit of a repository.
-
-    Attributes:
-        folder: where its files are put: a snapshot in the cache of `huggingface_hub`.
-        record: its configuration.
-    """
+    """One commit of a repository."""
 
     def __init__(self, name: str, revision: str | None, endpoint: str | None, offline: bool) -> None:
         self.name, self.endpoint, self.offline = name, endpoint, offline
@@ -237,14 +228,10 @@ class Repository:
 
 @final
 class HubBytes(Bytes):
-    """A file on the Hub, read by ranges.
-
-    Attributes:
-        digest: hash of its content, in hexadecimal digits: sha256 (64), or git's of a small file (40).
-        fetched: bytes downloaded so far.
-    """
+    """A file on the Hub, read by ranges."""
 
     def __init__(self, name: str, size: int, url: str, digest: str) -> None:
+        # A digest has 64 digits (sha256), or 40 (git's of a small file).
         self.name, self.size, self.digest, self.fetched = name, size, digest, 0
         self._url = url
         self._first = bytearray()

@@ -26,19 +26,12 @@ _NUMBERS_AT_A_TIME = 1 << 20
 
 
 class Packed(ABC):
-    """A quantised map, stored in several tensors.
+    """A quantised map, stored in several tensors."""
 
-    Attributes:
-        module: the module of the weight.
-        parts: names of its tensors.
-        shape: shape of the weight.
-        method: name of the format, for messages.
-    """
-
-    module: str
-    parts: tuple[str, ...]
-    shape: tuple[int, int]
-    method: ClassVar[str]
+    module: str  # the module of the weight
+    parts: tuple[str, ...]  # names of its tensors
+    shape: tuple[int, int]  # shape of the weight
+    method: ClassVar[str]  # name of the format, for messages
 
     @abstractmethod
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:

@@ -42,11 +42,7 @@ class TensorHash(NamedTuple):
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """sha256, in hexadecimal digits, of a line with dtype and shape (`F32 [2, 3]`) and the raw bytes.
-
-    It does not depend on the file format: dtypes are named as in safetensors, and bytes are row-major and
-    little-endian.
-    """
+    """sha256 of a line with dtype and shape as safetensors names them (`F32 [2, 3]`) and the raw bytes."""
     found = _begun(tensor.dtype, tuple(tensor.shape))
     for block in _blocks_of(tensor):
         found.update(block)

@@ -64,17 +64,11 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 @final
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's entry in the header of a file.
+    """A tensor's entry in the header of a file."""
 
-    Attributes:
-        dtype: dtype of the entries.
-        shape: shape of the tensor.
-        num_bytes: bytes in the file.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype of the entries
     shape: tuple[int, ...]
-    num_bytes: int
+    num_bytes: int  # bytes in the file
 
 
 def _info(tensor: Tensor) -> TensorInfo:
@@ -82,15 +76,10 @@ def _info(tensor: Tensor) -> TensorInfo:
 
 
 class TensorFile(ABC):
-    """One file with named tensors.
+    """One file with named tensors."""
 
-    Attributes:
-        name: for messages.
-        infos: the entry of every tensor, by name.
-    """
-
-    name: str
-    infos: dict[str, TensorInfo]
+    name: str  # for messages
+    infos: dict[str, TensorInfo]  # the entry of every tensor, by name
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -107,12 +96,7 @@ class TensorFile(ABC):
 
 @final
 class Safetensors(TensorFile):
-    """A safetensors file. Only its header is kept in memory.
-
-    Attributes:
-        data_start: offset of the data after the header.
-        metadata: the strings of the header's metadata, by name.
-    """
+    """A safetensors file. Only its header is kept in memory."""
 
     def __init__(self, source: Bytes) -> None:
         self.name = source.name

@@ -104,10 +104,7 @@ class LocalBytes(Bytes):
 
 @final
 class MappedBytes(Bytes):
-    """A memory-mapped file on a disk: a page is read at its first use.
-
-    Changes stay in memory (copy on write). The file must not become shorter while parts are in use.
-    """
+    """A memory-mapped file, which must not become shorter: a page is read at its first use."""
 
     def __init__(self, path: Path) -> None:
         self._whole = LocalBytes(path)

@@ -24,7 +24,7 @@ from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
 from triptych.threads import num_cores
 from triptych.training.metrics import read_metrics
-from triptych.training.parallel import World, code_digests
+from triptych.training.processes import World, code_digests
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, with_values
 from triptych.training.runs import prepare

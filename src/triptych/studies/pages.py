@@ -101,22 +101,22 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
 def _curves(outcome: Outcome) -> list[CurveChart]:
     """Validation loss against `_AXES`, a line a trained variant with the interval over seeds."""
     histories = {
-        name: [history(outcome.run_folder(name, seed), _flops(outcome, name)) for seed in results]
+        name: [
+            history(
+                outcome.run_folder(name, seed),
+                outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops,
+            )
+            for seed in results
+        ]
         for name, results in outcome.trained.items()
     }
     charts = []
     for key, title in _AXES.items():
         lines = tuple((name, _line(each, key)) for name, each in histories.items())
         if any(points for _, points in lines):
-            charts.append(
-                CurveChart(f"Validation loss against {title}", title, "validation loss (nats a token)", lines)
-            )
+            named = f"Validation loss against {title}"
+            charts.append(CurveChart(named, title, "validation loss (nats a token)", lines, is_log=True))
     return charts
-
-
-def _flops(outcome: Outcome, name: str) -> float | None:
-    """Of training, a token of the target."""
-    return outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops
 
 
 def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[CurvePoint, ...]:

@@ -18,7 +18,7 @@ from triptych.launch import environment_alone, num_on_machine, place_on_machine
 from triptych.studies.job import Job, Result, read_result
 from triptych.training.machine import StopRequest
 from triptych.training.metrics import read_metrics
-from triptych.training.parallel import Turns, World
+from triptych.training.processes import Turns, World
 
 # The process that does a job; it gets the job's file.
 _COMMAND = (sys.executable, "-m", "triptych.cli.job")
@@ -127,7 +127,7 @@ def _make(
                 time.sleep(_LOOK_EVERY)
                 if stop.signal_number is not None:
                     raise StudyStoppedError(stop.signal_number, folder)
-                for process in [one for one in running if one.has_ended()]:
+                for process in [one for one in running if one.popen.poll() is not None]:
                     running.remove(process)
                     clock.finished += process.planned.steps
                     _collect(process, results, progress)
@@ -182,12 +182,7 @@ class _Clock:
 
 @final
 class _Process:
-    """A process that does a job; what it prints goes to a file.
-
-    Attributes:
-        planned: what it does.
-        place: its number among those that run at a time, from 0; of GPUs it gets the one of that number.
-    """
+    """A process that does a job; what it prints goes to a file."""
 
     def __init__(self, planned: Planned, place: int) -> None:
         self.planned, self.place = planned, place
@@ -207,9 +202,6 @@ class _Process:
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches us, and we tell them
             )
-
-    def has_ended(self) -> bool:
-        return self.popen.poll() is not None
 
     def share_done(self) -> float:
         try:

@@ -65,10 +65,7 @@ class Comparison:
 
     @property
     def seeds_needed(self) -> int | None:
-        """Seeds with which this difference would be seen in four of five studies of as many variants.
-
-        None if it is 0, if there is one pair, or if it takes more than 10,000.
-        """
+        """Seeds that show this difference in four of five studies; None for 0, one pair, or over 10,000."""
         return seeds_needed(list(self.differences.values()), self.num_tests)
 
     @property
@@ -115,10 +112,7 @@ def compare(
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
-    """Of a t-test that their mean is 0, two-sided; NaN for fewer than two of them.
-
-    Differences that are all equal give 1 if they are 0, and 0 otherwise: such pairs are not random.
-    """
+    """Of a two-sided t-test that their mean is 0; NaN for fewer than two, 0 for equal ones that are not 0."""
     from scipy.stats import t
 
     found = estimate(differences)
@@ -209,10 +203,7 @@ def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None
 
 @lru_cache(maxsize=256)
 def _power(effect: float, count: int, level: float) -> float:
-    """The chance that a test on so many pairs finds a normal effect of this size at a level.
-
-    It is simulated for the exact test on few pairs, and that of Student's test on many.
-    """
+    """The chance that a test on so many pairs finds a normal effect of this size at a level."""
     from scipy.stats import nct, t
 
     if count <= _SIMULATED_SEEDS:

@@ -31,12 +31,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from triptych import recipes
 from triptych.errors import UsageError
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration, rewrite_recipe_of
 from triptych.text import CorpusSpec
 from triptych.toml import read_toml
-from triptych.training.recipe import AnyRecipe, explain, merge, resolve
+from triptych.training.recipe import AnyRecipe, explain, find_recipe, merge, resolve
 
 Metric = Literal[
     "loss",
@@ -259,7 +258,7 @@ def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
 def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
     """The base, and every variant that is trained, before budget, seeds and learning rate are known."""
     near = folder / study.base
-    path = near if near.is_file() else recipes.find(study.base)
+    path = near if near.is_file() else find_recipe(study.base)
     base = merge(read_toml(path, "recipe"), study.set)
     made = {
         name: resolve(merge(base, changes), origin=f"variant {name}")

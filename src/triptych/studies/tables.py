@@ -276,10 +276,7 @@ def markdown(outcome: Outcome) -> str:
 
 
 def judged_again(outcome: Outcome, report: str) -> str:
-    """A report whose conclusions and tables of quality are made anew, as the runs of an outcome have them.
-
-    What the runs cost, which is in a study's own folder only, is left as it is.
-    """
+    """A report whose conclusions and tables of quality are made anew, as the runs of an outcome have them."""
     parts = "\n".join(_headed(outcome, quality_tables(outcome)))
     rest = report.index(f"## {_COST}")
     return f"{parts}\n{report[rest:]}"

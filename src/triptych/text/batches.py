@@ -37,15 +37,7 @@ class Batch:
 
 @final
 class TokenBatches:
-    """Deals a corpus out in batches whose padded size on each side stays within a budget.
-
-    Each epoch sorts the pairs by length, cuts the sorted list into batches, and shuffles these; a pair meets
-    other pairs of its length each time, and every pair comes exactly once.
-
-    The longer side counts first, since it uses up the budget; among pairs alike in it, the difference of the
-    sides, upwards and downwards by turns, so that neighbours are alike in both lengths throughout. A batch is
-    cut short of the budget where what that saves in padding is worth more than one more batch.
-    """
+    """Deals a corpus out in batches whose padded size on each side stays within a budget."""
 
     def __init__(
         self,
@@ -156,6 +148,8 @@ class TokenBatches:
         return padded
 
 
+# The longer side counts first, since it uses up the budget; among pairs alike in it, the difference of the
+# sides, upwards and downwards by turns.
 def _places(
     src_lengths: Int64[np.ndarray, "num_pairs"], tgt_lengths: Int64[np.ndarray, "num_pairs"]
 ) -> Int64[np.ndarray, "num_pairs"]:

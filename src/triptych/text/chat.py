@@ -25,10 +25,7 @@ def render_chat(
     add_generation_prompt: bool,
     origin: str,
 ) -> str:
-    """The text of a conversation, as `transformers` renders it.
-
-    The template runs in a process of its own that may not read files, with limits on time, memory and text.
-    """
+    """The text of a conversation, as `transformers` renders it."""
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
     variables = {

@@ -1,7 +1,9 @@
 """Parallel corpora: what a recipe says of one, and its sentence pairs."""
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
@@ -15,6 +17,7 @@ from triptych.text.records import NumberedTexts, read_hub, read_jsonl, read_parq
 from triptych.text.tasks import Task
 
 DEFAULT_MAX_LINE_CHARS = 10_000
+_MOST_HELD_OUT = 2000
 
 _RECORD_ENDINGS = (".tsv", ".jsonl", ".parquet")
 _FILE_ENDINGS = (".tsv", ".tsv.gz", ".tsv.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -40,15 +43,15 @@ class CorpusSpec(BaseModel):
         file: one .tsv, .jsonl (both also .gz and .zst) or .parquet file with both sides.
         hub: a dataset of the Hugging Face Hub by name, or a local dataset folder.
         split: which split of `hub`.
-        config_name: which configuration of `hub`, where it has several.
+        config_name: which configuration of `hub`, if it has several.
         source_field: where the source is in each record of `file` or `hub`: a column or field name (default
             "source"), a dotted path into nested records, or for .tsv a 1-based column number (default "1").
         target_field: where the target is (default "target", for .tsv "2").
         generated: number of pairs to generate.
         generated_part: which of the three disjoint parts of the generated pairs.
         generated_seed: seed of the generated pairs.
-        generated_task: what they are: German numbers, dates and sums with their English translations, or one
-            of six small tasks on words that each ask one thing of attention.
+        generated_task: the kind of pairs: German numbers, dates and sums with their English translations, or
+            one of six small tasks on words, each of which tests one ability of attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -159,6 +162,32 @@ class ParallelCorpus:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def split(self, share: float) -> tuple["ParallelCorpus", "ParallelCorpus"]:
+        """Hold out this share of the pairs, 2,000 at most; the held-out ones come second.
+
+        Equal sources stay together. Which ones are held out depends on their texts and not on their order.
+        """
+        times = Counter(self.source)
+        if len(times) == 1:
+            raise DataError(f"{self.name} has one source, nothing can be held out of it: give data.valid")
+        left, held = min(max(round(share * len(self)), 1), _MOST_HELD_OUT), set[str]()
+        for source in sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]:
+            if left <= 0:
+                break
+            held.add(source)
+            left -= times[source]
+        parts = [[i for i, text in enumerate(self.source) if (text in held) == out] for out in (False, True)]
+        train, valid = (
+            replace(
+                self,
+                source=[self.source[i] for i in part],
+                target=[self.target[i] for i in part],
+                line_numbers=[self.line_numbers[i] for i in part],
+            )
+            for part in parts
+        )
+        return train, valid
 
 
 def read_parallel(

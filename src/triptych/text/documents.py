@@ -33,10 +33,10 @@ class LanguageCorpusSpec(BaseModel):
         files: files of text, .jsonl (all also .gz and .zst) or .parquet; folders, whose .txt, .text, .md,
             .jsonl and .parquet files are read, those of folders in them too; or patterns ("books/*.txt").
         documents: what a document is in a file of text: the whole "file", each "line" that is not blank, or
-            what stands between "blank-lines". In other files it is a record.
+            the text between "blank-lines". In other files it is a record.
         hub: a dataset of the Hugging Face Hub by name, or a local dataset folder.
         split: which split of `hub`.
-        config_name: which configuration of `hub`, where it has several.
+        config_name: which configuration of `hub`, if it has several.
         text_field: where the text is in each record: a column or field name, or a dotted path.
     """
 
@@ -82,10 +82,7 @@ class TextPart(NamedTuple):
 
 
 def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:
-    """Read a corpus, never more of it than a part at a time; empty documents are left out.
-
-    A document past 131,072 characters comes in parts, which are cut after a line where there is one.
-    """
+    """Read a corpus, never more of it than a part at a time; empty documents are left out."""
     if spec.hub is not None:
         yield from _of_records(read_hub(_dataset(spec.hub, base), spec.config_name, spec.split, _field(spec)))
         return

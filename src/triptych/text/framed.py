@@ -25,10 +25,7 @@ class Frame(NamedTuple):
 
 @final
 class FramedTokenizer(SentenceTokenizer):
-    """A checkpoint's tokenizer with special tokens around every sentence.
-
-    The last of them is the end of the sentence, `eos_id`.
-    """
+    """A checkpoint's tokenizer with special tokens around every sentence."""
 
     def __init__(self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules) -> None:
         self._inner, self._rules = inner, rules

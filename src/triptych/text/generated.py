@@ -75,11 +75,7 @@ _EXAMPLES: tuple[TextPair, ...] = (
 
 
 def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH) -> list[TextPair]:
-    """Draw sentence pairs of one part of a corpus.
-
-    Equal arguments give equal pairs, and a larger count only adds pairs at the end. The parts are
-    disjoint whatever the seeds. "valid" and "test" hold no sentence twice; "train" may repeat short ones.
-    """
+    """Draw sentence pairs of one part of a corpus."""
     if task == GERMAN_ENGLISH:
         require_extra("demo", "num2words", what="generated text")
         return _collect_pairs(_draw_pair, count, part, seed)

@@ -180,10 +180,7 @@ def _decode(raw: bytes, where: str) -> str:
 
 @final
 class _ZstdStream(io.RawIOBase):
-    """The content of a Zstandard file of any number of frames.
-
-    The library's own reader takes a file cut inside a frame for a complete one; this one raises EOFError.
-    """
+    """The content of a Zstandard file of any number of frames; the library's reader accepts half a frame."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file = file

@@ -22,7 +22,7 @@ class MaskingSpec(BaseModel):
     """Which tokens a masked language model has to predict, and what it sees in their place.
 
     Attributes:
-        share: of the tokens, chosen as targets.
+        share: share of the tokens that are targets.
         masked: share of the targets that are replaced by the mask token.
         random: share of the targets that are replaced by a random token; the rest stay as they are.
         whole_words: choose whole words; all tokens of a word are targets, or none.
@@ -46,15 +46,7 @@ class MaskingSpec(BaseModel):
 
 @final
 class MaskedBatches:
-    """Cuts a corpus into rows of `context` tokens, of which some are hidden; these are the targets.
-
-    Each row has at least one target. Special tokens are targets only in rows that hold nothing else. In each
-    epoch every token of the corpus is in one row. Every epoch begins rows at other places and hides other
-    tokens.
-
-    Order and masks are a function of the corpus, the tokenizer, the other arguments and the epoch alone; what
-    is hidden in a row does not depend on the batch that it is in.
-    """
+    """Cuts a corpus into rows of `context` tokens, of which some, at least one, are hidden: the targets."""
 
     def __init__(
         self,
@@ -156,10 +148,8 @@ class MaskedBatches:
 
 
 def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:
-    """For each token, whether it can continue the word of the token before it, and be continued itself.
-
-    A word is a run of letters and digits, or what the vocabulary marks as one ("##").
-    """
+    """For each token, whether it can continue the word of the token before it, and be continued itself."""
+    # A word is a run of letters and digits, or what the vocabulary marks as one ("##").
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
     special = tokenizer.special_ids
     ordinary = np.array([token not in special for token in range(len(pieces))])

@@ -49,15 +49,7 @@ class LanguageBatch:
 
 @final
 class PackedBatches:
-    """Cuts a corpus into rows of `context` tokens, whose targets are the tokens that follow.
-
-    In each epoch every token but the first of the corpus is a target exactly once; with attention within
-    documents, every token but the first of its document. Rows begin at other places in every epoch. The first
-    and the last row of an epoch may be short; what fills them up is not counted.
-
-    The order is a function of the corpus, `context`, `batch_size`, `seed` and the epoch alone: processes that
-    train together take rows of the same batches.
-    """
+    """Cuts a corpus into rows of `context` tokens, whose targets are the tokens that follow."""
 
     def __init__(
         self,

@@ -181,14 +181,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:
-    """The tokenizer of a checkpoint in Hugging Face's format.
-
-    Its vocabulary is from `tokenizer.json`, or else from GPT-2's `vocab.json` and `merges.txt`, BERT's
-    `vocab.txt` or a SentencePiece model (`tokenizer.model`, `spiece.model`, `spm.model`,
-    `sentencepiece.bpe.model`). The rest follows the class, the settings and the special tokens in
-    `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`. It gives the ids that
-    `transformers` 5 gives.
-    """
+    """The tokenizer of a checkpoint in Hugging Face's format."""
     path = folder / "tokenizer.json"
     text, whole = "", None
     if path.exists():

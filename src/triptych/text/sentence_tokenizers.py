@@ -143,11 +143,7 @@ def _difference_from_ours(inner: tokenizers.Tokenizer) -> str | None:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte that each character of the byte alphabet stands for.
-
-    Printable Latin-1 characters stand for their own byte, U+0100 and on for the others in order.
-    Source: OpenAI's GPT-2 encoder, github.com/openai/gpt-2, src/encoder.py.
-    """
+    """The byte that each character of the byte alphabet stands for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     own = {chr(byte): byte for byte in printable}

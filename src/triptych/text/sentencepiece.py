@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SPACE_MARK = "▁"
 
-# The first release that refused every damaged model we made; see docs/decisions/010.
+# The first release that refused every damaged model we made; see docs/explanation/decisions/010.
 _OLDEST = (0, 2, 3)
 
 # Numbers of fields, types and kinds in github.com/google/sentencepiece, src/sentencepiece_model.proto.
@@ -89,10 +89,7 @@ def read_model(model: bytes) -> SentencePieceModel:
 
 
 def _fields(message: bytes) -> dict[int, list[int | bytes]]:
-    """The fields of a protocol buffers message, each with all its values in order.
-
-    Source: protobuf.dev/programming-guides/encoding.
-    """
+    """The fields of a protocol buffers message, each with all its values in order."""
     found: dict[int, list[int | bytes]] = {}
     place = 0
     while place < len(message):

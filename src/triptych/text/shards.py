@@ -54,12 +54,7 @@ class ShardIndex(_Record):
 
 @final
 class TokenShards:
-    """The tokens of a corpus, document behind document, each with its special tokens and its end.
-
-    Attributes:
-        index: what the folder holds.
-        folder: where the shards are.
-    """
+    """The tokens of a corpus, document behind document, each with its special tokens and its end."""
 
     def __init__(self, index: ShardIndex, folder: Path) -> None:
         self.index, self.folder = index, folder
@@ -85,11 +80,6 @@ class TokenShards:
     def bytes_per_token(self) -> float:
         """Size of the text over the number of tokens: nats per token over this and ln 2 are bits per byte."""
         return self.num_bytes / self.num_tokens
-
-    @property
-    def document_starts(self) -> Int64[np.ndarray, "num_documents"]:
-        """Where each document begins among all tokens, in memory."""
-        return self.starts_within(0, self.num_tokens)
 
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
         """A copy of the tokens from `start` up to `stop`."""
@@ -155,12 +145,7 @@ def write_shards(
     *,
     tokens_per_shard: int = TOKENS_PER_SHARD,
 ) -> TokenShards:
-    """Tokenize documents into shards.
-
-    A document begins and ends with the special tokens that the tokenizer puts around a text; where it puts
-    none at the end, `<eos>` ends it. Called again after it was killed, with the same arguments, it goes on
-    after the last shard that is complete. Of two processes that do the same, one waits for the other.
-    """
+    """Tokenize documents into shards; called again after a kill, it goes on after the last whole one."""
     folder.mkdir(parents=True, exist_ok=True)
     with hold_folder(folder):
         try:

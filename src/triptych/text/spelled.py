@@ -60,10 +60,7 @@ def draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 
 
 def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
-    """Draw a number that may stand before a noun.
-
-    German is at odds with itself about "einhundert(und)ein(s) Bücher", so 101, 201 … are left out.
-    """
+    """Draw a number before a noun; German is undecided about 101, 201 …, which are left out."""
     number = draw_number(rng, low, max_digits)
     return number + 1 if number > 1 and number % 100 == 1 else number
 

@@ -13,7 +13,7 @@ asks has one answer, so exact match is a fair measure.
 | modular-addition | two residues modulo 59 | their sum |
 
 Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927); modular addition is
-from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/questions.md`.
+from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/explanation/questions.md`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,13 +32,9 @@ _RING = 3
 _MODULUS = 59
 
 
-def _draw_letters(rng: Random) -> list[str]:
-    return rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
-
-
 def _of_letters(answer: Callable[[list[str]], Iterable[str]]) -> Callable[[Random], TextPair]:
     def draw(rng: Random) -> TextPair:
-        letters = _draw_letters(rng)
+        letters = rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
         return " ".join(letters), " ".join(answer(letters))
 
     return draw

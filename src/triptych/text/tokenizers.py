@@ -25,23 +25,13 @@ _PARTED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Text to token ids and back."""
 
-    Unless `parse_special` is set, `<eos>` and its like in a text are text.
-
-    Attributes:
-        pad_id: fills rows up; None where there is none, as with all of these.
-        bos_id: begins a text.
-        eos_id: ends a text.
-        unk_id: stands for what is not in the vocabulary.
-        mask_id: stands for a hidden token.
-    """
-
-    pad_id: int | None
-    bos_id: int | None
-    eos_id: int | None
-    unk_id: int | None = None
-    mask_id: int | None = None
+    pad_id: int | None  # fills rows up; None where there is none, as with all of these
+    bos_id: int | None  # begins a text
+    eos_id: int | None  # ends a text
+    unk_id: int | None = None  # stands for what is not in the vocabulary
+    mask_id: int | None = None  # stands for a hidden token
 
     @property
     @abstractmethod
@@ -62,11 +52,9 @@ class Tokenizer(ABC):
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text; a string is one text.
-
-        `add_special` puts the special tokens of the checkpoint around each text (`[CLS]` and `[SEP]`, `<s>`).
-        `parse_special` reads special tokens that a text spells out (`[MASK]`, `<|im_end|>`) as such.
-        """
+        """Token ids of each text; a string is one text."""
+        # `add_special` puts the special tokens of the checkpoint around each text ([CLS] and [SEP], <s>);
+        # `parse_special` reads those that a text spells out ([MASK], <|im_end|>) as such.
 
     @abstractmethod
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
@@ -110,17 +98,11 @@ class OutputRules:
 
 
 class SentenceTokenizer(Tokenizer):
-    """A tokenizer of translators: sentences have a beginning, an end and padding.
+    """A tokenizer of translators: sentences have a beginning, an end and padding."""
 
-    Attributes:
-        pad_id: fills rows up; no text has it.
-        bos_id: begins every output.
-        eos_id: ends source and output.
-    """
-
-    pad_id: int
-    bos_id: int
-    eos_id: int
+    pad_id: int  # fills rows up; no text has it
+    bos_id: int  # begins every output
+    eos_id: int  # ends source and output
 
     @property
     def rules(self) -> OutputRules:
@@ -139,10 +121,8 @@ def read_saved(path: Path) -> str:
 
 
 def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
-    """The ids in a file of the tokenizers library, and how many tokens it has.
-
-    The library takes memory for every id below the largest one: check them before it reads the file.
-    """
+    """The ids in a file of the tokenizers library, and how many tokens it has."""
+    # The library takes memory for every id below the largest one: they are checked before it reads the file.
     try:
         record = json.loads(text)
         added = [token["id"] for token in record.get("added_tokens") or []]

@@ -42,7 +42,7 @@ class TokenizerSpec(BaseModel):
         vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
             characters the most frequent are kept.
         joint: one vocabulary for both sides, or one for each.
-        min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 where not given).
+        min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 by default).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,12 +76,9 @@ def train_tokenizers(
 
 
 def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedTokenizer:
-    """Train the tokenizer of a language model; the same texts give the same tokenizer.
-
-    All kinds but "characters" know every text: `decode(encode(x)) == x`. A character that the training texts
-    lack, or that `vocab_size` leaves out, becomes `<unk>`, which `decode` skips. `<eos>` ends a document, and
-    begins a text (`bos_id`).
-    """
+    """Train the tokenizer of a language model; the same texts give the same tokenizer."""
+    # All kinds but "characters" know every text. A character that the texts lack, or that `vocab_size` leaves
+    # out, becomes `<unk>`, which `decode` skips. `<eos>` ends a document, and begins a text (`bos_id`).
     special = _SPECIAL
     match spec.kind:
         case "bytes":
@@ -170,12 +167,9 @@ def _train_pieces(
 
 
 def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> list[tuple[str, float]]:
-    """The vocabulary in an order, and with scores, that training again gives again.
-
-    The library's trainer goes through its words in an order that changes from run to run, and the last
-    digits of the scores change with it. So do the scores of the bytes it adds at the end, which are the
-    lowest score plus 0, 0.0001, 0.0002 and so on. So scores are rounded, and all those bytes get the lowest.
-    """
+    """The vocabulary in an order, and with scores, that training again gives again."""
+    # The trainer goes through its words in an order that changes from run to run, and the last digits of the
+    # scores change with it, and the scores of the bytes it adds at the end: the lowest plus 0, 0.0001, …
     lowest = min(scores.values())
     highest_added = lowest + 0.0001 * len(BYTE_ALPHABET)
     settled = {

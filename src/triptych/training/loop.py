@@ -19,6 +19,7 @@ from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.models.blocks import recompute_activations
 from triptych.models.storage import OwnModel, model_tensors, read_tensors
+from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
 from triptych.training.machine import (
     StopRequest,
     Throughput,
@@ -30,7 +31,6 @@ from triptych.training.machine import (
 from triptych.training.metrics import MetricsLog, MetricsRecord
 from triptych.training.objectives import Batches, Objective, Score, TrainingBatch
 from triptych.training.optimizers import Optimizer, learning_rate
-from triptych.training.parallel import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
 from triptych.training.progress import Display, Moment, duration
 from triptych.training.sections import OptimisationConfig
 from triptych.training.state import (
@@ -48,7 +48,7 @@ from triptych.training.state import (
 )
 
 if TYPE_CHECKING:
-    from triptych.training.parallel.saving import ShardedStates
+    from triptych.training.sharded_state import ShardedStates
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ _TIMED_TOKENS = 1024
 _DAY = 86400.0  # seconds
 
 # Imported by runs of several processes alone: FSDP takes torch a second to import.
-_SPREADING, _SAVING = "triptych.training.parallel.spreading", "triptych.training.parallel.saving"
+_SPREADING, _SAVING = "triptych.training.distributed", "triptych.training.sharded_state"
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,7 @@ class TrainingResult:
 
 @final
 class Trainer:
-    """One run: a model, its text, its folder.
-
-    In float32, in one process and with the same number of threads, a run is a function of recipe
-    and seed to the last bit, however often it was interrupted and resumed.
-    """
+    """One run: a model, its text, its folder."""
 
     def __init__(
         self,
@@ -138,10 +134,7 @@ class Trainer:
         return max(self._last_step() - self.counters.step, 0)
 
     def measure_seconds(self, batch: TrainingBatch) -> float:
-        """Seconds of forward and backward pass of a batch, the second time; the first counts its operations.
-
-        Weights, gradients and random numbers are left as they were.
-        """
+        """Seconds of a second forward and backward pass of a batch; the first counts its operations."""
         random = torch.get_rng_state()
         on_gpu = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         self.computing.set_mode(training=True)
@@ -202,11 +195,7 @@ class Trainer:
             return outcome
 
     def describe_plan(self) -> str:
-        """The steps to come and about how long they take on this machine; empty if there are none.
-
-        A small batch of the text goes through the model, forward and backward, and its time is scaled to the
-        tokens of the run; validations and updates of the weights are not in it.
-        """
+        """The steps to come and about how long they take on this machine; empty if there are none."""
         if not (steps := self.steps_left):
             return ""
         text, passes = self.objective.train, steps / self.steps_per_epoch
@@ -288,7 +277,9 @@ class Trainer:
         counters.window_tokens += tokens
         mean = counters.window_loss / counters.window_tokens
         lr = self.optimizer.rate
-        share = self._peak_share(rate)
+        share = None  # of what the machine does in matrix products alone
+        if self.operations_per_token is not None and self.peak is not None:
+            share = rate * self.operations_per_token / self.peak / self.world.size
         display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate, share))
         if counters.step % self.config.log_every_steps == 0:
             self._note(
@@ -314,12 +305,6 @@ class Trainer:
     def _note(self, record: MetricsRecord) -> None:
         if self.world.is_first:
             self.metrics.add(record)
-
-    def _peak_share(self, tokens_per_second: float) -> float | None:
-        """The operations of training as a share of what the machine does in matrix products alone."""
-        if self.operations_per_token is None or self.peak is None:
-            return None
-        return tokens_per_second * self.operations_per_token / self.peak / self.world.size
 
     def _last_step(self) -> int:
         if self.config.max_epochs is None:

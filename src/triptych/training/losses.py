@@ -38,14 +38,7 @@ def output_loss(
     targets: Int[Tensor, " tokens"],
     label_smoothing: float,
 ) -> Loss:
-    """The loss of the decoder's output, without the whole array of logits.
-
-    Output layer, loss and gradient are worked out a chunk of tokens at a time, in one pass, so that
-    no `[tokens, vocab]` array is ever made. Logits and probabilities are held in the dtype of `x`
-    (under autocast, in its dtype); sums over tokens are float32. In bfloat16 the sums of a call that
-    also gives gradients carry its rounding of the largest probability, about 0.002 nats a token
-    without a preferred sign. Differentiable once, with respect to `x` and `weight`.
-    """
+    """The loss of the decoder's output, a chunk of tokens at a time; differentiable once."""
     dtype = computing_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -156,6 +149,7 @@ def _loss_and_gradients(
         # The largest logit and its probability give log Σ exp without another pass of exponentials.
         top, top_p = logits.amax(dim=-1, keepdim=True).to(wide), p.amax(dim=-1, keepdim=True).to(wide)
         chosen = logits.gather(1, targets[rows, None]).to(wide)
+        # In bfloat16 that carries the rounding of the probability, about 0.002 nats a token, unbiased.
         log_total = top - top_p.log()
         likelihood += (log_total - chosen).sum()
         smoothed += (log_total - (1 - epsilon) * chosen).sum()
@@ -192,11 +186,7 @@ def rdrop_loss(
     label_smoothing: float,
     rdrop: float,
 ) -> Loss:
-    """R-Drop without the whole array of logits: loss and gradient in one pass, a chunk of tokens at a time.
-
-    Products are in the dtype of `first` (under autocast, in its dtype), all else in float32 or wider.
-    Differentiable once, with respect to both passes and `weight`.
-    """
+    """R-Drop, a chunk of tokens at a time; differentiable once."""
     dtype = computing_dtype(first)
     with torch.autocast(first.device.type, enabled=False):
         return Loss(

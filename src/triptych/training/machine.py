@@ -1,8 +1,8 @@
 """What training does with the machine: batches made ahead, signals, compiled blocks, rates and waiting.
 
 `torch.compile` generates kernels that join what lies between the matrix products, for every shape of batch
-at once. That takes about a minute at the start. On the CPUs measured it does not win (docs/log.md); on GPUs,
-where launching small kernels costs most, it is meant to.
+at once. That takes about a minute at the start. On the CPUs measured it does not win
+(docs/contributing/log/); on GPUs, where launching small kernels costs most, it is meant to.
 """
 
 import shutil
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import (
 )
 
 from triptych.errors import UsageError
-from triptych.training.parallel import World
+from triptych.training.processes import World
 
 T = TypeVar("T")
 
@@ -66,11 +66,7 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 @final
 class StopRequest:
-    """While entered, notes the first signal; a second one of either kind interrupts at once.
-
-    Attributes:
-        signal_number: of the signal that came; None as long as none has.
-    """
+    """While entered, notes the first signal; a second one of either kind interrupts at once."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None

@@ -17,12 +17,7 @@ _KEPT = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)
 
 @final
 class Optimizer:
-    """One step of everything that is trained, whichever of torch's optimizers a parameter belongs to.
-
-    Adam: Kingma and Ba 2014, arXiv 1412.6980. AdamW: Loshchilov and Hutter 2017, arXiv 1711.05101. Muon:
-    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/, its updates scaled to the size of AdamW's
-    (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate and one decay serve both.
-    """
+    """One step of everything that is trained, whichever of torch's optimizers a parameter belongs to."""
 
     def __init__(self, config: OptimisationConfig, model: OwnModel) -> None:
         """Prepare for the parameters of a model."""
@@ -96,6 +91,9 @@ class Optimizer:
 
 def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[torch.optim.Optimizer]:
     """Torch's optimizers, each with its own parameters of the model."""
+    # Adam: Kingma and Ba 2014, arXiv 1412.6980. AdamW: Loshchilov and Hutter 2017, arXiv 1711.05101. Muon:
+    # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; updates as large as AdamW's let one rate
+    # and one decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
     betas, epsilon = (config.adam_beta1, config.adam_beta2), config.adam_epsilon
     if config.optimizer == "adam":
         yield torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, eps=epsilon, fused=True)

@@ -32,6 +32,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block, Residual
 from triptych.models.feed_forward import FeedForward
 from triptych.models.storage import OwnModel
+from triptych.training.computing import require_kind
 from triptych.training.fitting import (
     choices,
     fit_language_tokenizer,
@@ -41,7 +42,6 @@ from triptych.training.fitting import (
 )
 from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
-from triptych.training.parallel.computing import require_kind
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
 # Share of a device's memory that is planned for. An allocator cannot use all, and libraries have buffers.
@@ -54,7 +54,8 @@ _LONG_TEXT = 10**12
 _SENTENCE = 32
 # How often operations other than matrix products read or write each byte that the layers keep (forwards and
 # backwards), each byte of the logits, and each byte of a device's parameters in float32; in several processes
-# also each byte of all parameters, which are gathered and summed. Fitted to steps of 48 sizes (docs/log.md).
+# also each byte of all parameters, which are gathered and summed. Fitted to steps of 48 sizes
+# (docs/contributing/log/).
 _PASSES_FORWARD, _PASSES_BACKWARD, _PASSES_OF_LOGITS = 12, 18, 27
 _PASSES_OF_PARAMETERS, _PASSES_OF_EXCHANGE = 36, 30
 _BUCKET_BYTES = 25 * 2**20  # of DDP
@@ -211,27 +212,16 @@ class PlannedLayout:
 @final
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A recipe on devices that need not be here.
+    """A recipe on devices that need not be here."""
 
-    Attributes:
-        recipe: with what training would choose.
-        cluster: the devices.
-        num_parameters: of the model.
-        target_tokens: that a step learns from, all devices together.
-        cache: bytes of keys and values of one text while the model writes.
-        layouts: simplest first.
-        best: the one to take; None if none fits.
-        notes: what was chosen for the recipe, and what is wrong with its batches.
-    """
-
-    recipe: AnyRecipe
-    cluster: Cluster
-    num_parameters: int
-    target_tokens: int
-    cache: int
-    layouts: tuple[PlannedLayout, ...]
-    best: PlannedLayout | None
-    notes: tuple[str, ...]
+    recipe: AnyRecipe  # with what training would choose
+    cluster: Cluster  # the devices
+    num_parameters: int  # of the model
+    target_tokens: int  # that a step learns from, all devices together
+    cache: int  # bytes of keys and values of one text while the model writes
+    layouts: tuple[PlannedLayout, ...]  # simplest first
+    best: PlannedLayout | None  # the one to take; None if none fits
+    notes: tuple[str, ...]  # what was chosen for the recipe, and what is wrong with its batches
 
     @property
     def whole_model(self) -> int:

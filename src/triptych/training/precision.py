@@ -20,14 +20,12 @@ from triptych.models.storage import OwnModel
 
 @final
 class NarrowTwin:
-    """A copy of a model that computes in bfloat16 and follows the model's weights.
-
-    Embeddings are shared with the model, not copied: a frequent token's row gathers hundreds of
-    gradients a batch, which bfloat16 could not add up, and a lookup costs the same in any dtype.
-    """
+    """A copy of a model that computes in bfloat16 and follows the model's weights."""
 
     def __init__(self, model: OwnModel) -> None:
         """Make the twin; `follow` gives it the model's weights."""
+        # A frequent token's row gathers hundreds of gradients a batch, which bfloat16 could not add up, and a
+        # lookup costs the same in any dtype.
         shared = {
             id(weight): weight for module in _embedding_modules(model) for weight in module.parameters()
         }

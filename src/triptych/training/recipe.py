@@ -5,6 +5,8 @@ A recipe is TOML. A key it does not know is an error that names its path and the
 """
 
 import difflib
+import re
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +15,11 @@ from typing import Any, Literal, TypeVar, final, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from triptych import recipes, user_code
+from triptych import user_code
 from triptych.errors import UsageError
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import MaskingSpec, TokenizerSpec
+from triptych.text.corpora import record_ending
 from triptych.toml import read_toml
 from triptych.training.sections import (
     ContinuedModelConfig,
@@ -32,18 +35,40 @@ from triptych.training.sections import (
 
 RecipeT = TypeVar("RecipeT", bound="_AnyRecipe")
 
+_SHIPPED = Path(__file__).parents[1] / "recipes"
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe: a path that exists, or the name of a shipped one."""
+    path, shipped = Path(name), shipped_recipes()
+    if path.is_file():
+        return path
+    if str(name) in shipped:
+        return _SHIPPED / f"{name}.toml"
+    if path.exists():
+        return path  # whoever reads it says what it is
+    near = difflib.get_close_matches(str(name), shipped, n=1)
+    known = f"did you mean {near[0]}?" if near else f"give a TOML file, or one of {', '.join(shipped)}"
+    raise UsageError(f"there is no recipe {name}: {known}")
+
 
 class _AnyRecipe(Section):
     """What every recipe has.
 
     Attributes:
-        name: of the run; its folder is `runs/NAME` unless another is given.
-        seed: of the weights, the dropout and the order of the text.
-        data_seed: of the order of the text and of what is masked; `seed` if None.
+        name: name of the run; its folder is `runs/NAME` unless another is given. Default: the name of the
+            recipe's file.
+        seed: seed of the weights, the dropout and the order of the text.
+        data_seed: seed of the order of the text and of what is masked; `seed` by default.
         initial_values: "in_order", drawn one after the other, or "by_name": from the seed and the name of
             each parameter, so that models that differ in one place start from equal values in all others.
-        code: the SHA-256 of each file whose classes the recipe names (docs/own-attention.md). Training writes
-            it; a recipe with it needs that very file, given with `--code`.
+        code: the SHA-256 of each file whose classes the recipe names (docs/how-to/own-attention.md).
+            Training writes it; a recipe with it needs that very file, given with `--code`.
     """
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -218,13 +243,26 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
     """
-    path = recipes.find(path)
-    tree = read_toml(path, "recipe")
+    path = find_recipe(path)
+    try:
+        tree = read_toml(path, "recipe")
+    except UsageError:
+        if path.suffix == ".toml" or not path.is_file():
+            raise
+        raise UsageError(f"{path} is no recipe; to make one for this text: {_command_for(path)}") from None
+    if name := re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-"):
+        tree.setdefault("name", name)
     if (path.parent / "config.json").exists():
         tree.setdefault("code", {})  # of a run: nothing that it names is executed
     if checkpoint is not None:
         tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))
+
+
+def _command_for(text: Path) -> str:
+    """The command that makes a recipe for a text."""
+    kind = "--tsv" if record_ending(text) else "--text"
+    return shlex.join(["triptych", "new", f"{text.name.split('.')[0]}.toml", kind, str(text)])
 
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:

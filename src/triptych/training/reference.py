@@ -1,6 +1,6 @@
-"""The tables of `docs/recipes.md`, made from the models that check a recipe.
+"""The tables of `docs/reference/recipes.md`, made from the models that check a recipe.
 
-`python -m triptych.training.reference docs/recipes.md` (`make docs`) brings the page up to date.
+`python -m triptych.training.reference docs/reference/recipes.md` (`make docs`) brings the page up to date.
 """
 
 import re
@@ -48,7 +48,7 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
     yield f"### `[{path}]`\n" if path else "### At the top\n"
     if model is ModelConfig:
         yield f"`preset` ({_either(PRESETS)}; `base` if not given) names what the other keys change.\n"
-    meanings = _meanings(model)
+    meanings = meanings_of(model)
     sections: list[tuple[type[BaseModel], str]] = []
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     for name, field in model.model_fields.items():
@@ -68,7 +68,8 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
             yield from _section(inner, below)
 
 
-def _meanings(model: type[BaseModel]) -> dict[str, str]:
+def meanings_of(model: type[BaseModel]) -> dict[str, str]:
+    """What each key of a section means."""
     meanings: dict[str, str] = {}
     for one in reversed(model.__mro__):  # a section says what it adds to the one that it extends
         _, _, text = (one.__doc__ or "").partition("Attributes:\n")

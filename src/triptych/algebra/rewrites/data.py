@@ -150,15 +150,10 @@ def _centred(name: str, weights: AttentionWeights, form: Form, asked: bool | Non
 
 
 class _Grams(NamedTuple):
-    """Second moments, with the prior: of queries and keys, or of mixed values.
+    """Second moments, with the prior: of queries and keys, or of mixed values."""
 
-    Attributes:
-        heads: `[num_heads, r, r]`, of queries or of mixed values.
-        keys: `[groups, r, r]`; None for mixed values.
-    """
-
-    heads: Float[Tensor, "heads r r"]
-    keys: Float[Tensor, "groups r r"] | None
+    heads: Float[Tensor, "heads r r"]  # of queries or of mixed values
+    keys: Float[Tensor, "groups r r"] | None  # None for mixed values
 
 
 def _grams(weights: AttentionWeights, moments: Moments, form: Form, centred: bool, prior: float) -> _Grams:

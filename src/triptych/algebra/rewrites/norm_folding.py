@@ -38,10 +38,7 @@ class FoldNorm(LayerRewrite):
 
 @final
 class FoldOtherNorms(Rewrite):
-    """Fold norms that no attention reads: that of the MLP (experts and router), and the last one.
-
-    Norms after the last layer are in no layer: they are left alone where `layers` are named.
-    """
+    """Fold norms that no attention reads: that of the MLP (experts and router), and the last one."""
 
     name = _NAME_OF_OTHERS
     tier = "rounding-exact"

@@ -213,11 +213,7 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
 
 
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
-    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides.
-
-    Clipped values need not cancel each other across channels: then it is Σ_c ‖W_V,c‖ ‖W_O,c‖ over channels c,
-    and likewise of the bias.
-    """
+    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides."""
     weights = in_working_precision(weights)
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)

@@ -66,33 +66,19 @@ class Cut:
 @final
 @dataclass(frozen=True)
 class RewriteRecord:
-    """What a rewrite did to one layer.
+    """What a rewrite did to one layer."""
 
-    Attributes:
-        name: of the rewrite.
-        tier: "bit-exact", "rounding-exact" (equal in exact arithmetic) or "bounded".
-        checked: the preconditions that were looked at, in words.
-        before: the writing's cost; likewise `after`.
-        choice: what it decided by itself and why, with the numbers; "" if nothing.
-        notes: what else a reader must know (maps that were untied first, say).
-        bound: largest Frobenius norm by which a form of a head moves; 0 if exact.
-        error: largest mean square error of a form's scores or outputs, relative to their mean square, on
-            the text whose moments the rewrite went by; None if it went by none.
-        cuts: what `choice` says, where forms were cut group by group.
-        kept: the heads that are left, in order, if that may have changed.
-    """
-
-    name: str
-    tier: Tier
-    checked: tuple[str, ...]
-    before: WritingCost
+    name: str  # of the rewrite
+    tier: Tier  # "bit-exact", "rounding-exact" (equal in exact arithmetic) or "bounded"
+    checked: tuple[str, ...]  # the preconditions that were looked at, in words
+    before: WritingCost  # the writing's cost
     after: WritingCost
-    choice: str = ""
-    notes: tuple[str, ...] = ()
-    bound: float = 0.0
-    error: float | None = None
-    cuts: tuple[Cut, ...] = ()
-    kept: tuple[int, ...] | None = None
+    choice: str = ""  # what it decided by itself and why, with the numbers; "" if nothing
+    notes: tuple[str, ...] = ()  # what else a reader must know (maps that were untied first, say)
+    bound: float = 0.0  # largest Frobenius norm by which a form of a head moves; 0 if exact
+    error: float | None = None  # largest mean square error of a form's scores or outputs
+    cuts: tuple[Cut, ...] = ()  # what `choice` says, where forms were cut group by group
+    kept: tuple[int, ...] | None = None  # the heads that are left, in order, if that may have changed
 
 
 class Rewritten(NamedTuple):

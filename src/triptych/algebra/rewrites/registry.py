@@ -55,10 +55,7 @@ EXACT: tuple[Rewrite, ...] = (
 
 
 def read_rewrite(given: object) -> Rewrite:
-    """A rewrite as it is, from a call (`"truncate(rank=6)"`, `"expand"`), or from a table with its name.
-
-    Calls are parsed, never run: options are literals, given by name.
-    """
+    """A rewrite as it is, from a call (`"truncate(rank=6)"`, `"expand"`), or from a table with its name."""
     if isinstance(given, Rewrite):
         return given
     if not isinstance(given, str | Mapping):

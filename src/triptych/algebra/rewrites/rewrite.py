@@ -16,15 +16,10 @@ from triptych.algebra.weights import AttentionWeights
 @final
 @dataclass(frozen=True)
 class OtherReaders:
-    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it.
+    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it."""
 
-    Attributes:
-        maps: their names.
-        refused: why they cannot; "" if they can.
-    """
-
-    maps: tuple[str, ...]
-    refused: str = ""
+    maps: tuple[str, ...]  # their names
+    refused: str = ""  # why they cannot; "" if they can
 
 
 @final

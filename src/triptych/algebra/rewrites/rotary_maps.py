@@ -26,7 +26,7 @@ from triptych.algebra.rewrites.channels import times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
 from triptych.algebra.rewrites.legality import KEY_BIAS_BLIND, require_one_each
 from triptych.algebra.rewrites.rank import Ranks
-from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.record import Cut, Rewritten
 from triptych.algebra.rewrites.rotary_pairs import mean_turn, require_rotary, rotary_scores_cut
 from triptych.algebra.weights import AttentionWeights, Chain
 
@@ -42,16 +42,12 @@ def truncate_rotary_maps(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Rewritten:
-    """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores.
-
-    Keys are cut for the queries as they are, then queries for those keys, and so on in turn, which never
-    makes the error of a group of heads larger. The first cut of the keys is the best there is; that of both
-    need not be, so this is also done from the strongest rotary pairs, and the better end is taken. Pairs by
-    themselves (`truncate_rotary_pairs`) save channels, and are a far narrower choice.
-    """
+    """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores."""
     name = "truncate_rotary_maps"
     rotation = require_rotary(name, weights).of_length(longest)
-    ranks = _require_ranks(name, weights, qk_rank)
+    width = weights.multiplied("q").d_out
+    why = f"maps into {width} channels take"
+    ranks = require_one_each(name, "qk_rank", qk_rank, weights.num_key_heads, "key", width, why)
     working = weights.to(torch.float64)
     scores = _Scores.of(name, working, rotation, moments, longest, PRIOR)
     maps = _fitted(scores, rotation, ranks)
@@ -82,11 +78,7 @@ def measure_rotary_energies(
     moments: Moments | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups d_k"]:
-    """What each direction of the keys of a group carries of its heads' scores: descending, float64.
-
-    Σ of those left out is the mean square of the scores that keys of a rank lose, queries whole. What
-    `allocate` shares ranks out by. Arguments as those of `truncate_rotary_maps`.
-    """
+    """What each direction of the keys of a group carries of its heads' scores: descending, float64."""
     name = "measure_rotary_energies"
     rotation = require_rotary(name, weights).of_length(longest)
     scores = _Scores.of(name, weights.to(torch.float64), rotation, moments, longest, PRIOR)
@@ -101,41 +93,25 @@ class _Maps(NamedTuple):
 
 
 class _Best(NamedTuple):
-    """What is needed for the best maps of a side at any rank.
+    """What is needed for the best maps of a side at any rank."""
 
-    Attributes:
-        energies: `[groups, members, d]`, of the directions, descending.
-        directions: `[groups, members, d, d]`, in columns.
-        into: `[groups, members, d, d]`, takes y to the coordinates in which its best ŷ at full rank is seen.
-        back: takes these to channels.
-    """
-
-    energies: Float[Tensor, "groups members d"]
-    directions: Float[Tensor, "groups members d d"]
-    into: Float[Tensor, "groups members d d"]
-    back: Float[Tensor, "groups members d d"]
+    energies: Float[Tensor, "groups members d"]  # of the directions, descending
+    directions: Float[Tensor, "groups members d d"]  # in columns
+    into: Float[Tensor, "groups members d d"]  # to coordinates in which the best ŷ of full rank is seen
+    back: Float[Tensor, "groups members d d"]  # takes the coordinates of `into` to channels
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Second moments of queries and keys, and how turning mixes them.
+    """Second moments of queries and keys, and how turning mixes them."""
 
-    Attributes:
-        q: `[groups, members, d + 1, d + 1]`, E[(q, 1)ᵀ(q, 1)] of the query heads of every key head; likewise
-            `k`, with one member.
-        free: the sides whose bias may become another.
-        basis: `[d, d]`, in columns, combinations of channels that R(m) multiplies by e^{imω}.
-        phases: `[d, d]`, mean of e^{im(ω_y − ω_x)}.
-        factor: `[d]`, the square of what the rotation multiplies each channel by besides.
-    """
-
-    q: Float[Tensor, "groups members e e"]
+    q: Float[Tensor, "groups members e e"]  # E[(q, 1)ᵀ(q, 1)] of the query heads of every key head
     k: Float[Tensor, "groups 1 e e"]
-    free: frozenset[str]
-    basis: Complex[Tensor, "d d"]
-    phases: Complex[Tensor, "d d"]
-    factor: Float[Tensor, " d"]
+    free: frozenset[str]  # the sides whose bias may become another
+    basis: Complex[Tensor, "d d"]  # in columns, combinations of channels that R(m) multiplies by e^{imω}
+    phases: Complex[Tensor, "d d"]  # mean of e^{im(ω_y − ω_x)}
+    factor: Float[Tensor, " d"]  # the square of what the rotation multiplies each channel by besides
 
     @classmethod
     def of(
@@ -280,17 +256,6 @@ def _strongest_pairs(
         turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))
-
-
-def _require_ranks(name: str, weights: AttentionWeights, given: Ranks) -> list[int]:
-    groups, width = weights.num_key_heads, weights.multiplied("q").d_out
-    ranks = require_one_each(name, "qk_rank", given, groups, "key")
-    for rank in ranks:
-        if not 1 <= rank <= width:
-            raise RewriteRefusedError(
-                name, f"qk_rank is {rank}: maps into {width} channels take 1 to {width}"
-            )
-    return ranks
 
 
 def _holds_bias(chain: Chain) -> bool:

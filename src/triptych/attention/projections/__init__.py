@@ -12,15 +12,13 @@ import torch
 
 from triptych import user_code
 from triptych.algebra.weights import SIDES, AttentionWeights, standard_scale
-from triptych.attention.four_way import FOUR_WAY_IS_NO_LAYER
 from triptych.attention.projections import table
 from triptych.attention.projections.abstract import (
     Parameterisation,
     same_but_rounded,
     structural_difference,
 )
-from triptych.attention.projections.as_written import AsWritten
-from triptych.attention.projections.table import ScaledOutside
+from triptych.attention.projections.table import AsWritten, ScaledOutside
 
 # Where several could hold the same weights, the first named does: `factored` before `grouped`.
 PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
@@ -45,7 +43,11 @@ PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
 }
 
 # What could be asked for by name but is no way to write a layer, and why.
-REFUSED: dict[str, str] = {"four_way": FOUR_WAY_IS_NO_LAYER}
+REFUSED: dict[str, str] = {
+    "four_way": "with the 4th matrix as data the output is as wide as the sequence is long, so no W^O of "
+    "fixed size can read it: call four_way_attention(Q, K, V, W), or use 'four_matrix', the 4th matrix as "
+    "weights"
+}
 
 
 def parameterisation_class(name: str) -> type[Parameterisation]:
@@ -83,11 +85,7 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
 def parameterisation_of(
     weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
 ) -> tuple[AttentionWeights, Parameterisation]:
-    """The parameterisation whose structure a writing has, and the writing in just that structure.
-
-    Maps that several heads share are repeated where that is what it takes. What no other can hold is held as
-    it is written, by `AsWritten`.
-    """
+    """The parameterisation whose structure a writing has, and the writing in just that structure."""
     if own is not None and not structural_difference(
         own.skeleton(weights.d_model, weights.num_heads), weights
     ):

@@ -237,10 +237,7 @@ class Projections(nn.Module):
 
     @property
     def caches_keys(self) -> bool:
-        """Whether the first thing cached of a token is its keys and nothing but its keys.
-
-        A rotation is then applied once, when they are stored.
-        """
+        """Whether the first thing cached of a token is its keys and nothing but its keys."""
         return not self._shared
 
     @property
@@ -257,10 +254,7 @@ class Projections(nn.Module):
         return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
 
     def turned_when_stored(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
-        """The rotation of what is stored first that turns keys; None where keys turn when they are made.
-
-        Channels that keys take over as they are stored turn then, if no others turn.
-        """
+        """The rotation of what is stored first that turns keys; None where keys turn when they are made."""
         if self.caches_keys:
             return rotary
         if self._ups is None:
@@ -342,12 +336,7 @@ class Projections(nn.Module):
         )
 
     def route(self, query_len: int, key_len: int) -> Route:
-        """The cheaper of the ways to attend.
-
-        Absorbed, what is kept serves as keys and values, and the maps that make them are applied to queries
-        and outputs: cheaper for few queries on many keys. Only where keys and values are each one map, with
-        matrices for every head, of what they share.
-        """
+        """The cheaper of the ways to attend."""
         if self._ups is None:
             return "expanded"
         (_, (k_read, k_written, passed)), (_, (v_read, v_written, _)) = self._ups
@@ -358,10 +347,7 @@ class Projections(nn.Module):
 
     @property
     def absorbs_biases(self) -> bool:
-        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated).
-
-        A value bias passes through unweighted, which is exact for weights that sum to 1.
-        """
+        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated)."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
     def absorbed(self, q: Tensor, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -462,10 +448,7 @@ class Projections(nn.Module):
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
-    """Why the writing `one` has no room for the numbers of `other`; "" if it has.
-
-    Scales may differ, and a bias that `other` lacks is a bias of zeros.
-    """
+    """Why the writing `one` has no room for the numbers of `other`; "" if it has."""
     if one.num_heads != other.num_heads:
         return f"{one.num_heads} heads, not {other.num_heads}"
     links: dict[int, Link] = {}

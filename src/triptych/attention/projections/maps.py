@@ -78,7 +78,7 @@ class ToHeads(_Linear):
         bias: whether the map has one.
         variance: of the numbers drawn. Half of Glorot's if None, as one map to queries, keys and values
             would be drawn: post-norm models learn faster so, in 200 steps of a small one to 4.30 instead of
-            4.59 nats (docs/log.md).
+            4.59 nats (docs/contributing/log/).
     """
 
     d_in: int
@@ -213,15 +213,10 @@ class _Fixed(HeadMap):
 @final
 @dataclass(frozen=True)
 class ConstantFactor(_Fixed):
-    """One factor for all channels of all heads.
-
-    Attributes:
-        factor: the factor.
-        width: of each head.
-    """
+    """One factor for all channels of all heads."""
 
     factor: float
-    width: int
+    width: int  # of each head
 
     def apply(self, held: Held, x: Tensor) -> Tensor:
         return x * self.factor
@@ -311,29 +306,19 @@ class LinkMap(HeadMap):
 
     The first `read` channels of its input pass through numbers of its own to the first `written` channels of
     its output; the next `passed` ones are its last as they are; any others are not read.
-
-    Attributes:
-        d_in: width read; likewise `d_out`, written.
-        copies: how many there are.
-        read: see above; likewise `written` and `passed`.
-        diagonal: whether each channel is scaled by itself.
-        bias: whether there is one.
-        learned: whether its numbers are.
-        norm: after it, without numbers; None without.
-        norm_parts: shapes of the norm's numbers.
     """
 
-    d_in: int
+    d_in: int  # width read; likewise `d_out`, written
     d_out: int
     copies: int
-    read: int
+    read: int  # see above; likewise `written` and `passed`
     written: int
     passed: int
-    diagonal: bool
-    bias: bool
-    learned: bool
-    norm: HeadNorm | None
-    norm_parts: dict[str, torch.Size] = field(compare=False)
+    diagonal: bool  # whether each channel is scaled by itself
+    bias: bool  # whether there is one
+    learned: bool  # whether its numbers are
+    norm: HeadNorm | None  # after it, without numbers; None without
+    norm_parts: dict[str, torch.Size] = field(compare=False)  # shapes of the norm's numbers
 
     @classmethod
     def of(cls, link: Link) -> "LinkMap":
@@ -389,15 +374,11 @@ class LinkMap(HeadMap):
 
 @final
 class HeldLink(nn.Module):
-    """The numbers of a `LinkMap`.
+    """The numbers of a `LinkMap`."""
 
-    Attributes:
-        weight: `[copies, written, read]`, or `[copies, width]` of a diagonal map; a buffer where it is fixed.
-        bias: `[copies, d_out]` or None.
-    """
-
+    # `[copies, written, read]`, or `[copies, width]` of a diagonal map; a buffer where it is fixed
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # `[copies, d_out]` or None
 
     def __init__(self, kind: LinkMap) -> None:
         super().__init__()

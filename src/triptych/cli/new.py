@@ -1,0 +1,31 @@
+"""`triptych new`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import triptych
+from triptych.cli.failures import say
+from triptych.cli.signatures import Options
+
+
+def new(
+    recipe: Path,
+    *,
+    making: Annotated[Options, "Options", triptych.new_recipe, "source target tsv text"],
+    force: bool = False,
+) -> None:
+    """Write a recipe that fits a text of your own.
+
+    The sizes follow from how much text there is, and from this machine. Every key has a comment. Without a
+    validation text, a part of the text is held out.
+
+    Options:
+        recipe: The recipe to write, a .toml file. Its run is runs/NAME, after the file.
+        force: Replace a file that is there.
+
+    Examples:
+        triptych new mine.toml --source train.de --target train.en
+        triptych new words.toml --text train.txt
+    """
+    triptych.new_recipe(recipe, **making, force=force)
+    say(f"written: {recipe}. Train it: triptych train {recipe}")

@@ -1,0 +1,269 @@
+"""The model on several processes: copies whose gradients are summed (DDP), or shards (FSDP2).
+
+The losses of all parts are divided by the tokens of all processes before their gradients are summed, so that
+a step is that of one process on the whole batch. The sums are plain sums: gloo's average in a reduce-scatter
+is one, too (pytorch #162338), so no average is ever asked for.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from triptych.errors import UsageError
+from triptych.models import EncoderDecoder
+from triptych.models.blocks import OffsetNorm
+from triptych.models.storage import OwnModel, model_tensors
+from triptych.training.computing import Computing, Kind, LazyParameters, LossOfBatch
+from triptych.training.losses import Loss
+from triptych.training.objectives import Objective, TrainingBatch
+from triptych.training.processes import World
+
+
+def spread(
+    objective: Objective[Any, Any],
+    kind: Kind,
+    precision: str,
+    world: World,
+    shard_size: int | None = None,
+    parameters: LazyParameters | None = None,
+) -> Computing:
+    """Lay a model on the processes."""
+    if kind == "ddp" and precision == "fp32":
+        assert parameters is None, "copies are made whole"
+        return Copies(objective, world)
+    # Copies that compute in bfloat16 are shards of one process.
+    device = next(objective.model.parameters()).device if parameters is None else parameters.device
+    shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copy", "shard"))
+    shards = Shards(objective, mesh if shape[0] > 1 else mesh["shard"], precision, world)
+    if parameters is not None:
+        shards.make(parameters.values)
+    return shards
+
+
+def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = None) -> tuple[int, int]:
+    """Copies of the model, and shards of each."""
+    match kind:
+        case "ddp":
+            return size, 1
+        case "fsdp":
+            return 1, size
+        case "hybrid":
+            shards = shard_size or (2 if num_nodes == 1 else size // num_nodes)
+            if shards < 2 or size % shards or size // shards < 2:
+                groups = f"groups of {shards}" if shard_size else f"{num_nodes} machines"
+                raise UsageError(
+                    "training.parallel = 'hybrid' shards within a group of processes and copies across: "
+                    f"{size} processes in {groups} cannot do that; use another training.shard_size, 'fsdp' "
+                    "or 'ddp'"
+                )
+            return size // shards, shards
+
+
+class _Spread(Computing):
+    """What copies and shards have in common."""
+
+    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
+        self.objective, self._world = objective, world
+        self._seed = torch.initial_seed()
+
+    def begin_update(self, step: int) -> None:
+        # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
+        drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
+        torch.manual_seed(int(drawn[0]))
+
+    def set_mode(self, *, training: bool) -> None:
+        self.objective.model.train(training)
+
+    def follow(self) -> None: ...
+
+
+@final
+class Copies(_Spread):
+    """Every process has the whole model; gradients are summed while they are made (DDP)."""
+
+    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
+        super().__init__(objective, world)
+        self._loss = LossOfBatch(objective)
+        with warnings.catch_warnings():
+            # Its successor came with torch 2.13. Tables of positions are buffers, as long as a rank needs.
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            self._wrapped = DistributedDataParallel(
+                self._loss, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+
+    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
+        with nullcontext() if last else self._wrapped.no_sync():
+            loss: Tensor = self._wrapped(batch, step)[0]
+            # DDP divides by the number of processes what it has summed.
+            (loss * (self._world.size / tokens)).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def judge(self, batch: TrainingBatch) -> Loss:
+        return Loss(*self._loss(batch, None))
+
+    def clip(self, limit: float) -> float:
+        return torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit).item()
+
+    @contextmanager
+    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
+        del on_host  # it is whole where it computes
+        yield self.objective.model if self._world.is_first else None
+
+    def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self._world.is_first:
+            return {}
+        return {name: value.detach().cpu().contiguous() for name, value in named.items()}
+
+    def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        return whole
+
+
+@final
+class Shards(_Spread):
+    """Every process has a part of each parameter, and gathers a block's while it computes (FSDP2)."""
+
+    # A block is a group. The root is another: embeddings, positions and output table are in it together, so
+    # tied tables are gathered and updated as one. In bfloat16 the blocks and norms compute narrow; the root's
+    # tables stay in float32, as in `NarrowTwin`.
+
+    def __init__(
+        self, objective: Objective[Any, Any], mesh: DeviceMesh, precision: str, world: World
+    ) -> None:
+        super().__init__(objective, world)
+        self._mesh, self._tied = mesh, _tied(objective.model)
+        self._blank = _without_values(objective.model)
+        policy, blocks = MixedPrecisionPolicy(), list(objective.blocks(objective.model))
+        if precision == "bf16":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            _stream_in(torch.bfloat16, objective.model)
+            blocks += _norms_outside(objective.model, blocks)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self._root = LossOfBatch(objective)
+        fully_shard(self._root, mesh=mesh)
+        self._parts = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+        for part in self._parts:
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    @torch.no_grad()
+    def make(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Give weights to a model that has none: name and whole value of each, of which a shard is kept."""
+        model, device = self.objective.model, self._mesh.device_type
+        buffers = [
+            (module, name, buffer)
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        model.to_empty(device=device)
+        for module, name, buffer in buffers:  # which were made as ever
+            setattr(module, name, buffer.to(device))
+        left = dict(model.named_parameters())
+        for name, value in values:
+            parameter = left.pop(name)
+            parameter.copy_(self.place(parameter, value))
+        assert not left, f"no values for {', '.join(left)}"
+
+    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
+        assert isinstance(self._root, FSDPModule)
+        self._root.set_requires_gradient_sync(last)
+        loss: Tensor = self._root(batch, step)[0]
+        (loss / tokens).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def judge(self, batch: TrainingBatch) -> Loss:
+        found = Loss(*self._root(batch, None))
+        for part in self._parts:
+            part.reshard()
+        return found
+
+    def clip(self, limit: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    @contextmanager
+    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
+        model, device = self.objective.model, "cpu" if on_host else self._mesh.device_type
+        tensors = self.gathered(model_tensors(model))
+        if not self._world.is_first:
+            yield None
+            return
+        whole = copy.deepcopy(self._blank)
+        for name in [*tensors]:
+            parameter = nn.Parameter(tensors.pop(name).to(device), whole.get_parameter(name).requires_grad)
+            _put(whole, name, parameter)
+        for name, first in self._tied:
+            _put(whole, name, whole.get_parameter(first))
+        for module, held in zip(whole.modules(), model.modules(), strict=True):
+            for name, buffer in held.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        yield whole.train(model.training)
+
+    def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, value in named.items():
+            whole = value.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            if self._world.is_first:
+                found[name] = whole.cpu().contiguous()
+        return found
+
+    def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor), "every parameter is in a group"
+        whole = whole.to(parameter.device)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _without_values(model: OwnModel) -> OwnModel:
+    """A copy on the "meta" device."""
+    held = [*model.parameters(), *model.buffers()]
+    empty = {id(one): torch.empty_like(one, device="meta") for one in held}
+    for one in model.parameters():
+        empty[id(one)] = nn.Parameter(empty[id(one)], one.requires_grad)
+    return copy.deepcopy(model, empty)
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Give a model a parameter in the place of the one of this name."""
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, parameter)
+
+
+def _tied(model: nn.Module) -> list[tuple[str, str]]:
+    """Names of parameters that are others, and the names of those."""
+    first: dict[int, str] = {}
+    names = [
+        (name, first.setdefault(id(value), name))
+        for name, value in model.named_parameters(remove_duplicate=False)
+    ]
+    return [(name, other) for name, other in names if name != other]
+
+
+def _stream_in(dtype: torch.dtype, model: OwnModel) -> None:
+    if isinstance(model, EncoderDecoder):
+        model.stream_dtype = dtype
+    else:
+        model.embeddings.stream_dtype = dtype
+
+
+def _norms_outside(model: OwnModel, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The norms of the stream after the blocks, which read what the blocks write."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    before = set() if isinstance(model, EncoderDecoder) else set(map(id, model.embeddings.modules()))
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetNorm) and id(module) not in inside | before
+    ]

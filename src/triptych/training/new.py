@@ -1,0 +1,122 @@
+"""A recipe for a text, with the sizes that fit it and a comment on every key."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from triptych.errors import UsageError
+from triptych.files import write_text
+from triptych.training.progress import Display, LineDisplay
+from triptych.training.recipe import AnyRecipe, Recipe, read_recipe, resolve, value_at
+from triptych.training.reference import meanings_of
+from triptych.training.runs import prepare
+
+# What a person changes first. Of every other key the default is good, or follows from these.
+_OF_TRANSLATION = (
+    *("data.valid_share", "tokenizer.kind", "tokenizer.vocab_size", "model.d_model", "model.d_ff"),
+    *(
+        "model.num_heads",
+        "model.encoder.num_layers",
+        "model.decoder.num_layers",
+        "model.norm",
+        "model.dropout",
+    ),
+    *("training.max_steps", "training.batch_tokens", "training.learning_rate", "training.warmup_steps"),
+    *("training.schedule", "training.clip_norm", "training.label_smoothing", "training.precision"),
+    *("validation.every_steps", "decoding.beam_size"),
+)
+_OF_TEXT = (
+    *(
+        "data.valid_share",
+        "data.train.documents",
+        "tokenizer.kind",
+        "tokenizer.vocab_size",
+        "model.num_layers",
+    ),
+    *("model.d_model", "model.num_heads", "model.context", "model.dropout", "training.max_steps"),
+    *("training.batch_size", "training.learning_rate", "training.warmup_steps", "training.precision"),
+    *("validation.every_steps", "validation.sample_tokens"),
+)
+_SAMPLE_TOKENS = 50
+_WIDTH = 100
+
+
+def new_recipe(
+    path: str | Path,
+    *,
+    source: Path | None = None,
+    target: Path | None = None,
+    tsv: Path | None = None,
+    text: Path | None = None,
+    force: bool = False,
+    display: Display | None = None,
+) -> AnyRecipe:
+    """Write a recipe for a text: its sizes fit how much text there is and this machine.
+
+    Args:
+        path: the TOML file to write. A run of it is called by its name, without the ending.
+        source: of a translator, a text file with a sentence a line; goes with target.
+        target: the translations, line by line.
+        tsv: of a translator, one file with both sides: .tsv, .jsonl or .parquet.
+        text: of a language model, a text file or a folder of them.
+        force: replace a file that is there.
+        display: told what is read; lines on standard error if None.
+
+    Returns:
+        The recipe, as it is read from the file.
+
+    Raises:
+        UsageError: no text is given, or several; the file is there; or a text cannot be read.
+        DataError: the text is empty, or the two files have different numbers of lines.
+    """
+    path, pair = Path(path), None if source is None and target is None else (source, target)
+    if path.suffix != ".toml":
+        raise UsageError(f"{path}: the name of a recipe ends in .toml")
+    if path.exists() and not force:
+        raise UsageError(f"{path} is there: choose another name, or add --force to replace it")
+    if [pair, tsv, text].count(None) != 2 or (pair is not None and None in pair):
+        raise UsageError(
+            "give --source and --target, or --tsv with both sides, or --text for a language model"
+        )
+    tree: dict[str, Any] = {"data": {"train": _corpus(source, target, tsv, text)}}
+    if text is not None:
+        tree |= {"task": "language-model", "validation": {"sample_tokens": _SAMPLE_TOKENS}}
+    fitted = prepare(resolve(tree), Path.cwd(), display or LineDisplay()).recipe
+    write_text(path, _written(fitted, tree, path))
+    return read_recipe(path)
+
+
+def _corpus(source: Path | None, target: Path | None, tsv: Path | None, text: Path | None) -> dict[str, str]:
+    if text is not None:
+        return {"files": str(text)}
+    return {"file": str(tsv)} if tsv is not None else {"source": str(source), "target": str(target)}
+
+
+def _written(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
+    """The text of the recipe: what was given first, then each key with its meaning."""
+    lines = [
+        "# Made by `triptych new`. The sizes fit the text and the machine; change what you like.",
+        f"# Train it: triptych train {path}    Every other key: docs/reference/recipes.md",
+    ]
+    if "task" in tree:
+        lines += ['task = "language-model"']
+    lines += ["", "[data.train]", tomli_w.dumps(tree["data"]["train"]).strip()]
+    section = "data.train"
+    keys = _OF_TRANSLATION if isinstance(recipe, Recipe) else _OF_TEXT
+    for key in sorted(keys, key=lambda key: key.split(".")[:2] != ["data", "train"]):
+        value = value_at(recipe, key)
+        if value is None:
+            continue
+        if (begins := "data.train" if key.startswith("data.train.") else key.split(".")[0]) != section:
+            section = begins
+            lines += ["", f"[{section}]"]
+        owner: Any = recipe
+        for part in key.split(".")[:-1]:
+            owner = getattr(owner, part)
+        meaning = meanings_of(type(owner))[key.rpartition(".")[2]]
+        meaning = meaning[0].upper() + meaning[1:]
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+        lines += [f"{key.removeprefix(f'{section}.')} = {tomli_w.dumps({'value': value})[8:].strip()}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,301 @@
+"""The processes that train together.
+
+`torchrun` starts them and says in the environment how many there are. They agree on everything that decides
+what comes next: who stops, which error ends the run, whether all have the same text and code.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from triptych.errors import ElsewhereError, TriptychError, UsageError
+from triptych.launch import num_launched, num_on_machine, num_restarts, place_on_machine
+
+T = TypeVar("T")
+
+_ERROR_KEY = "error"
+# How long the message of a process that failed is waited for.
+_SECONDS_FOR_MESSAGE = 3.0
+_ALL_DAY = timedelta(days=30)
+_MINUTES_OF_A_WEEK = 7 * 24 * 60.0
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    message: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> "_Failure":
+        if isinstance(error, ElsewhereError):
+            return cls(rank, str(error), error.exit_code)
+        known = isinstance(error, TriptychError)
+        message = str(error) if known else f"{type(error).__name__}: {error}"
+        return cls(rank, message, error.exit_code if isinstance(error, TriptychError) else 1)
+
+    def error(self) -> ElsewhereError:
+        return ElsewhereError(f"rank {self.rank}: {self.message}", self.exit_code)
+
+
+@final
+class World:
+    """The processes of a run, as one of them sees them. Without a launcher there is one, and no exchange."""
+
+    def __init__(self, store: Store | None = None, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> None:
+        self._store, self._timeout_minutes = store, timeout_minutes
+        self.rank, self.size, self.num_nodes = 0, 1, 1  # of this process, from 0; processes; machines
+        if store is not None:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            local = num_on_machine()
+            self.num_nodes = self.size // local if self.size % local == 0 else 1
+        self.seconds_waited = 0.0  # for other processes so far, before the first step of each update
+        self._num_waits = self._num_turns = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files of the run and talks to the user."""
+        return self.rank == 0
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Each number summed over the processes, in float64."""
+        return self._reduced(torch.tensor(list(numbers), dtype=torch.float64), dist.ReduceOp.SUM).tolist()
+
+    def largest(self, number: int) -> int:
+        """The largest of the processes' numbers."""
+        return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
+
+    def _reduced(self, values: torch.Tensor, by: Any) -> torch.Tensor:
+        if self._store is not None:
+            started = time.monotonic()
+            dist.all_reduce(values, by)  # on the CPU: the group has a backend for it
+            self.seconds_waited += time.monotonic() - started
+        return values
+
+    def gathered(self, value: T) -> list[T]:
+        """What each process has, by its rank."""
+        found = [value] * self.size
+        if self._store is not None:
+            dist.all_gather_object(found, value)
+        return found
+
+    def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
+        """Act in the first process alone, and give its result to all."""
+        store = self._store
+        if store is None:
+            return action()
+        done, self._num_waits = f"done-{self._num_waits}", self._num_waits + 1
+
+        def act() -> T | None:
+            if self.rank > 0:
+                if patiently:
+                    store.wait([done], _ALL_DAY)
+                return None
+            try:
+                return action()
+            finally:
+                if patiently:
+                    store.set(done, "")
+
+        return self.gathered(self.on_all(act))[0]  # type: ignore[return-value]
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Act in every process, and go on once all have; the result is the process's own."""
+        if self._store is None:
+            return action()
+        own: BaseException | None = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - it is raised below, once the others know
+            own = error
+        failure = None if own is None else _Failure.of(self.rank, own)
+        failures = [one for one in self.gathered(failure) if one is not None]
+        if own is not None and (self.rank == 0 or not isinstance(own, TriptychError)):
+            raise own
+        if failures:
+            raise failures[0].error()
+        return result
+
+    def turns(self, count: int) -> "Turns":
+        """Numbers of pieces of work, each of which one process takes; the same call in every process."""
+        self._num_turns += 1
+        store = dist.HashStore() if self._store is None else self._store  # type: ignore[attr-defined]
+        key = f"turns-{self._num_turns}"
+        return Turns(lambda name, more: store.add(f"{key}-{name}", more), count)
+
+    def require_same(self, what: Mapping[str, str]) -> None:
+        """All processes have the same texts, recipe and code."""
+        of_ranks = self.gathered(dict(what))
+        for rank, other in enumerate(of_ranks):
+            for name in of_ranks[0].keys() | other.keys():
+                if other.get(name) != of_ranks[0].get(name):
+                    raise TriptychError(
+                        f"rank {rank} has another version of {name} than rank 0: all processes need the same "
+                        "text, recipe and code"
+                    )
+
+    def tell(self, error: BaseException) -> None:
+        """Leave word of an error for the other processes, before this one ends."""
+        if self._store is not None and not isinstance(error, ElsewhereError):
+            self._store.set(_ERROR_KEY, json.dumps(vars(_Failure.of(self.rank, error))))
+
+    def explained(self, error: RuntimeError) -> TriptychError | None:
+        """The error that an error of communication comes from; None if it is none of those."""
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            return TriptychError(
+                f"rank {self.rank} waited {self._timeout_minutes:g} minutes for another process, which hangs "
+                "or is cut off; look at the logs of the ranks. training.timeout_minutes sets how long, and "
+                "--resume goes on from the last saved state"
+            )
+        if not any(word in text for word in ("onnection", "gloo", "NCCL", "ocket", "peer")):
+            return None
+        deadline = time.monotonic() + _SECONDS_FOR_MESSAGE
+        while self._store is not None and time.monotonic() < deadline:
+            if self._store.check([_ERROR_KEY]):
+                return _Failure(**json.loads(self._store.get(_ERROR_KEY))).error()
+            time.sleep(0.05)
+        return ElsewhereError(
+            "another process ended without a word (killed, or out of memory); what is saved is whole: train "
+            "goes on from it with --resume",
+            1,
+        )
+
+
+@final
+class Turns:
+    """Numbers from 0, each of which one process takes: whoever is free takes the next."""
+
+    def __init__(self, add: Callable[[str, int], int], count: int) -> None:
+        self._add, self.count = add, count
+
+    def take(self) -> int | None:
+        """The next number; None if there is none, or a process has given up."""
+        if self._add("given-up", 0):
+            return None
+        number = self._add("taken", 1) - 1
+        return number if number < self.count else None
+
+    def taken(self) -> Iterator[int]:
+        """The numbers that this process gets, one after the other."""
+        while (number := self.take()) is not None:
+            yield number
+
+    def end_one(self) -> None:
+        """Tell that the work of a number that was taken has ended."""
+        self._add("ended", 1)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the work of every number has ended, or a process has given up."""
+        return self._add("ended", 0) >= self.count or self._add("given-up", 0) > 0
+
+    @contextmanager
+    def given_up_on_error(self) -> Iterator[None]:
+        """An error inside the block ends the work of all processes after what they are at."""
+        try:
+            yield
+        except BaseException:
+            self._add("given-up", 1)
+            raise
+
+
+def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> list[T]:
+    """Do a piece of work for each item, each in one of the processes; all get all results."""
+    if world.size == 1:
+        return [work(item) for item in items]
+    said = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
+    world.require_same({"the list of what is to be done": said, **code_digests()})
+    turns, own = world.turns(len(items)), dict[int, T]()
+
+    def do_own() -> None:
+        with turns.given_up_on_error():
+            for number in turns.taken():
+                own[number] = work(items[number])
+
+    world.on_all(do_own)
+    found = dict[int, T]()
+    for one in world.gathered(own):
+        found |= one
+    return [found[number] for number in range(len(items))]
+
+
+@contextmanager
+def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
+    """The processes that `torchrun` started, joined inside the block; one alone without a launcher."""
+    if num_launched() == 1:
+        yield World()
+        return
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu:
+        _take_gpu(device)
+    store = _join(on_gpu, timeout_minutes)
+    world = World(store, timeout_minutes)
+    try:
+        yield world
+    except RuntimeError as error:
+        explained = world.explained(error)
+        world.tell(explained or error)
+        if explained is None:
+            raise
+        raise explained from None
+    except Exception as error:  # whatever it is, the other processes are told of it
+        world.tell(error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _take_gpu(device: str) -> None:
+    local, found = place_on_machine(), torch.cuda.device_count()
+    if device not in ("auto", "cuda"):
+        raise UsageError(f"the device is {device!r}, but each process needs a GPU of its own: use 'cuda'")
+    # All processes of the machine see it, so that none waits for another to join. Those of a launcher that
+    # does not say how many there are may be on other machines.
+    started = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
+    if started > found:
+        raise UsageError(
+            f"torchrun started {started} processes on a machine of {found} GPUs: lower --nproc-per-node, or "
+            "take the device 'cpu'"
+        )
+    torch.cuda.set_device(local)
+
+
+def _join(on_gpu: bool, timeout_minutes: float) -> Store:
+    timeout = timedelta(minutes=timeout_minutes)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} are not set: start the processes with torchrun")
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        # Processes that were started anew must not find the addresses of those before them.
+        store = PrefixStore(f"attempt-{num_restarts()}", store)
+        joined = PrefixStore("triptych-group", store)
+        dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        raise TriptychError(f"the processes could not be joined: {reason}") from None
+    return PrefixStore("triptych", store)
+
+
+def code_digests() -> dict[str, str]:
+    """Digests of this package and of torch's version, which all processes must have alike."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return {"the code of triptych": digest.hexdigest(), "torch": torch.__version__}

@@ -1,0 +1,142 @@
+"""States of a run in shards: each process writes its own part.
+
+`torch.distributed.checkpoint` writes safetensors, one file for each process, in a folder of its own for every
+state. The marker `complete.json` is written last; a folder without one is no state. Tensors have the names
+of the one-file state, whole shapes and the place of each shard, so any number of processes can read them.
+Optimizer tensors are named after their parameters: numbers in a list, as in `optimizer.state_dict()`, would
+be those of another layout.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from triptych.errors import DataError, TriptychError
+from triptych.models.storage import OwnModel, model_tensors
+from triptych.training.optimizers import Optimizer
+from triptych.training.processes import World
+from triptych.training.state import Counters, complete_states, read_marker, shards_folder, write_marker
+
+
+@final
+class ShardedStates:
+    """Saves states while training goes on."""
+
+    def __init__(self, folder: Path, world: World, keep: int) -> None:
+        self._folder, self._world, self._keep = folder, world, keep
+        names = (path.name.removeprefix("saved-") for path in folder.glob("saved-*"))
+        self._number = world.on_first(lambda: max([*(int(name) for name in names if name.isdigit()), 0]))
+        # Its collectives run in a thread, next to those of training: they need a group of their own.
+        self._group = dist.new_group(backend="gloo")
+        self._saving: tuple[Future[Any], Path, str, Callable[[], None]] | None = None
+
+    def save(self, counters: Counters, tensors: dict[str, Tensor], saved: Callable[[], None]) -> None:
+        """Begin to save; the tensors are copied before this returns."""
+        self.finish()
+        self._number += 1
+        path = shards_folder(self._folder, self._number)
+
+        def make_empty() -> None:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+
+        self._world.on_first(make_empty)
+        writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+        # The writer copies them first, because training changes them while they are written.
+        held: dict[str, Any] = {name: value.detach() for name, value in tensors.items()}
+        future = async_save(held, storage_writer=writer, process_group=self._group)
+        assert isinstance(future, Future)
+        self._saving = future, path, json.dumps(asdict(counters)), saved
+
+    def poll(self) -> None:
+        """Mark a state as complete as soon as it is."""
+        if self._saving is not None and self._saving[0].done() and self._saving[0].exception() is None:
+            self._mark()
+
+    def finish(self) -> None:
+        """Wait until the state is complete in all processes."""
+        if self._saving is None:
+            return
+
+        def wait() -> None:
+            assert self._saving is not None
+            try:
+                self._saving[0].result()
+            except (CheckpointException, OSError, RuntimeError) as error:
+                path, self._saving = self._saving[1], None
+                raise TriptychError(
+                    f"{path} could not be saved ({_reason(error)}); what was saved before is whole: free "
+                    "some space, then continue with --resume"
+                ) from None
+
+        self._world.on_all(wait)
+        self._world.on_first(self._mark)
+        self._saving = None
+
+    def _mark(self) -> None:
+        if self._saving is None or not self._world.is_first:
+            return
+        _, path, counters, saved = self._saving
+        if read_marker(path) is None:
+            write_marker(path, json.loads(counters), self._world.size)
+            (self._folder / "last.safetensors").unlink(missing_ok=True)
+            saved()
+            self._remove_old(path)
+
+    def _remove_old(self, newest: Path) -> None:
+        kept = {newest, *complete_states(self._folder)[-self._keep :]}
+        for path in self._folder.glob("saved-*"):
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def read_shards(path: Path, model: OwnModel, optimizer: Optimizer, world: World) -> None:
+    """Put a state in shards into a model and its optimizer, whatever their layout."""
+    reader = HuggingFaceStorageReader(str(path))
+    try:
+        held = reader.read_metadata().state_dict_metadata
+    # The reader checks nothing: what it stumbles over in a damaged header comes in many classes.
+    except Exception as error:  # noqa: BLE001
+        raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
+    wanted: dict[str, Any] = {f"model.{name}": value for name, value in model_tensors(model).items()}
+    wanted |= {name: value for name, value in optimizer.empty_tensors().items() if name in held}
+    if missing := sorted(wanted.keys() ^ held.keys()):
+        raise DataError(f"{path} is the state of another model: {missing[0]} is on one side only")
+    for name, value in wanted.items():
+        if tuple(held[name].size) != tuple(value.shape):  # type: ignore[union-attr]
+            raise DataError(
+                f"{path}: {name} is {list(held[name].size)}, the model wants {list(value.shape)}: "  # type: ignore[union-attr]
+                "a shard is missing, or the state is another model's"
+            )
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(wanted, storage_reader=reader, no_dist=world.size == 1)
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
+    optimizer.load(wanted)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, or of the first process's that failed."""
+    if isinstance(error, CheckpointException):
+        failures = sorted(error.failures.items())
+        if failures:
+            rank, (inner, _) = failures[0]
+            return f"rank {rank}: {_reason(inner)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,60 @@
+"""The site builds without a warning, its generated pages are up to date, and it needs no network."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import triptych
+from triptych.cli.reference import commands_page
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# What a page loads as it is opened, the addresses of its own links aside.
+_LOADED = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(https?:[^"]+)"')
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built by what `make docs` runs; a link or an anchor that leads nowhere is a warning."""
+    pytest.importorskip("zensical", reason="it comes with the extra [docs]")
+    folder = tmp_path_factory.mktemp("site")
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    config = config.replace("paths: [src]", f"paths: [{ROOT / 'src'}]")
+    (folder / "mkdocs.yml").write_text(config)
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in PAGES:
+        name = page.relative_to(ROOT / "docs").with_suffix(".html")
+        built = site / (name.with_name("index.html") if page.name == "README.md" else name)
+        assert _LOADED.findall(built.read_text(encoding="utf-8")) == [], name
+
+
+def test_a_documented_name_has_its_signature_and_its_arguments(site: Path) -> None:
+    built = (site / "reference" / "python.html").read_text(encoding="utf-8")
+    for name in triptych.__all__:
+        assert f'id="triptych.{name}"' in built, name
+    assert "a run folder, a folder or a tensor file" in built
+
+
+def test_the_page_of_python_names_what_the_package_offers() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: triptych\.(\w+)$", page, re.MULTILINE)) == triptych.__all__
+
+
+def test_the_page_of_commands_is_what_help_prints() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert page == commands_page(), "make docs brings it up to date"
+
+
+def test_every_page_begins_with_its_title() -> None:
+    assert [page.name for page in PAGES if not page.read_text(encoding="utf-8").startswith("# ")] == []

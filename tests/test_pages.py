@@ -1,0 +1,181 @@
+"""Every kind of page in a browser: it fits a telephone, is dark where the system is, and asks for nothing."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attending.tiny_readers import language_reader
+from attending.viewed import translation_page
+from browser import Page, found_browser, page_in
+from small_checkpoints import gpt2
+from triptych.attending.over import attend_over
+from triptych.attending.page import AttentionPage, attention_html, viewer_data
+from triptych.inspection import inspect
+from triptych.inspection.record import render_heads
+from triptych.reports import (
+    Bar,
+    BarChart,
+    CurveChart,
+    CurvePoint,
+    Dot,
+    Interval,
+    IntervalChart,
+    MetricPoint,
+    Report,
+    ScatterChart,
+    Table,
+    TranslationSample,
+)
+from triptych.reports.html import render_report
+
+LONG = "/home/somebody/" + "a-folder-with-a-long-name/" * 6 + "model"
+POINTS = tuple(CurvePoint(x, 4 / x, 3 / x, 5 / x) for x in (1.0, 2.0, 3.0))
+CHARTS = (
+    CurveChart("Loss", "updates", "loss", (("factored", POINTS), ("shared", POINTS)), is_log=True),
+    ScatterChart("Loss and cost", "cost", "loss", (Dot("shared", 1.0, 2.0, 1.5, 2.5),)),
+    IntervalChart("Differences", "difference", (Interval("shared", 1.0, 0.5, 1.5),)),
+)
+TEXTS = tuple(replace(text, title=LONG) for text in translation_page().texts)
+LONG_NAMES = AttentionPage(LONG, TEXTS, (("a", LONG),), (LONG,))
+TABLE = Table(
+    "Costs",
+    ("name", "bytes", "time"),
+    (("3.2", "1.05M", "41.2 µs"), ("3.10", "786K", "1.30 ms"), ("b", "2.15G", ""), ("a", "512", "0.2 s")),
+    LONG,
+    numeric=(1, 2),
+    shaded=(1,),
+)
+FULL = Report(
+    title="a run",
+    summary=LONG,
+    facts=(("model", LONG), ("steps", "3")),
+    charts=(BarChart("FLOPs", (Bar("one", 2.0, "two", "prefill"), Bar("one", 1.0, "one", "decode"))),),
+    tables=(TABLE, replace(TABLE, columns=("", "", ""), shaded=())),
+    commands=(f"triptych translate {LONG}",),
+    metrics=tuple(
+        MetricPoint(step, 4 / step, 5 / step, bleu=float(step), learning_rate=1 / step) for step in (1, 2, 3)
+    ),
+    samples=(TranslationSample("eins " * 30, "one " * 30, "one"), TranslationSample("zwei", "two", "two")),
+    plots=CHARTS,
+    viewer=viewer_data(LONG_NAMES),
+)
+
+
+def over() -> str:
+    text = "the cat sat on the mat. the cat sat on the hat. " * 4
+    return render_report(attend_over(language_reader(), [text, text], context=16).report())
+
+
+def heads(folder: Path) -> str:
+    torch.manual_seed(0)
+    inspect(gpt2(folder)).page(folder / "heads.html")
+    return (folder / "heads.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    browser = found_browser()
+    if browser is None:
+        pytest.skip("no Chromium or Chrome is on the PATH")
+    with page_in(browser, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def shown(tab: Page, page: str, path: Path, *, theme: str = "dark", width: int = 400) -> None:
+    """Open a page on a screen of that width, with the system's choice of colours."""
+    path.write_text(page, encoding="utf-8")
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+    tab.open(path)
+    ready = "[...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('svg'))"
+    for _ in range(100):
+        if tab.value(ready):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a chart is not drawn")
+
+
+def colour(tab: Page, selector: str, name: str = "color") -> list[int]:
+    """Red, green and blue of what is in effect."""
+    found = f"getComputedStyle(document.querySelector({selector!r})).{name}"
+    return [int(part) for part in tab.value(f"{found}.match(/\\d+/g)")[:3]]
+
+
+@pytest.mark.parametrize("kind", ["report", "over", "attention", "heads"])
+def test_a_page_fits_a_telephone_is_dark_where_the_system_is_and_asks_for_nothing(
+    kind: str, tab: Page, tmp_path: Path
+) -> None:
+    if kind == "report":
+        pytest.importorskip("vl_convert")
+    make = {
+        "report": lambda: render_report(FULL),
+        "over": over,
+        "attention": lambda: attention_html(LONG_NAMES),
+        "heads": lambda: heads(tmp_path),
+    }
+    tab.complaints.clear()
+    tab.requests.clear()
+    shown(tab, make[kind](), tmp_path / "page.html")
+    assert tab.value("document.documentElement.scrollWidth") <= 400
+    assert max(colour(tab, "body", "backgroundColor")) < 64
+    for selector in ("h1", "p", "dt"):
+        assert min(colour(tab, selector)) > 128, selector
+    tab.point_at("#theme", click=True)
+    assert min(colour(tab, "body", "backgroundColor")) > 192
+    assert max(colour(tab, "h1")) < 64
+    assert tab.value("[...document.querySelectorAll('thead th')].every((head) => head.scope === 'col')")
+    assert tab.complaints == []
+    assert {url.split(":")[0] for url in tab.requests} <= {"file", "data"}
+
+
+def test_charts_are_named_and_take_the_colours_of_the_page(tab: Page, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    shown(tab, render_report(replace(FULL, viewer=None)), tmp_path / "page.html")
+    names = (
+        "[...document.querySelectorAll('.chart [role=\"graphics-document\"]')].map((one) => one.ariaLabel)"
+    )
+    assert tab.value(names) == [
+        *("Loss by step", "BLEU by step", "Learning rate by step", "FLOPs"),
+        *("Loss", "Loss and cost", "Differences"),
+    ]
+    fills = "[...document.querySelectorAll('.chart text')].map((text) => getComputedStyle(text).fill)"
+    assert set(tab.value(fills)) <= {"rgb(232, 230, 225)", "rgb(160, 168, 176)", "rgb(63, 207, 159)"}
+    # "shared" has one colour in all three charts of variants.
+    marks = "[...document.querySelectorAll('.chart .mark-symbol.role-mark path')]"
+    assert tab.value(f"new Set({marks}.slice(-2).map((mark) => getComputedStyle(mark).fill)).size") == 1
+
+
+def test_commands_in_sentences_are_code_and_nothing_else_is_markup() -> None:
+    page = render_heads("t", [], [("Findings", ("`triptych rewrite --exact` of `<b>` & more",))])
+    assert "<li><code>triptych rewrite --exact</code> of <code>&lt;b&gt;</code> &amp; more</li>" in page
+
+
+COLUMN = (
+    "[...document.querySelector('.table:not(.samples) tbody').rows].map((row) => row.cells[{}].textContent)"
+)
+
+
+def test_a_table_sorts_by_numbers_and_names_and_goes_back(tab: Page, tmp_path: Path) -> None:
+    shown(tab, render_report(Report("a table", tables=(TABLE,))), tmp_path / "page.html")
+    heads = ".table th:nth-child({}) button"
+    as_it_was = tab.value(COLUMN.format(1))
+    orders = {
+        1: (["3.2", "3.10", "a", "b"], ["b", "a", "3.10", "3.2"]),
+        2: (["2.15G", "1.05M", "786K", "512"], ["512", "786K", "1.05M", "2.15G"]),
+        3: (["0.2 s", "1.30 ms", "41.2 µs", ""], ["41.2 µs", "1.30 ms", "0.2 s", ""]),
+    }
+    for column, expected in orders.items():
+        for order in expected:
+            tab.point_at(heads.format(column), click=True)
+            assert tab.value(COLUMN.format(column - 1)) == order
+        tab.point_at(heads.format(column), click=True)
+        assert tab.value(COLUMN.format(1)) == as_it_was
+    assert tab.value("document.querySelectorAll('[aria-sort]').length") == 0
+    shares = (
+        "[...document.querySelectorAll('td:nth-child(2)')].map((td) => td.style.getPropertyValue('--share'))"
+    )
+    assert sorted(map(float, tab.value(shares)))[::3] == [0.0, 1.0]
