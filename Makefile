@@ -3,6 +3,7 @@
 # make docs: the pages that are made from the source, and the site in site/, with links and anchors checked.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
+# make lines: lines of each folder, and the budget.
 # make mutants OPTIONS="--mutants 200 --seed 1": which small changes of the source no test notices; hours.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 TABLE ?= all
 
-.PHONY: demo test test-all install lint types docs bench mutants release-check clean
+.PHONY: demo lines test test-all install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -52,12 +53,16 @@ docs: $(STAMP)
 	$(BIN)/python -m triptych.cli.reference docs/reference/commands.md
 	$(BIN)/python -m triptych.training.reference docs/reference/recipes.md
 	$(BIN)/python -m triptych.checkpoints.family docs/reference/families.md
+	$(BIN)/python tests/rooms.py picture docs/contributing/rooms.svg
 	$(BIN)/python -m zensical build --clean --strict
 	cd docs && find . -name '*.md' | tar -cf - -T - | tar -xf - -C ../site
 	cd docs && grep -rm1 --include='*.md' '^# ' . | sort | sed 's|^./\(.*\):# \(.*\)|- [\2](\1)|' > ../site/llms.txt
 
 bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/bench.py $(TABLE) $(OPTIONS)
+
+lines:
+	$(PYTHON) tests/rooms.py lines
 
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py $(OPTIONS)

@@ -1,4 +1,8 @@
-"""Costs of the parameterisations, counted and timed."""
+"""Costs of the parameterisations, counted and timed.
+
+`cost` (`counting.py`) counts parameters, FLOPs and cache bytes of a `CostSpec`; `measure_times`
+(`timing.py`) runs them; `pages.py` makes the page. Start with `counting.py`.
+"""
 
 from triptych.costing.counting import CostReport, CostSpec, cost
 from triptych.costing.timing import TimingReport, measure_times

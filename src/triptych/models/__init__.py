@@ -1,4 +1,10 @@
-"""Configuration, blocks, the models made of them, and their files."""
+"""The models: configuration, blocks, encoder-decoder and language model, and their files.
+
+A configuration (`configuration.py`, validated) becomes an `Architecture` (`architecture.py`: as data, what
+a model is made of), and `blocks.py` builds its modules. `EncoderDecoder` and `LanguageModel` run them.
+`sites.py` finds the attention layers of any model; `storage.py` reads and writes the files.
+Start with `architecture.py`.
+"""
 
 from triptych.models.configuration import PRESETS as PRESETS
 from triptych.models.configuration import AttentionConfig as AttentionConfig
