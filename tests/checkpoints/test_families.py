@@ -14,6 +14,7 @@ from checkpoints.tiny_models import TINY
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
 from triptych.algebra.weights import SIDES
+from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import families
 from triptych.checkpoints.layer import Site
@@ -192,6 +193,11 @@ def test_the_output_of_every_attention_layer_is_the_models_own(
         assert found.shape == expected.shape
         apart = float((found - expected).abs().max() / expected.abs().max())
         assert apart < TOLERANCE, f"{site.module}: {apart:.2e}"
+        if layer.borrows is None:  # which only the whole model runs
+            plain = layer.weights.without_norms().mapped(lambda tensor: tensor.double())
+            with torch.no_grad():
+                made_of = MultiHeadAttention.from_weights(plain).eval()(x.double(), memory=memory).output
+            assert float((made_of - expected).abs().max() / expected.abs().max()) < TOLERANCE
         compared += 1
     assert compared >= 1
 

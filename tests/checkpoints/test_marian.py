@@ -20,9 +20,7 @@ from triptych.converting import convert
 from triptych.decoding import SearchOptions, Translator
 from triptych.decoding.translator import split_line
 from triptych.errors import DataError, UsageError
-from triptych.models import read_model, write_model
 from triptych.opening import open_model, open_translator
-from triptych.text import TokenizerPair
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
 SRC, TGT = [2, 7, 3, 12, 0], [PAD, 5, 9, 2, 4, 8]
@@ -129,14 +127,6 @@ def test_what_is_stored_twice_may_be_left_out_or_kept(tmp_path: Path) -> None:
     again = read_translator(tmp_path).model
     for name, parameter in first.named_parameters():
         assert_same(dict(again.named_parameters())[name], parameter, kind="exact")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_nothing_is_cast(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = write_marian(tmp_path, dtype=dtype)
-    model = read_translator(tmp_path).model
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    assert_same(model.src_embedding.weight.detach(), tensors["model.shared.weight"], kind="exact")
 
 
 def test_the_fresh_weights_of_a_checkpoint_do_not_use_up_random_numbers(tmp_path: Path) -> None:
@@ -393,19 +383,6 @@ def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path)
     (tmp_path / "config.json").write_text('{"format": 1}')
     with pytest.raises(DataError, match="model_type"):
         triptych.load(tmp_path).translator()
-
-
-def test_a_checkpoint_that_was_read_can_be_saved_as_ours(tmp_path: Path) -> None:
-    write_marian(tmp_path, dtype=torch.float32)
-    found = read_translator(tmp_path)
-    saved = tmp_path / "ours"
-    saved.mkdir()
-    write_model(found.model, saved)
-    found.tokenizers.save(saved)
-    options = SearchOptions(beam_size=2)
-    lines = ["ab ba", ">>de<< fi."]
-    again = Translator(read_model(saved), TokenizerPair.load(saved), options).translate(lines)
-    assert again == Translator(found.model, found.tokenizers, options).translate(lines)
 
 
 def test_every_part_of_a_long_line_begins_with_its_code(tmp_path: Path) -> None:

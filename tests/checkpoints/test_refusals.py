@@ -17,7 +17,6 @@ from triptych.algebra.rewrites import (
     ToLatent,
     Truncate,
 )
-from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
 
@@ -51,18 +50,3 @@ def test_what_a_family_does_not_allow_is_refused_with_its_reason(case: str, tmp_
     with pytest.raises(RewriteRefusedError, match=reason):
         rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
     assert not (tmp_path / "out").exists()
-
-
-def test_gains_stored_as_one_plus_w_are_neutral_as_zeros(tmp_path: Path) -> None:
-    made("gemma", tmp_path / "source")
-    checkpoint = open_checkpoint(tmp_path / "source")
-    recipe = RewriteRecipe.model_construct(step=(FoldNorm(),), skip_refused=False, calibration=None)
-    rewrite_checkpoint(str(tmp_path / "source"), tmp_path / "out", recipe, compare=False)
-    after = open_checkpoint(tmp_path / "out")
-    for one, other in zip(checkpoint.sites, after.sites, strict=True):
-        before, norm = checkpoint.read(one).weights.norm, after.read(other).weights.norm
-        assert before is not None
-        assert norm is not None
-        assert norm.offset == 1
-        assert bool(before.weight.any())
-        assert not norm.weight.any()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triptych.checkpoints.layer import MapSizes
-from triptych.checkpoints.layer_map import HeadColumns, Named, Split, SplitHeads, StackRows, Transposed
+from triptych.checkpoints.layer_map import Named, Split, SplitHeads, Transposed
 from triptych.checkpoints.specs import FusedLayout
 from triptych.errors import DataError
 
@@ -60,16 +60,3 @@ def test_rows_go_to_queries_keys_and_values_as_their_layout_says() -> None:
     assert [part.tolist() for part in third] == [[0, 3, 6, 9], [2, 5, 8, 11], [1, 4, 7, 10]]
     with pytest.raises(DataError, match="6 heads cannot lie in 4 parts"):
         read(Named(("qkv",)).then(Split(LAYOUTS[2], MapSizes(6, 6, 1, 1))), {"qkv": torch.arange(18.0)})
-
-
-def test_columns_of_heads_and_stacks_are_undone() -> None:
-    o, columns = torch.randn(5, 12), Named(("o",)).then(HeadColumns(4))
-    (of_heads,) = read(columns, {"o": o})
-    assert torch.equal(of_heads[1], o[:, 3:6].mT)
-    assert torch.equal(dict(columns.write([of_heads]))["o"], o)
-    gains = {f"norms.{head}.weight": torch.randn(3) for head in range(4)}
-    stacked = Named(tuple(gains)).then(StackRows())
-    (together,) = read(stacked, gains)
-    assert together.shape == (4, 3)
-    for name, tensor in stacked.write([together]):
-        assert torch.equal(tensor, gains[name])

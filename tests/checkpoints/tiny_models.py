@@ -23,6 +23,10 @@ class Tiny(NamedTuple):
     settings: Mapping[str, Any]
 
 
+def tiny(model: str, config: str, base: Mapping[str, Any] | None = None, /, **settings: Any) -> Tiny:
+    return Tiny(model, config, {**(base or {}), **settings})
+
+
 _COMMON: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 32,
@@ -142,503 +146,475 @@ _LLAMA4: dict[str, Any] = {
 _PIXTRAL = {**_PICTURES, "model_type": "pixtral", "hidden_size": 16, "head_dim": 4, "num_hidden_layers": 1}
 
 TINY: dict[str, Tiny] = {
-    "bert": Tiny("BertModel", "BertConfig", _COMMON),
-    "bert with cross-attention": Tiny(
-        "BertLMHeadModel", "BertConfig", {**_COMMON, "is_decoder": True, "add_cross_attention": True}
+    "bert": tiny("BertModel", "BertConfig", _COMMON),
+    "bert with cross-attention": tiny(
+        "BertLMHeadModel", "BertConfig", _COMMON, is_decoder=True, add_cross_attention=True
     ),
-    "roberta": Tiny("RobertaModel", "RobertaConfig", _COMMON),
-    "distilbert": Tiny(
+    "roberta": tiny("RobertaModel", "RobertaConfig", _COMMON),
+    "distilbert": tiny(
         "DistilBertModel",
         "DistilBertConfig",
-        {
-            "dim": 24,
-            "hidden_dim": 32,
-            "n_layers": 2,
-            "n_heads": 4,
-            "vocab_size": 40,
-            "max_position_embeddings": 64,
-        },
+        dim=24,
+        hidden_dim=32,
+        n_layers=2,
+        n_heads=4,
+        vocab_size=40,
+        max_position_embeddings=64,
     ),
-    "albert": Tiny("AlbertModel", "AlbertConfig", {**_COMMON, "embedding_size": 12}),
-    "albert in groups": Tiny(
+    "albert": tiny("AlbertModel", "AlbertConfig", _COMMON, embedding_size=12),
+    "albert in groups": tiny(
         "AlbertModel",
         "AlbertConfig",
-        {
-            **_COMMON,
-            "embedding_size": 12,
-            "num_hidden_groups": 2,
-            "inner_group_num": 2,
-            "num_hidden_layers": 4,
-        },
+        _COMMON,
+        embedding_size=12,
+        num_hidden_groups=2,
+        inner_group_num=2,
+        num_hidden_layers=4,
     ),
-    "electra": Tiny("ElectraModel", "ElectraConfig", {**_COMMON, "embedding_size": 12}),
-    "deberta-v2": Tiny(
+    "electra": tiny("ElectraModel", "ElectraConfig", _COMMON, embedding_size=12),
+    "deberta-v2": tiny(
         "DebertaV2Model",
         "DebertaV2Config",
-        {
-            **_DEBERTA,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_buckets": 8,
-            "norm_rel_ebd": "layer_norm",
-            "share_att_key": True,
-        },
+        _DEBERTA,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
     ),
-    "deberta-v2, maps of its own": Tiny(
+    "deberta-v2, maps of its own": tiny(
         "DebertaV2Model",
         "DebertaV2Config",
-        {**_DEBERTA, "pos_att_type": ["c2p"], "share_att_key": False, "max_relative_positions": 6},
+        _DEBERTA,
+        pos_att_type=["c2p"],
+        share_att_key=False,
+        max_relative_positions=6,
     ),
-    "gpt2": Tiny("GPT2LMHeadModel", "GPT2Config", _GPT),
-    "gpt2, scaled by layer": Tiny(
-        "GPT2LMHeadModel", "GPT2Config", {**_GPT, "scale_attn_by_inverse_layer_idx": True}
+    "gpt2": tiny("GPT2LMHeadModel", "GPT2Config", _GPT),
+    "gpt2, scaled by layer": tiny(
+        "GPT2LMHeadModel", "GPT2Config", _GPT, scale_attn_by_inverse_layer_idx=True
     ),
-    "gpt2, not scaled": Tiny("GPT2LMHeadModel", "GPT2Config", {**_GPT, "scale_attn_weights": False}),
-    "gpt2, scaled by layer alone": Tiny(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {**_GPT, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
+    "gpt2, not scaled": tiny("GPT2LMHeadModel", "GPT2Config", _GPT, scale_attn_weights=False),
+    "gpt2, scaled by layer alone": tiny(
+        "GPT2LMHeadModel", "GPT2Config", _GPT, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True
     ),
-    "openai-gpt": Tiny("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", _GPT),
-    "biogpt": Tiny("BioGptForCausalLM", "BioGptConfig", _COMMON),
-    "xglm": Tiny("XGLMForCausalLM", "XGLMConfig", _XGLM),
-    "xglm with cross-attention": Tiny(
-        "XGLMForCausalLM", "XGLMConfig", {**_XGLM, "add_cross_attention": True}
-    ),
-    "gpt_neo": Tiny(
+    "openai-gpt": tiny("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", _GPT),
+    "biogpt": tiny("BioGptForCausalLM", "BioGptConfig", _COMMON),
+    "xglm": tiny("XGLMForCausalLM", "XGLMConfig", _XGLM),
+    "xglm with cross-attention": tiny("XGLMForCausalLM", "XGLMConfig", _XGLM, add_cross_attention=True),
+    "gpt_neo": tiny(
         "GPTNeoForCausalLM",
         "GPTNeoConfig",
-        {
-            "hidden_size": 24,
-            "num_layers": 2,
-            "num_heads": 4,
-            "vocab_size": 40,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 4,
-            "max_position_embeddings": 64,
-        },
+        hidden_size=24,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=40,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        max_position_embeddings=64,
     ),
-    "gpt_neox": Tiny("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_COMMON, "hidden_size": 64}),
-    "codegen": Tiny(
-        "CodeGenForCausalLM",
-        "CodeGenConfig",
-        {**_GPT, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_ctx": 64},
+    "gpt_neox": tiny("GPTNeoXForCausalLM", "GPTNeoXConfig", _COMMON, hidden_size=64),
+    "codegen": tiny("CodeGenForCausalLM", "CodeGenConfig", _GPT, n_embd=32, n_head=8, rotary_dim=2, n_ctx=64),
+    "gptj": tiny("GPTJForCausalLM", "GPTJConfig", _GPT, rotary_dim=4),
+    "opt": tiny("OPTForCausalLM", "OPTConfig", _OPT, word_embed_proj_dim=24),
+    "opt, narrow embeddings": tiny(
+        "OPTForCausalLM", "OPTConfig", _OPT, word_embed_proj_dim=16, do_layer_norm_before=False
     ),
-    "gptj": Tiny("GPTJForCausalLM", "GPTJConfig", {**_GPT, "rotary_dim": 4}),
-    "opt": Tiny("OPTForCausalLM", "OPTConfig", {**_OPT, "word_embed_proj_dim": 24}),
-    "opt, narrow embeddings": Tiny(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    "bloom": tiny("BloomForCausalLM", "BloomConfig", hidden_size=24, n_layer=2, n_head=4, vocab_size=40),
+    "bloom, six heads": tiny(
+        "BloomForCausalLM", "BloomConfig", hidden_size=24, n_layer=2, n_head=6, vocab_size=40
     ),
-    "bloom": Tiny(
-        "BloomForCausalLM", "BloomConfig", {"hidden_size": 24, "n_layer": 2, "n_head": 4, "vocab_size": 40}
+    "falcon, one key head": tiny("FalconForCausalLM", "FalconConfig", _COMMON, multi_query=True),
+    "falcon, groups": tiny(
+        "FalconForCausalLM", "FalconConfig", _COMMON, num_kv_heads=2, new_decoder_architecture=True
     ),
-    "bloom, six heads": Tiny(
-        "BloomForCausalLM", "BloomConfig", {"hidden_size": 24, "n_layer": 2, "n_head": 6, "vocab_size": 40}
-    ),
-    "falcon, one key head": Tiny("FalconForCausalLM", "FalconConfig", {**_COMMON, "multi_query": True}),
-    "falcon, groups": Tiny(
-        "FalconForCausalLM", "FalconConfig", {**_COMMON, "num_kv_heads": 2, "new_decoder_architecture": True}
-    ),
-    "falcon, a key each": Tiny(
+    "falcon, a key each": tiny(
         "FalconForCausalLM",
         "FalconConfig",
-        {**_COMMON, "multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+        _COMMON,
+        multi_query=False,
+        alibi=True,
+        bias=True,
+        parallel_attn=False,
     ),
-    "mpt": Tiny(
+    "mpt": tiny(
+        "MptForCausalLM", "MptConfig", d_model=24, n_heads=4, n_layers=2, vocab_size=40, max_seq_len=64
+    ),
+    "mpt, six heads, clipped": tiny(
         "MptForCausalLM",
         "MptConfig",
-        {"d_model": 24, "n_heads": 4, "n_layers": 2, "vocab_size": 40, "max_seq_len": 64},
+        d_model=24,
+        n_heads=6,
+        n_layers=2,
+        vocab_size=40,
+        max_seq_len=64,
+        attn_config={"clip_qkv": 0.05},
     ),
-    "mpt, six heads, clipped": Tiny(
+    "mpt, a scale of its own": tiny(
         "MptForCausalLM",
         "MptConfig",
-        {
-            "d_model": 24,
-            "n_heads": 6,
-            "n_layers": 2,
-            "vocab_size": 40,
-            "max_seq_len": 64,
-            "attn_config": {"clip_qkv": 0.05},
-        },
+        d_model=24,
+        n_heads=4,
+        n_layers=2,
+        vocab_size=40,
+        max_seq_len=64,
+        attn_config={"softmax_scale": 0.7},
     ),
-    "mpt, a scale of its own": Tiny(
-        "MptForCausalLM",
-        "MptConfig",
-        {
-            "d_model": 24,
-            "n_heads": 4,
-            "n_layers": 2,
-            "vocab_size": 40,
-            "max_seq_len": 64,
-            "attn_config": {"softmax_scale": 0.7},
-        },
-    ),
-    "llama": Tiny("LlamaForCausalLM", "LlamaConfig", _NARROW),
-    "llama 3": Tiny("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "rope_parameters": _LLAMA3}),
-    "llama, biases": Tiny("LlamaForCausalLM", "LlamaConfig", {**_GROUPED, "attention_bias": True}),
-    "mistral": Tiny("MistralForCausalLM", "MistralConfig", {**_GROUPED, "sliding_window": 4}),
-    "mixtral": Tiny("MixtralForCausalLM", "MixtralConfig", {**_GROUPED, "num_local_experts": 2}),
-    "qwen2": Tiny("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
-    "qwen3": Tiny("Qwen3ForCausalLM", "Qwen3Config", _NARROW),
-    "qwen3_moe": Tiny(
+    "llama": tiny("LlamaForCausalLM", "LlamaConfig", _NARROW),
+    "llama 3": tiny("LlamaForCausalLM", "LlamaConfig", _GROUPED, rope_parameters=_LLAMA3),
+    "llama, biases": tiny("LlamaForCausalLM", "LlamaConfig", _GROUPED, attention_bias=True),
+    "mistral": tiny("MistralForCausalLM", "MistralConfig", _GROUPED, sliding_window=4),
+    "mixtral": tiny("MixtralForCausalLM", "MixtralConfig", _GROUPED, num_local_experts=2),
+    "qwen2": tiny("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
+    "qwen3": tiny("Qwen3ForCausalLM", "Qwen3Config", _NARROW),
+    "qwen3_moe": tiny(
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
-        {
-            **_NARROW,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-            "moe_intermediate_size": 8,
-            "mlp_only_layers": [1],
-            "use_sliding_window": True,
-            "sliding_window": 4,
-        },
+        _NARROW,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=4,
     ),
-    "granite": Tiny(
+    "granite": tiny(
         "GraniteForCausalLM",
         "GraniteConfig",
-        {**_GROUPED, "attention_multiplier": 0.7, "residual_multiplier": 0.3, "logits_scaling": 2.0},
+        _GROUPED,
+        attention_multiplier=0.7,
+        residual_multiplier=0.3,
+        logits_scaling=2.0,
     ),
-    "granitemoe": Tiny(
+    "granitemoe": tiny(
         "GraniteMoeForCausalLM",
         "GraniteMoeConfig",
-        {**_GROUPED, "attention_multiplier": 0.7, "attention_bias": True, **_TWO_EXPERTS},
+        _GROUPED,
+        attention_multiplier=0.7,
+        attention_bias=True,
+        **_TWO_EXPERTS,
     ),
-    "granitemoeshared": Tiny(
+    "granitemoeshared": tiny(
         "GraniteMoeSharedForCausalLM",
         "GraniteMoeSharedConfig",
-        {**_GROUPED, "attention_multiplier": 0.7, "shared_intermediate_size": 8, **_TWO_EXPERTS},
+        _GROUPED,
+        attention_multiplier=0.7,
+        shared_intermediate_size=8,
+        **_TWO_EXPERTS,
     ),
-    "glm": Tiny("GlmForCausalLM", "GlmConfig", {**_NARROW, "head_dim": 12}),
-    "glm4": Tiny("Glm4ForCausalLM", "Glm4Config", {**_NARROW, "head_dim": 12}),
-    "nemotron": Tiny(
-        "NemotronForCausalLM",
-        "NemotronConfig",
-        {**_NARROW, "head_dim": 12, "attention_bias": True, "mlp_bias": True},
+    "glm": tiny("GlmForCausalLM", "GlmConfig", _NARROW, head_dim=12),
+    "glm4": tiny("Glm4ForCausalLM", "Glm4Config", _NARROW, head_dim=12),
+    "nemotron": tiny(
+        "NemotronForCausalLM", "NemotronConfig", _NARROW, head_dim=12, attention_bias=True, mlp_bias=True
     ),
-    "exaone4": Tiny(
-        "Exaone4ForCausalLM", "Exaone4Config", {**_NARROW, "num_hidden_layers": 4, "sliding_window": 4}
-    ),
-    "exaone4, all turned": Tiny(
+    "exaone4": tiny("Exaone4ForCausalLM", "Exaone4Config", _NARROW, num_hidden_layers=4, sliding_window=4),
+    "exaone4, all turned": tiny(
         "Exaone4ForCausalLM",
         "Exaone4Config",
-        {**_NARROW, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+        _NARROW,
+        sliding_window=None,
+        layer_types=["full_attention"] * 2,
     ),
-    "ministral": Tiny(
+    "ministral": tiny(
         "MinistralForCausalLM",
         "MinistralConfig",
-        {**_NARROW, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        _NARROW,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
     ),
-    "ministral3": Tiny("Ministral3ForCausalLM", "Ministral3Config", {**_NARROW, **_TEMPERATURE}),
-    "mistral3": Tiny(
+    "ministral3": tiny("Ministral3ForCausalLM", "Ministral3Config", _NARROW, **_TEMPERATURE),
+    "mistral3": tiny(
         "Mistral3ForConditionalGeneration",
         "Mistral3Config",
-        {
-            "text_config": {**_NARROW, "model_type": "mistral", "sliding_window": 4},
-            "vision_config": _PIXTRAL,
-        },
+        text_config={**_NARROW, "model_type": "mistral", "sliding_window": 4},
+        vision_config=_PIXTRAL,
     ),
-    "mistral3, ministral": Tiny(
+    "mistral3, ministral": tiny(
         "Mistral3ForConditionalGeneration",
         "Mistral3Config",
-        {
-            "text_config": {**_NARROW, **_TEMPERATURE, "model_type": "ministral3"},
-            "vision_config": _PIXTRAL,
-        },
+        text_config={**_NARROW, **_TEMPERATURE, "model_type": "ministral3"},
+        vision_config=_PIXTRAL,
     ),
-    "llama4, text": Tiny("Llama4ForCausalLM", "Llama4TextConfig", _LLAMA4),
-    "llama4, stretched": Tiny(
+    "llama4, text": tiny("Llama4ForCausalLM", "Llama4TextConfig", _LLAMA4),
+    "llama4, stretched": tiny(
         "Llama4ForCausalLM",
         "Llama4TextConfig",
-        {**_LLAMA4, "num_hidden_layers": 2, "attn_temperature_tuning": False, "rope_parameters": _YARN},
+        _LLAMA4,
+        num_hidden_layers=2,
+        attn_temperature_tuning=False,
+        rope_parameters=_YARN,
     ),
-    "llama4": Tiny(
+    "llama4": tiny(
         "Llama4ForConditionalGeneration",
         "Llama4Config",
-        {
-            "text_config": {
-                **_LLAMA4,
-                "num_hidden_layers": 2,
-                "no_rope_layers": [0, 1],
-                "use_qk_norm": False,
-            },
-            "vision_config": {
-                **_PICTURES,
-                "num_hidden_layers": 1,
-                "intermediate_size": 96,
-                "vision_output_dim": 8,
-                "projector_input_dim": 8,
-                "projector_output_dim": 8,
-            },
+        text_config={**_LLAMA4, "num_hidden_layers": 2, "no_rope_layers": [0, 1], "use_qk_norm": False},
+        vision_config={
+            **_PICTURES,
+            "num_hidden_layers": 1,
+            "intermediate_size": 96,
+            "vision_output_dim": 8,
+            "projector_input_dim": 8,
+            "projector_output_dim": 8,
         },
     ),
-    "gemma3n": Tiny(
+    "gemma3n": tiny(
         "Gemma3nForCausalLM",
         "Gemma3nTextConfig",
-        {
-            **_NARROW,
-            "num_hidden_layers": 5,
-            "num_kv_shared_layers": 2,
-            "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full", "sliding", "full")],
-            "sliding_window": 4,
-            "hidden_size_per_layer_input": 6,
-            "vocab_size_per_layer_input": 40,
-            "laurel_rank": 4,
-            "attention_bias": True,
-        },
+        _NARROW,
+        num_hidden_layers=5,
+        num_kv_shared_layers=2,
+        layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "full", "sliding", "full")],
+        sliding_window=4,
+        hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=40,
+        laurel_rank=4,
+        attention_bias=True,
     ),
-    "gemma": Tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
-    "gemma2": Tiny(
+    "gemma": tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
+    "gemma2": tiny(
         "Gemma2ForCausalLM",
         "Gemma2Config",
-        {**_NARROW, "sliding_window": 4, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 0.02},
+        _NARROW,
+        sliding_window=4,
+        query_pre_attn_scalar=7,
+        attn_logit_softcapping=0.02,
     ),
-    "gemma3, text": Tiny(
+    "gemma3, text": tiny(
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        {**_NARROW, "sliding_window": 4, "query_pre_attn_scalar": 7, "num_hidden_layers": 6},
+        _NARROW,
+        sliding_window=4,
+        query_pre_attn_scalar=7,
+        num_hidden_layers=6,
     ),
-    "gemma3, both ways": Tiny(
+    "gemma3, both ways": tiny(
         "Gemma3TextModel",
         "Gemma3TextConfig",
-        {
-            **_NARROW,
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 7,
-            "num_hidden_layers": 6,
-            "use_bidirectional_attention": True,
-        },
+        _NARROW,
+        sliding_window=6,
+        query_pre_attn_scalar=7,
+        num_hidden_layers=6,
+        use_bidirectional_attention=True,
     ),
-    "gemma3": Tiny(
+    "gemma3": tiny(
         "Gemma3ForConditionalGeneration",
         "Gemma3Config",
-        {"text_config": {**_NARROW, "sliding_window": 4}, "vision_config": _PICTURES},
+        text_config={**_NARROW, "sliding_window": 4},
+        vision_config=_PICTURES,
     ),
-    "phi": Tiny(
-        "PhiForCausalLM", "PhiConfig", {**_GROUPED, "partial_rotary_factor": 0.67, "qk_layernorm": True}
-    ),
-    "phimoe": Tiny(
+    "phi": tiny("PhiForCausalLM", "PhiConfig", _GROUPED, partial_rotary_factor=0.67, qk_layernorm=True),
+    "phimoe": tiny(
         "PhimoeForCausalLM",
         "PhimoeConfig",
-        {
-            **_GROUPED,
-            **_TWO_EXPERTS,
-            "attention_bias": True,
-            "lm_head_bias": True,
-            "sliding_window": 4,
-            "rope_parameters": {
-                **_LONGROPE,
-                "original_max_position_embeddings": 16,
-                "short_mscale": 1.3,
-                "long_mscale": 1.7,
-            },
+        _GROUPED,
+        **_TWO_EXPERTS,
+        attention_bias=True,
+        lm_head_bias=True,
+        sliding_window=4,
+        rope_parameters={
+            **_LONGROPE,
+            "original_max_position_embeddings": 16,
+            "short_mscale": 1.3,
+            "long_mscale": 1.7,
         },
     ),
-    "phi3": Tiny("Phi3ForCausalLM", "Phi3Config", _GROUPED),
-    "phi3, stretched": Tiny(
+    "phi3": tiny("Phi3ForCausalLM", "Phi3Config", _GROUPED),
+    "phi3, stretched": tiny(
         "Phi3ForCausalLM",
         "Phi3Config",
-        {**_GROUPED, "original_max_position_embeddings": 16, "rope_parameters": _LONGROPE},
+        _GROUPED,
+        original_max_position_embeddings=16,
+        rope_parameters=_LONGROPE,
     ),
-    "stablelm": Tiny(
+    "stablelm": tiny(
         "StableLmForCausalLM",
         "StableLmConfig",
-        {**_GROUPED, "partial_rotary_factor": 0.34, "use_qkv_bias": True, "qk_layernorm": True},
+        _GROUPED,
+        partial_rotary_factor=0.34,
+        use_qkv_bias=True,
+        qk_layernorm=True,
     ),
-    "starcoder2": Tiny("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
-    "olmo": Tiny("OlmoForCausalLM", "OlmoConfig", _GROUPED),
-    "olmo, clipped": Tiny("OlmoForCausalLM", "OlmoConfig", {**_GROUPED, "clip_qkv": 0.05}),
-    "olmoe": Tiny(
-        "OlmoeForCausalLM",
-        "OlmoeConfig",
-        {**_GROUPED, "num_experts": 2, "num_experts_per_tok": 1, "clip_qkv": 0.5},
+    "starcoder2": tiny("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
+    "olmo": tiny("OlmoForCausalLM", "OlmoConfig", _GROUPED),
+    "olmo, clipped": tiny("OlmoForCausalLM", "OlmoConfig", _GROUPED, clip_qkv=0.05),
+    "olmoe": tiny(
+        "OlmoeForCausalLM", "OlmoeConfig", _GROUPED, num_experts=2, num_experts_per_tok=1, clip_qkv=0.5
     ),
-    "olmo2": Tiny("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
-    "olmo3": Tiny(
+    "olmo2": tiny("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
+    "olmo3": tiny(
         "Olmo3ForCausalLM",
         "Olmo3Config",
-        {
-            **_GROUPED,
-            "num_hidden_layers": 4,
-            "sliding_window": 4,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
-                "full_attention": {**_YARN, "attention_factor": 1.2},
-            },
+        _GROUPED,
+        num_hidden_layers=4,
+        sliding_window=4,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            "full_attention": {**_YARN, "attention_factor": 1.2},
         },
     ),
-    "cohere": Tiny("CohereForCausalLM", "CohereConfig", {**_GROUPED, "use_qk_norm": True}),
-    "cohere2": Tiny(
-        "Cohere2ForCausalLM", "Cohere2Config", {**_GROUPED, "num_hidden_layers": 4, "sliding_window": 4}
-    ),
-    "ernie4_5": Tiny("Ernie4_5ForCausalLM", "Ernie4_5Config", {**_GROUPED, "use_bias": True, "head_dim": 6}),
-    "helium": Tiny("HeliumForCausalLM", "HeliumConfig", {**_GROUPED, "head_dim": 6}),
-    "smollm3": Tiny("SmolLM3ForCausalLM", "SmolLM3Config", {**_GROUPED, "no_rope_layers": [1, 0]}),
-    "gpt_oss": Tiny(
+    "cohere": tiny("CohereForCausalLM", "CohereConfig", _GROUPED, use_qk_norm=True),
+    "cohere2": tiny("Cohere2ForCausalLM", "Cohere2Config", _GROUPED, num_hidden_layers=4, sliding_window=4),
+    "ernie4_5": tiny("Ernie4_5ForCausalLM", "Ernie4_5Config", _GROUPED, use_bias=True, head_dim=6),
+    "helium": tiny("HeliumForCausalLM", "HeliumConfig", _GROUPED, head_dim=6),
+    "smollm3": tiny("SmolLM3ForCausalLM", "SmolLM3Config", _GROUPED, no_rope_layers=[1, 0]),
+    "gpt_oss": tiny(
         "GptOssForCausalLM",
         "GptOssConfig",
-        {**_NARROW, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
+        _NARROW,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=4,
     ),
-    "deepseek_v2": Tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
-    "deepseek_v2, queries whole": Tiny(
-        "DeepseekV2ForCausalLM", "DeepseekV2Config", {**_LATENT, "q_lora_rank": None}
+    "deepseek_v2": tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
+    "deepseek_v2, queries whole": tiny(
+        "DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT, q_lora_rank=None
     ),
-    "deepseek_v3": Tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
-    "deepseek_v3, halves": Tiny(
-        "DeepseekV3ForCausalLM", "DeepseekV3Config", {**_LATENT, "rope_interleave": False}
+    "deepseek_v3": tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
+    "deepseek_v3, halves": tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT, rope_interleave=False),
+    "deepseek_v2, stretched": tiny(
+        "DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT, rope_parameters=_YARN
     ),
-    "deepseek_v2, stretched": Tiny(
-        "DeepseekV2ForCausalLM", "DeepseekV2Config", {**_LATENT, "rope_parameters": _YARN}
+    "deepseek_v3, stretched": tiny(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT, rope_parameters=_YARN
     ),
-    "deepseek_v3, stretched": Tiny(
-        "DeepseekV3ForCausalLM", "DeepseekV3Config", {**_LATENT, "rope_parameters": _YARN}
-    ),
-    "t5": Tiny("T5ForConditionalGeneration", "T5Config", _T5),
-    "t5, far": Tiny(
+    "t5": tiny("T5ForConditionalGeneration", "T5Config", _T5),
+    "t5, far": tiny(
         "T5ForConditionalGeneration",
         "T5Config",
-        {**_T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6},
+        _T5,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=6,
     ),
-    "mt5": Tiny("MT5ForConditionalGeneration", "MT5Config", _T5),
-    "bart": Tiny("BartForConditionalGeneration", "BartConfig", _TWO_STACKS),
-    "mbart": Tiny("MBartForConditionalGeneration", "MBartConfig", _TWO_STACKS),
-    "pegasus": Tiny("PegasusForConditionalGeneration", "PegasusConfig", _TWO_STACKS),
-    "m2m_100": Tiny("M2M100ForConditionalGeneration", "M2M100Config", _TWO_STACKS),
-    "marian": Tiny("MarianMTModel", "MarianConfig", {**_TWO_STACKS, "decoder_start_token_id": 0}),
-    "whisper": Tiny(
+    "mt5": tiny("MT5ForConditionalGeneration", "MT5Config", _T5),
+    "bart": tiny("BartForConditionalGeneration", "BartConfig", _TWO_STACKS),
+    "mbart": tiny("MBartForConditionalGeneration", "MBartConfig", _TWO_STACKS),
+    "pegasus": tiny("PegasusForConditionalGeneration", "PegasusConfig", _TWO_STACKS),
+    "m2m_100": tiny("M2M100ForConditionalGeneration", "M2M100Config", _TWO_STACKS),
+    "marian": tiny("MarianMTModel", "MarianConfig", _TWO_STACKS, decoder_start_token_id=0),
+    "whisper": tiny(
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        {
-            **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
-            "num_mel_bins": 8,
-            "max_source_positions": 16,
-            "max_target_positions": 32,
-            "decoder_start_token_id": 1,
-        },
+        **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=32,
+        decoder_start_token_id=1,
     ),
-    "vit": Tiny("ViTModel", "ViTConfig", _PICTURES),
-    "clip": Tiny(
+    "vit": tiny("ViTModel", "ViTConfig", _PICTURES),
+    "clip": tiny(
         "CLIPModel",
         "CLIPConfig",
-        {
-            "text_config": {**_COMMON, "max_position_embeddings": 16},
-            "vision_config": {**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
-        },
+        text_config={**_COMMON, "max_position_embeddings": 16},
+        vision_config={**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
     ),
-    "dinov2": Tiny("Dinov2Model", "Dinov2Config", _PICTURES),
-    "wav2vec2": Tiny(
+    "dinov2": tiny("Dinov2Model", "Dinov2Config", _PICTURES),
+    "wav2vec2": tiny(
         "Wav2Vec2Model",
         "Wav2Vec2Config",
-        {
-            "hidden_size": 24,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "conv_dim": (8, 8),
-            "conv_stride": (2, 2),
-            "conv_kernel": (3, 3),
-            "num_feat_extract_layers": 2,
-            "num_conv_pos_embeddings": 4,
-            "num_conv_pos_embedding_groups": 2,
-        },
+        hidden_size=24,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        conv_dim=(8, 8),
+        conv_stride=(2, 2),
+        conv_kernel=(3, 3),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
     ),
-    "perceiver": Tiny(
+    "perceiver": tiny(
         "PerceiverModel",
         "PerceiverConfig",
-        {
-            "num_latents": 5,
-            "d_latents": 24,
-            "d_model": 16,
-            "num_blocks": 1,
-            "num_self_attends_per_block": 2,
-            "num_self_attention_heads": 4,
-            "num_cross_attention_heads": 4,
-        },
+        num_latents=5,
+        d_latents=24,
+        d_model=16,
+        num_blocks=1,
+        num_self_attends_per_block=2,
+        num_self_attention_heads=4,
+        num_cross_attention_heads=4,
     ),
-    "modernbert": Tiny(
-        "ModernBertModel", "ModernBertConfig", {**_COMMON, "num_hidden_layers": 4, "local_attention": 6}
+    "modernbert": tiny(
+        "ModernBertModel", "ModernBertConfig", _COMMON, num_hidden_layers=4, local_attention=6
     ),
-    "modernbert, biases": Tiny(
+    "modernbert, biases": tiny(
         "ModernBertModel",
         "ModernBertConfig",
-        {**_COMMON, "local_attention": 5, "attention_bias": True, "norm_bias": True, "mlp_bias": True},
+        _COMMON,
+        local_attention=5,
+        attention_bias=True,
+        norm_bias=True,
+        mlp_bias=True,
     ),
-    "nomic_bert": Tiny("NomicBertModel", "NomicBertConfig", {**_COMMON, "head_dim": 10}),
-    "blenderbot": Tiny("BlenderbotForConditionalGeneration", "BlenderbotConfig", _TWO_STACKS),
-    "blenderbot-small": Tiny("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", _TWO_STACKS),
-    "longformer": Tiny("LongformerModel", "LongformerConfig", {**_COMMON, "attention_window": [4, 8]}),
-    "led": Tiny(
+    "nomic_bert": tiny("NomicBertModel", "NomicBertConfig", _COMMON, head_dim=10),
+    "blenderbot": tiny("BlenderbotForConditionalGeneration", "BlenderbotConfig", _TWO_STACKS),
+    "blenderbot-small": tiny("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", _TWO_STACKS),
+    "longformer": tiny("LongformerModel", "LongformerConfig", _COMMON, attention_window=[4, 8]),
+    "led": tiny(
         "LEDForConditionalGeneration",
         "LEDConfig",
-        {
-            **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
-            "max_encoder_position_embeddings": 64,
-            "max_decoder_position_embeddings": 64,
-            "attention_window": 4,
-        },
+        **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
+        max_encoder_position_embeddings=64,
+        max_decoder_position_embeddings=64,
+        attention_window=4,
     ),
-    "mpnet": Tiny("MPNetModel", "MPNetConfig", {**_COMMON, "relative_attention_num_buckets": 36}),
-    "roformer": Tiny("RoFormerModel", "RoFormerConfig", {**_COMMON, "embedding_size": 12}),
-    "roformer with cross-attention": Tiny(
-        "RoFormerForCausalLM",
-        "RoFormerConfig",
-        {**_COMMON, "is_decoder": True, "add_cross_attention": True},
+    "mpnet": tiny("MPNetModel", "MPNetConfig", _COMMON, relative_attention_num_buckets=36),
+    "roformer": tiny("RoFormerModel", "RoFormerConfig", _COMMON, embedding_size=12),
+    "roformer with cross-attention": tiny(
+        "RoFormerForCausalLM", "RoFormerConfig", _COMMON, is_decoder=True, add_cross_attention=True
     ),
-    "deberta": Tiny(
-        "DebertaModel",
-        "DebertaConfig",
-        {**_DEBERTA, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 6},
+    "deberta": tiny(
+        "DebertaModel", "DebertaConfig", _DEBERTA, pos_att_type=["c2p", "p2c"], max_relative_positions=6
     ),
-    "deberta, learned": Tiny("DebertaModel", "DebertaConfig", _COMMON),
-    "esm": Tiny("EsmForMaskedLM", "EsmConfig", {**_COMMON, "mask_token_id": 3}),
-    "esm, rotary": Tiny(
+    "deberta, learned": tiny("DebertaModel", "DebertaConfig", _COMMON),
+    "esm": tiny("EsmForMaskedLM", "EsmConfig", _COMMON, mask_token_id=3),
+    "esm, rotary": tiny(
         "EsmForMaskedLM",
         "EsmConfig",
-        {**_COMMON, "position_embedding_type": "rotary", "mask_token_id": 3, "token_dropout": True},
+        _COMMON,
+        position_embedding_type="rotary",
+        mask_token_id=3,
+        token_dropout=True,
     ),
-    "siglip": Tiny(
+    "siglip": tiny(
         "SiglipModel",
         "SiglipConfig",
-        {
-            "text_config": {**_COMMON, "max_position_embeddings": 16, "projection_size": 16},
-            "vision_config": {**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
-        },
+        text_config={**_COMMON, "max_position_embeddings": 16, "projection_size": 16},
+        vision_config={**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
     ),
-    "siglip2, vision": Tiny(
+    "siglip2, vision": tiny(
         "Siglip2VisionModel",
         "Siglip2VisionConfig",
-        {**{name: value for name, value in _PICTURES.items() if name != "image_size"}, "num_patches": 9},
+        **{name: value for name, value in _PICTURES.items() if name != "image_size"},
+        num_patches=9,
     ),
-    "beit": Tiny("BeitModel", "BeitConfig", {**_PICTURES, "use_absolute_position_embeddings": True}),
-    "beit, tables": Tiny(
+    "beit": tiny("BeitModel", "BeitConfig", _PICTURES, use_absolute_position_embeddings=True),
+    "beit, tables": tiny(
         "BeitModel",
         "BeitConfig",
-        {
-            **_PICTURES,
-            "image_size": 24,
-            "use_relative_position_bias": True,
-            "use_shared_relative_position_bias": True,
-        },
+        _PICTURES,
+        image_size=24,
+        use_relative_position_bias=True,
+        use_shared_relative_position_bias=True,
     ),
-    "dinov3": Tiny(
+    "dinov3": tiny(
         "DINOv3ViTModel",
         "DINOv3ViTConfig",
-        {**_PICTURES, "image_size": [16, 32], "num_attention_heads": 3, "num_register_tokens": 2},
+        _PICTURES,
+        image_size=[16, 32],
+        num_attention_heads=3,
+        num_register_tokens=2,
     ),
-    "dinov3, gated": Tiny(
+    "dinov3, gated": tiny(
         "DINOv3ViTModel",
         "DINOv3ViTConfig",
-        {
-            **_PICTURES,
-            "image_size": 24,
-            "num_attention_heads": 2,
-            "hidden_size": 16,
-            "use_gated_mlp": True,
-            "key_bias": True,
-            "query_bias": False,
-        },
+        _PICTURES,
+        image_size=24,
+        num_attention_heads=2,
+        hidden_size=16,
+        use_gated_mlp=True,
+        key_bias=True,
+        query_bias=False,
     ),
-    "umt5": Tiny("UMT5ForConditionalGeneration", "UMT5Config", _T5),
+    "umt5": tiny("UMT5ForConditionalGeneration", "UMT5Config", _T5),
 }
 
 # They read and write what another tiny model of the same family does, with a difference in reading.

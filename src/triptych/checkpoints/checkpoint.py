@@ -209,9 +209,10 @@ class Checkpoint(AttentionSource):
             if spec.needs and settings.value(spec.needs) is None:
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
             inner, layers = settings.count(spec.inner), settings.count(spec.layers)
+            more = spec.more_layers and settings.value(spec.more_layers) is not None
             require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
             borrowing, lenders = self._num_borrowing(spec, settings, layers), dict[Any, Place]()
-            for layer in range(layers + self._more_layers(spec, settings)):
+            for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
                     break  # those after the last need not be there
                 for within in range(inner):
@@ -250,11 +251,6 @@ class Checkpoint(AttentionSource):
                 for said in not_followed(self.family, place.spec, place.settings)
             )
         )
-
-    def _more_layers(self, spec: AttentionSpec, settings: Settings) -> int:
-        if not spec.more_layers or settings.value(spec.more_layers) in (None, 0):
-            return 0
-        return settings.count(spec.more_layers)
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
         """How many layers, the last ones, have no keys and values of their own."""

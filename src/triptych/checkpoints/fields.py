@@ -66,7 +66,8 @@ def fields_read(family: Family) -> frozenset[str]:
 def of_attention(path: str) -> bool:
     """Whether a field may have to do with attention, as far as its name tells."""
     name = path.rpartition(".")[2]
-    return bool(_OF_ATTENTION.search(name)) and name not in _NAMES["sounds_only"] and not _is_harmless(name)
+    harmless = name in _NAMES["harmless"] | _NAMES["sounds_only"] or _HARMLESS_ENDS.search(name)
+    return bool(_OF_ATTENTION.search(name)) and not harmless
 
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
@@ -145,10 +146,6 @@ def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
     """Whether `is_causal` makes a causal layer one that sees both sides."""
     heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
     return heeded and settings.value("is_causal") is False
-
-
-def _is_harmless(name: str) -> bool:
-    return name in _NAMES["harmless"] or bool(_HARMLESS_ENDS.search(name))
 
 
 def listed(names: Collection[str]) -> str:

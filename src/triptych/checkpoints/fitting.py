@@ -202,7 +202,9 @@ class Fitting:
         whole = self._one_map_a_side()
         self._require_channels_of_old(whole)
         fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
-        scale = self._scale_of_format(old, sizes_of(fitted))
+        # What the reader of the file will multiply scores by.
+        narrower = 1.0 if self.checkpoint.place(self.site).spec.scale else old.width / sizes_of(fitted).width
+        scale = self.before.scale * math.sqrt(narrower)
         if math.isclose(scale, fitted.scale, rel_tol=1e-12):
             return fitted
         return fitted.to(torch.float64).with_scale(scale)
@@ -298,12 +300,6 @@ class Fitting:
             k=(_widened(whole.k[0], more_qk),),
             v=(_widened(whole.v[0], more_ov),),
             o=(Link(pad(whole.o[0].weight, (0, 0, 0, more_ov))),),
-        )
-
-    def _scale_of_format(self, old: MapSizes, new: MapSizes) -> float:
-        """What the reader of the file will multiply scores by."""
-        return self.before.scale * (
-            1.0 if self.checkpoint.place(self.site).spec.scale else math.sqrt(old.width / new.width)
         )
 
     def _require_heads_without_numbers(self) -> None:

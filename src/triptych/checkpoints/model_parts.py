@@ -122,9 +122,9 @@ class FeedForwardMap:
     ) -> None:
         self.place, self.d_model, self.tensors = place, d_model, tensors
         self.entries = list[Entry]()
-        spec = next(
-            (spec for spec in specs if place.holds(spec.when) and self._is_there(spec, tensors)), None
-        )
+        fitting = (spec for spec in specs if place.holds(spec.when))
+        named = (s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos)
+        spec = next(named, None)
         if spec is None:
             raise DataError(
                 f"{tensors.name}: the feed-forward layer of block {place.layer} is of no kind that is known"
@@ -132,9 +132,6 @@ class FeedForwardMap:
         self.config = (
             self._layer(ours, spec) if spec.experts is None else self._mixture(ours, spec, spec.experts)
         )
-
-    def _is_there(self, spec: FeedForwardSpec, tensors: Tensors) -> bool:
-        return not spec.there or self._name(spec, spec.there) in tensors.infos
 
     def _name(self, spec: FeedForwardSpec, name: str) -> str:
         return self.place.beside(f"{spec.at}.{name}", expert=0)

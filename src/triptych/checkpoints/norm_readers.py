@@ -5,7 +5,7 @@ norm is forgotten.
 """
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -146,7 +146,9 @@ def _output_map(
     checkpoint: Checkpoint, place: Place, other: OtherNormSpec
 ) -> tuple[tuple[NormReader, ...], str]:
     """The map to logits, if it has a tensor of its own and nothing else can read the norm."""
-    if _is_tied(place.settings.record, checkpoint.settings.record):
+    records = (place.settings.record, checkpoint.settings.record)
+    tied = [record["tie_word_embeddings"] for record in records if "tie_word_embeddings" in record]
+    if any(tied) or not tied:
         return (), "the output map is the embedding (tie_word_embeddings), which would change with it"
     infos = checkpoint.tensors.infos
     outer = place.prefix.split(".")[:-2]
@@ -167,12 +169,6 @@ def _output_map(
     if strange:
         return (), f"it is not known whether {strange[0]} reads it"
     return (reader,), ""
-
-
-def _is_tied(*records: Mapping[str, object]) -> bool:
-    """Whether a configuration has the embedding as output map; also if it does not say."""
-    said = [record["tie_word_embeddings"] for record in records if "tie_word_embeddings" in record]
-    return any(said) or not said
 
 
 def _inside(checkpoint: Checkpoint, place: Place, other: OtherNormSpec) -> tuple[str, ...]:

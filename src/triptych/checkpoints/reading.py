@@ -336,7 +336,11 @@ class LayerReader:
         """A tensor in the dtype of all of the layer."""
         if name not in self.tensors.infos:
             raise DataError(f"{self.tensors.name}: there is no tensor {name}")
-        tensor = self._on_meta(name) if self._outline and name in self.map.names else self.tensors.read(name)
+        if self._outline and name in self.map.names:
+            info = self.tensors.infos[name]
+            tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        else:
+            tensor = self.tensors.read(name)
         if shape is not None:
             require_shape(self._of(name), [*tensor.shape], [*shape])
         self._read_names.append(name)
@@ -346,10 +350,6 @@ class LayerReader:
         if not tensor.is_floating_point():
             raise DataError(f"{self._of(name)}: its dtype {tensor.dtype} is an unknown quantisation")
         return tensor if self._dtype is None else tensor.to(self._dtype)
-
-    def _on_meta(self, name: str) -> Tensor:
-        info = self.tensors.infos[name]
-        return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
     def _common_dtype(self) -> torch.dtype | None:
         """The narrowest that holds all floating numbers of the layer: maps and norms may differ."""

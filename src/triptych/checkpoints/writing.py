@@ -77,9 +77,9 @@ class _LayerWriter:
         old, new = sizes_of(self.before), sizes_of(fitted)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
         stored = layer_map(self.place, self.tensors, new)
-        ours = (
-            self._maps(fitted, stored) | self._norm() | self._sinks(new) | dict(self._gains(old, new, stored))
-        )
+        ours = self._maps(fitted, stored) | self._norm() | dict(self._gains(old, new, stored))
+        if self.semantics.sinks is not None and len(self.kept) == new.heads:
+            ours["sinks"] = self.semantics.sinks[self.kept]
         changed = ((name, self._changed(name, full)) for name, full in stored.write(ours))
         tensors = {name: tensor for name, tensor in changed if tensor is not None}
         shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
@@ -113,11 +113,6 @@ class _LayerWriter:
                 refuse(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
         found = {"norm": torch.full_like(norm.weight, 1 - norm.offset)}
         return found if norm.bias is None else found | {"norm.bias": torch.zeros_like(norm.bias)}
-
-    def _sinks(self, new: MapSizes) -> dict[str, Tensor]:
-        """Scores of the sinks follow their heads."""
-        sinks = self.semantics.sinks
-        return {} if sinks is None or len(self.kept) != new.heads else {"sinks": sinks[self.kept]}
 
     def _gains(self, old: MapSizes, new: MapSizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
         """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads."""

@@ -23,7 +23,6 @@ from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.converting.checks import (
     ConversionCheck,
-    Pairs,
     Quantization,
     Written,
     compare_logits,
@@ -81,7 +80,9 @@ def write_translator(run: OpenedModel, folder: Path, quantization: Quantization)
     tokens = target.vocabulary
     spec.config.bos_token, spec.config.eos_token = tokens[target.bos_id], tokens[target.eos_id]
     spec.config.decoder_start_token = tokens[target.bos_id]
-    spec.config.unk_token = _unknown(run)
+    # A token that no text has if nothing can be unknown.
+    unknown = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
+    spec.config.unk_token = source.vocabulary[unknown]
     spec.config.add_source_eos = True
     spec.config.layer_norm_epsilon = 1e-5
     spec.validate()
@@ -92,13 +93,6 @@ def write_translator(run: OpenedModel, folder: Path, quantization: Quantization)
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     check = _check_translator(run, folder, quantization)
     return Written(f"Transformer, {quantization}", parameters, plain.done, (check,))
-
-
-def _unknown(run: OpenedModel) -> str:
-    """The token for unknown text; a token that no text has if nothing can be unknown."""
-    source = run.tokenizers.source
-    token = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
-    return source.vocabulary[token]
 
 
 def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
@@ -171,16 +165,12 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     scores = translator.score_batch(sources, outputs)
     found = torch.tensor([score.log_probs for score in scores])
     what = "log-probabilities of tokens by CTranslate2 and by the model"
-    expected = _log_probs(run.encoder_decoder, pairs, target.eos_id)
+    following = torch.cat([pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], target.eos_id)], dim=1)
+    log_probs = logits_of(run.encoder_decoder, pairs).double().log_softmax(dim=-1)
+    expected = log_probs.gather(2, following[:, :, None])[:, :, 0].float()
     if quantization == "int8":
         return rounded_difference(what, expected, found)
     return compare_logits(what, expected, found, _TOLERANCE)
-
-
-def _log_probs(model: EncoderDecoder, pairs: Pairs, eos_id: int) -> Tensor:
-    following = torch.cat([pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], eos_id)], dim=1)
-    log_probs = logits_of(model, pairs).double().log_softmax(dim=-1)
-    return log_probs.gather(2, following[:, :, None])[:, :, 0].float()
 
 
 def _readme_of_translator(run: OpenedModel, length: int) -> str:

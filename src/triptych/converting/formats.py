@@ -258,7 +258,8 @@ def _exported(
     tied = model.head.config.tied
     if not tied:
         names = {**names, "lm_head.weight": (model.vocab_size, _D)}
-    settings = {**settings, "tie_word_embeddings": tied, "vocab_size": model.vocab_size}
+    dtype = str(model.embeddings.table.weight.dtype).removeprefix("torch.")
+    settings = {**settings, "tie_word_embeddings": tied, "vocab_size": model.vocab_size, "dtype": dtype}
     done = () if plain else ("the maps of every head multiplied out",)
     return Exported(settings, new_tensors(model, layers, settings, _shapes(names, d_model), given), done)
 
@@ -285,6 +286,7 @@ def _as_gpt2(model: LanguageModel) -> Exported:
         "n_inner": d_ff,
         "activation_function": _ACTIVATIONS[feed_forward.activation],
         "layer_norm_epsilon": norm.eps,
+        "tie_word_embeddings": True,  # or what `_exported` finds
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     }
     layer: _Names = {

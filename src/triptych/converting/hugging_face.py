@@ -84,8 +84,7 @@ def write_language_model(opened: OpenedModel, folder: Path) -> Written:
 
 
 def _write(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", {**settings, "dtype": dtype})
+    _write_json(folder / "config.json", settings)
     write_weights(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
     )

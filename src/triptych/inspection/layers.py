@@ -126,6 +126,8 @@ def inspect_layer(
         pairs = RotaryPairs.of(semantics.rotary.of_length(longest), seen)
     measured = measure_heads(weights, pairs)
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
+    small = (*(tensor for tensor in weights.tensors() if tensor.ndim < 3), *semantics.tensors())
+    finite = bool(measured.finite.all()) and all(bool(tensor.isfinite().all()) for tensor in small)
     return InspectedLayer(
         stack=site.stack,
         layer=site.layer,
@@ -159,7 +161,7 @@ def inspect_layer(
         cut=_cut(layer, measured, chosen),
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
-        broken=dict(checkpoint.broken(layer)) if _is_broken(layer, measured) else {},
+        broken={} if finite else dict(checkpoint.broken(layer)),
         num_bytes=checkpoint.bytes_of(site),
     )
 
@@ -167,13 +169,6 @@ def inspect_layer(
 def _subspaces(chain: Chain) -> int:
     """The number of different subspaces that a chain reads. Only links that narrow select subspaces."""
     return max((link.copies for link in chain if link.d_out < link.d_in), default=1)
-
-
-def _is_broken(layer: AttentionLayer, measured: HeadMeasures) -> bool:
-    """Whether any map, bias or norm weight is not finite."""
-    small = (tensor for tensor in layer.weights.tensors() if tensor.ndim < 3)
-    beside = layer.weights.semantics.tensors()
-    return not (bool(measured.finite.all()) and all(bool(t.isfinite().all()) for t in (*small, *beside)))
 
 
 def _caveats(layer: AttentionLayer) -> Iterator[str]:

@@ -189,8 +189,8 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
     layers = inspection.layers
     heads = sum(len(layer.heads) for layer in layers)
     sizes = [
-        f"d_model {_listed(sorted({layer.d_model for layer in layers}))}",
-        f"d_k {_listed(sorted({layer.d_k for layer in layers}))}",
+        f"{name} {' or '.join(map(str, sorted({getattr(layer, name) for layer in layers})))}"
+        for name in ("d_model", "d_k")
     ]
     groups = sorted({(layer.num_heads, layer.num_key_heads) for layer in layers})
     sizes += [f"{h} query heads share {g} key heads" for h, g in groups if g != h]
@@ -346,12 +346,11 @@ def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
     """For each form: its name, the mean effective rank, and that of random forms."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
-            random = "" if turns else f"{statistics.fmean(_random_rank(v, full) for v in found):.1f}"
+            spectra = [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
+            random = (
+                f"{statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}" if spectra else ""
+            )
             yield f"{title}{' (rotary pairs)' * turns}", f"{_mean(found):.1f} of {full}", random
-
-
-def _random_rank(value: Value, full: int) -> float:
-    return float(random_spectra(value.layer.d_model, full).effective_rank.mean())
 
 
 def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
@@ -409,7 +408,7 @@ def outliers(inspection: Inspection) -> Table:
         values = (
             _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
         )
-        found = sorted(values, key=_size, reverse=largest)[:3]
+        found = sorted(values, key=lambda value: value.value, reverse=largest)[:3]
         if found:
             title = next(m.title for m in MEASURES if m.name == measure)
             heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)
@@ -490,20 +489,12 @@ def _shown(number: float, form: str) -> str:
     return format(number, form).replace("inf", "∞")
 
 
-def _size(value: Value) -> float:
-    return value.value
-
-
 def _mean(values: Sequence[Value]) -> float:
     return statistics.fmean(value.value for value in values)
 
 
 def _counted(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:

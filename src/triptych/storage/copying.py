@@ -232,7 +232,8 @@ def _sorted_out(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
         name = path.relative_to(layout.folder).as_posix()
         if path in used:
             continue
-        if _is_other_weights(name):
+        patterns = _OTHER_WEIGHTS if "/" in name else (*_OTHER_WEIGHTS, *_WEIGHTS_AT_TOP)
+        if any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
             left_out.append(name)
             continue
         require_own(layout.folder, path)
@@ -249,12 +250,6 @@ def _files_below(folder: Path, left_out: list[str]) -> Iterator[Path]:
                 folders.remove(name)
                 left_out.append(f"{path.relative_to(folder).as_posix()}/")
         yield from (Path(parent, name) for name in names)
-
-
-def _is_other_weights(name: str) -> bool:
-    patterns = _OTHER_WEIGHTS if "/" in name else (*_OTHER_WEIGHTS, *_WEIGHTS_AT_TOP)
-    last = name.rpartition("/")[2].lower()
-    return any(fnmatch.fnmatchcase(last, pattern) for pattern in patterns)
 
 
 def set_entry(record: dict[str, Any], path: str, value: Any) -> None:
