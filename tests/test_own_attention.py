@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import triptych
 from studying import BASE
+from training.launching import start
 from triptych import user_code
 from triptych.attention import MultiHeadAttention
 from triptych.cli.main import run as run_command
@@ -17,6 +19,7 @@ from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import TriptychError, UsageError
 from triptych.models import AttentionConfig, EncoderDecoder, ModelConfig
 from triptych.opening import open_model
+from triptych.training.metrics import read_metrics
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "own-attention.md"
 STUDY = """
@@ -71,6 +74,25 @@ def test_the_page_works_from_training_to_a_study(
         user_code._FILES.clear()  # each command is a process of its own
     assert not list(place.glob("studies/turned/**/*.py")), "a run keeps no code"
     assert len(list(place.glob("studies/turned/runs/*.result.json"))) == 6
+
+
+def test_two_processes_train_it_in_shards_with_frozen_embeddings_as_one_does(place: Path) -> None:
+    (place / "recipe.toml").write_text(f"{BASE}{block('toml')}[model.embeddings]\nfrozen = true\n")
+    recipe = triptych.read_recipe(place / "recipe.toml", ["training.log_every_steps=1"])
+    triptych.train(recipe, place / "one")
+    shared = ["--set", "training.log_every_steps=1", "--set", "training.parallel=fsdp"]
+    for code, said in start(2, "-m", "triptych", "train", "recipe.toml", "--out", "two", *shared):
+        assert code == 0, said
+    losses = [
+        [record["loss"] for record in read_metrics(place / name / "metrics.jsonl") if "loss" in record]
+        for name in ("one", "two")
+    ]
+    tables = [
+        load_file(place / name / "model.safetensors")["embeddings.table.weight"] for name in ("one", "two")
+    ]
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert torch.equal(tables[0], tables[1])
 
 
 def test_the_layer_computes_what_its_class_says(place: Path) -> None:

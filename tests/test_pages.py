@@ -13,7 +13,7 @@ from attending.viewed import translation_page
 from browser import Page, found_browser, page_in
 from small_checkpoints import gpt2
 from triptych.attending.over import attend_over
-from triptych.attending.page import attention_html, viewer_data
+from triptych.attending.page import AttentionPage, attention_html, viewer_data
 from triptych.inspection import inspect
 from triptych.inspection.record import render_heads
 from triptych.reports import (
@@ -39,6 +39,8 @@ CHARTS = (
     ScatterChart("Loss and cost", "cost", "loss", (Dot("shared", 1.0, 2.0, 1.5, 2.5),)),
     IntervalChart("Differences", "difference", (Interval("shared", 1.0, 0.5, 1.5),)),
 )
+TEXTS = tuple(replace(text, title=LONG) for text in translation_page().texts)
+LONG_NAMES = AttentionPage(LONG, TEXTS, (("a", LONG),), (LONG,))
 TABLE = Table(
     "Costs",
     ("name", "bytes", "time"),
@@ -59,7 +61,7 @@ FULL = Report(
     ),
     samples=(TranslationSample("eins " * 30, "one " * 30, "one"), TranslationSample("zwei", "two", "two")),
     plots=CHARTS,
-    viewer=viewer_data(translation_page()),
+    viewer=viewer_data(LONG_NAMES),
 )
 
 
@@ -112,7 +114,7 @@ def test_a_page_fits_a_telephone_is_dark_where_the_system_is_and_asks_for_nothin
     make = {
         "report": lambda: render_report(FULL),
         "over": over,
-        "attention": lambda: attention_html(replace(translation_page(), title=LONG, facts=(("a", LONG),))),
+        "attention": lambda: attention_html(LONG_NAMES),
         "heads": lambda: heads(tmp_path),
     }
     tab.complaints.clear()

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from checkpoints.test_families import TOLERANCE, in_batch, made, overheard
+from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
 from checkpoints.tiny_models import TINY
-from triptych.algebra.function import attend
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import families
 from triptych.checkpoints.fields import fields_read, of_attention, overlooked
 from triptych.errors import ConfigurationWarning, DataError
@@ -50,19 +48,12 @@ def furthest(name: str, folder: Path, fields: dict[str, Any]) -> tuple[float, li
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, Checkpoint)
     try:
-        heard = overheard(model, checkpoint)
+        apart = furthest_of_layers(model, checkpoint)
     except (AttributeError, TypeError) as error:
         pytest.skip(f"transformers does not run it: {error}")
-    apart = []
-    for site in checkpoint.sites:
-        if (site.module, "out") in heard:
-            layer = checkpoint.read(site)
-            memory = in_batch(heard[site.module, "memory"]) if site.kind == "cross" else None
-            x, expected = in_batch(heard[site.module, "x"]), in_batch(heard[site.module, "out"])
-            found = attend(layer.weights.to(torch.float64), x, memory)
-            apart.append(float((found - expected).abs().max() / expected.abs().max()))
-    return max(apart), [str(w.message) for w in said if issubclass(w.category, ConfigurationWarning)]
+    return max(apart.values()), [str(w.message) for w in said if issubclass(w.category, ConfigurationWarning)]
 
 
 TURNED_ROUND = ["mistral", "t5", "bart", "gpt_neo"]

@@ -11,8 +11,10 @@ from checkpoints import test_encoder_decoders_run as of_both
 from checkpoints import test_encoders_run as of_encoders
 from checkpoints import test_models_run as of_decoders
 from checkpoints.test_models_run import apart, changed, in_float64, made
-from triptych.checkpoints.models import ReadModel, load_encoder_decoder, load_language_model, write_read_model
+from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.checkpoints.models import ReadModel, changed_tensors, load_encoder_decoder, load_language_model
 from triptych.errors import DataError
+from triptych.storage.copying import FolderCopy
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,6 +36,16 @@ TOLERANCE = {**of_decoders.TOLERANCE, **of_encoders.TOLERANCE, **of_both.TOLERAN
 
 def read(name: str, folder: Path) -> ReadModel:
     return load_encoder_decoder(folder) if PLACES[name] is of_both else load_language_model(folder).model
+
+
+def write_read_model(model: ReadModel, source: Path, target: Path) -> None:
+    checkpoint = open_checkpoint(source, mapped=True)
+    assert isinstance(checkpoint, Checkpoint)
+    changed = dict(changed_tensors(model, checkpoint))
+    with FolderCopy(source, target) as copy:
+        copy.write_shards(changed.get)
+        copy.write_beside({})
+        copy.finish()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What README.md and the pages about training and attention show works as shown."""
+"""What README.md, the first pages, the tutorials and the pages about training and attention show works."""
 
 import re
 import shlex
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from blocks import assert_shown, run_blocks
 from command import Command
 from tolerances import assert_same
 from triptych.attention import PARAMETERISATIONS
@@ -20,6 +21,11 @@ README, TRAINING, ATTENTION = (
     ROOT / "docs/how-to/training.md",
     ROOT / "docs/reference/parameterisations.md",
 )
+
+# Pages of the small GPT-2 of ../shared, whose outputs are compared; and those that train, whose outputs vary.
+OF_GPT2 = ("start/your-checkpoint", "start/exact", "tutorials/inside-gpt2", "tutorials/smaller")
+THAT_TRAIN = ("start/your-text", "tutorials/translator", "tutorials/own-attention")
+SHARED = ROOT.parent / "shared"
 
 
 def _block(page: Path, language: str, containing: str) -> str:
@@ -109,3 +115,47 @@ def test_readme_has_at_most_130_lines_and_names_pages_that_are_there() -> None:
     linked = re.findall(r"\]\(((?!https?:)[^)#]+)", text)
     assert len(linked) > 20
     assert [name for name in linked if not (ROOT / name).exists()] == []
+
+
+@pytest.fixture
+def reader(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a reader who made the demo."""
+    shutil.copytree(small_run, tmp_path / "demo")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("reader")
+def test_a_head_by_hand_is_what_the_page_shows() -> None:
+    for ran in run_blocks(ROOT / "docs/tutorials/by-hand.md"):
+        assert_shown(ran, "by-hand.md")
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("name", ["start/translate", "start/head"])
+def test_the_pages_that_use_the_demo_run(name: str) -> None:
+    assert len(list(run_blocks(ROOT / f"docs/{name}.md"))) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_GPT2)
+def test_the_pages_about_a_gpt2_print_what_they_show(name: str, reader: Path) -> None:
+    if not (SHARED / "checkpoints" / "gpt2").is_dir():
+        pytest.skip("needs ../shared/checkpoints/gpt2")
+    shutil.copytree(SHARED / "checkpoints" / "gpt2", reader / "gpt2")
+    text = (SHARED / "data" / "tinyshakespeare" / "input.txt").read_bytes()
+    (reader / "text.txt").write_bytes(text[-55770:])
+    (reader / "train.txt").write_bytes(text[:60000])
+    for ran in run_blocks(ROOT / f"docs/{name}.md"):
+        assert_shown(ran, name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("name", THAT_TRAIN)
+def test_the_pages_that_train_run_with_fewer_steps(name: str) -> None:
+    def shorter(line: str) -> str:
+        return f"{line} --set training.max_steps=4" if line.startswith("triptych train") else line
+
+    assert len(list(run_blocks(ROOT / f"docs/{name}.md", typed=shorter))) > 2

@@ -103,15 +103,6 @@ def test_lower_ranks_are_bounded_and_hold_when_tried_again(
     assert triptych("verify", out, "--against", source).code == 0
 
 
-def test_only_the_forms_named_are_cut(triptych: Command, tmp_path: Path) -> None:
-    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
-    assert triptych("rewrite", source, "-o", out, "--do", "truncate(rank=3, forms=['ov'])").code == 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
-    changed = before["h.0.attn.c_attn.weight"] != after["h.0.attn.c_attn.weight"]
-    assert not changed[:, : 2 * D].any()
-    assert changed[:, 2 * D :].any()
-
-
 @pytest.mark.parametrize("criterion", ["uncentred", "centred"])
 def test_what_is_kept_may_be_what_counts_on_a_text(
     triptych: Command, model: Path, text: Path, tmp_path: Path, criterion: str
@@ -167,30 +158,12 @@ def test_whole_models_are_not_run_where_that_is_not_wanted(
     assert "Whole models were not compared: it was not asked for." in answer.out
 
 
-def test_a_model_that_cannot_be_run_is_certified_without_and_says_so(
-    triptych: Command, tmp_path: Path
-) -> None:
-    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--exact")
-    assert "Whole models were not compared: " in answer.out
-    assert certified(out).not_compared
-
-
 def test_a_model_whose_file_lacks_tensors_is_not_compared_with_random_ones_in_their_place(
     triptych: Command, tmp_path: Path
 ) -> None:
     answer = triptych("rewrite", llama(tmp_path / "source"), "-o", tmp_path / "out", "--exact")
     assert answer.code == 0, answer.err
     assert "there is no tensor for " in certified(tmp_path / "out").not_compared
-
-
-def test_key_value_heads_are_merged(triptych: Command, tmp_path: Path) -> None:
-    source, out = llama(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--do", "merge_kv_heads(num_kv_heads=1)")
-    assert answer.code == 0, answer.err
-    assert json.loads((out / "config.json").read_text())["num_key_value_heads"] == 1
-    assert load_file(out / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"].shape == (8, D)
-    assert certified(out).after.kv_bytes_per_token == certified(out).before.kv_bytes_per_token / 2
 
 
 def test_more_key_value_heads_than_there_are_are_copies(triptych: Command, tmp_path: Path) -> None:
@@ -205,35 +178,6 @@ def test_more_key_value_heads_than_there_are_are_copies(triptych: Command, tmp_p
     refused = triptych("rewrite", source, "-o", tmp_path / "other", "--do", "repeat_kv_heads(num_kv_heads=3)")
     assert refused.code == 1
     assert "num_kv_heads 3 is no multiple of 2 that divides 4 heads" in refused.err
-
-
-def test_heads_that_do_least_are_left_out(triptych: Command, tmp_path: Path) -> None:
-    tensors = load_file(gpt2(tmp_path / "source") / "model.safetensors")
-    weak = tensors["h.1.attn.c_proj.weight"].clone()
-    weak[16:24] /= 100
-    source, out = gpt2(tmp_path / "source", {"h.1.attn.c_proj.weight": weak}), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--do", "prune_heads(number=1)")
-    assert answer.code == 0, answer.err
-    assert "1 of 4 heads left out: 2" in certified(out).layers[1].steps[0].choice
-    assert not load_file(out / "model.safetensors")["h.1.attn.c_proj.weight"][16:24].any()
-    assert triptych("verify", out, "--against", source).code == 0
-
-
-def test_what_heads_do_may_be_measured_on_a_text(
-    triptych: Command, model: Path, text: Path, tmp_path: Path
-) -> None:
-    answer = triptych(
-        "rewrite",
-        model,
-        "-o",
-        tmp_path / "out",
-        "--do",
-        "prune_heads(number=2, on_text=True)",
-        "--calibrate",
-        text,
-    )
-    assert answer.code == 0, answer.err
-    assert certified(tmp_path / "out").recipe[0]["on_text"] is True
 
 
 # A plan.

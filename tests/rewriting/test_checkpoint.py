@@ -167,15 +167,6 @@ def test_exact_rewrites_of_a_gpt2_leave_no_key_or_value_bias_and_neutral_norms(t
         assert torch.equal(after[f"transformer.{name}"], before[f"transformer.{name}"])
 
 
-def test_what_a_layer_refuses_stops_the_rewrite_and_leaves_nothing(tmp_path: Path) -> None:
-    source = small_llama(tmp_path / "source", attention_bias=True)
-    with pytest.raises(
-        RewriteRefusedError, match="drop_key_bias at decoder 0 refused: under rotary positions"
-    ):
-        rewrite_checkpoint(str(source), tmp_path / "out", recipe(DropKeyBias()))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
 def test_what_a_layer_refuses_is_told_where_it_is_to_be_skipped(tmp_path: Path) -> None:
     source = small_llama(tmp_path / "source", attention_bias=True)
     found = rewrite_checkpoint(
@@ -199,18 +190,6 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     done = rewrite_layer(read, (FoldNorm(),), skip_refused=False)
     with pytest.raises(RewriteRefusedError, match=r"c_attn.weight: numbers .* do not fit float16"):
         write_layer(source, read, done.weights)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_lower_rank_moves_the_model_within_what_is_certified(name: str, tmp_path: Path) -> None:
-    source = MODELS[name](tmp_path / "source")
-    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(Truncate(rank=4)))
-    assert found.tier == "bounded"
-    assert all(step.bound > 0 for layer in found.layers for step in layer.steps)
-    assert found.end_to_end is not None
-    assert found.end_to_end.worst_logit > 1e-4
-    assert found.after.parameters == found.before.parameters
-    assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
 @pytest.mark.parametrize("criterion", ["free", "uncentred"])
@@ -447,21 +426,6 @@ def small_mpt(folder: Path) -> Path:
     return saved(transformers.MptForCausalLM(config), folder)
 
 
-@pytest.mark.parametrize(
-    "step", [GaugeFix(), Truncate(rank=3), Truncate(energy=0.9), MergeKVHeads(num_kv_heads=2)]
-)
-def test_a_plan_for_layers_that_clip_says_why_channels_stay(step: Rewrite, tmp_path: Path) -> None:
-    source = small_mpt(tmp_path / "source")
-    with pytest.raises(
-        RewriteRefusedError,
-        match=rf"{step.name}\S* at decoder 0 refused: .*queries, keys and values are clipped at ±0\.3",
-    ):
-        plan_rewrite(str(source), recipe(step))
-    plan = plan_rewrite(str(source), recipe(step, skip_refused=True))
-    assert all("clipped" in layer.steps[0].refused for layer in plan.layers)
-    assert plan.after == plan.before
-
-
 def test_layers_that_clip_compute_the_same_after_all_that_is_exact(tmp_path: Path) -> None:
     source = small_mpt(tmp_path / "source")
     found = rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE)
@@ -521,18 +485,6 @@ def test_a_step_for_a_layer_there_is_not_is_refused(tmp_path: Path) -> None:
         plan_rewrite(str(source), recipe(DropKeyBias(layers=(5,))))
 
 
-def test_only_the_layers_named_are_rewritten(tmp_path: Path) -> None:
-    source = small_gpt2(tmp_path / "source")
-    found = rewrite_checkpoint(str(source), tmp_path / "out", recipe(FoldValueBias(layers=(1,))))
-    assert [len(layer.steps) for layer in found.layers] == [0, 1]
-    assert found.layers[0].measured is None
-    changed = [name for name, record in found.tensors.items() if record.read != record.written]
-    assert changed == [
-        "transformer.h.1.attn.c_attn.bias",
-        "transformer.h.1.attn.c_proj.bias",
-    ]
-
-
 # Certificates.
 
 
@@ -578,31 +530,6 @@ def test_one_digit_of_the_certificate_is_noticed(copy: Path) -> None:
     path.write_text(text[:at] + digit + text[at + 1 :], encoding="utf-8")
     with pytest.raises(DataError, match="it was changed after it was written"):
         verify(copy)
-
-
-def test_two_heads_in_each_others_place_are_noticed(rewritten: tuple[Path, Path], copy: Path) -> None:
-    tensors = load_file(copy / "model.safetensors")
-    name = "transformer.h.1.attn.c_proj.weight"
-    heads = tensors[name].view(4, 6, 24)
-    tensors[name] = heads[[1, 0, 2, 3]].reshape(24, 24)
-    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    assert failing(copy, rewritten[0]) == ["tensors as written"]
-
-
-def test_a_certificate_that_was_sealed_anew_over_other_tensors_is_noticed(
-    rewritten: tuple[Path, Path], copy: Path
-) -> None:
-    # Whoever forges hashes and seal as well is found out by the errors, which are measured again.
-    tensors = load_file(copy / "model.safetensors")
-    name = "transformer.h.1.attn.c_proj.weight"
-    tensors[name] *= 1.01
-    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    certificate = read_certificate(copy)
-    records = dict(certificate.tensors)
-    records[name] = records[name].model_copy(update={"written": tensor_hash(tensors[name])})
-    forged = certificate.model_copy(update={"tensors": records}).sealed()
-    (copy / CERTIFICATE).write_bytes(forged.as_json())
-    assert "errors measured on the probes" in failing(copy, rewritten[0])
 
 
 def test_a_changed_configuration_is_noticed(copy: Path) -> None:
@@ -671,11 +598,6 @@ def test_a_model_card_keeps_all_but_an_older_section_of_ours(tmp_path: Path) -> 
     assert all(check.held is not False for check in verify(tmp_path / "out", source))
 
 
-def test_a_file_that_the_certificate_does_not_know_is_noticed(copy: Path) -> None:
-    (copy / "modeling_more.py").write_text("print()")
-    assert failing(copy) == ["other files as written"]
-
-
 def sealed(folder: Path, **changed: Any) -> None:
     """Other entries in a certificate, with a seal that fits them."""
     forged = read_certificate(folder).model_copy(update=changed).sealed()
@@ -714,11 +636,6 @@ def test_a_file_that_is_not_the_originals_is_noticed_even_if_the_certificate_kno
     assert checks["other files as written"].held
     assert checks[NOTHING_ELSE].held is False
     assert checks[NOTHING_ELSE].found.startswith(f"{name} is other than the original's")
-
-
-def test_a_layer_that_the_certificate_leaves_out_is_noticed(rewritten: tuple[Path, Path], copy: Path) -> None:
-    sealed(copy, layers=read_certificate(copy).layers[:1])
-    assert NOTHING_ELSE in failing(copy, rewritten[0])
 
 
 def test_a_certificate_that_leads_out_of_its_folder_or_to_other_probes_is_noticed(copy: Path) -> None:

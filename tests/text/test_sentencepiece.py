@@ -22,7 +22,6 @@ from triptych.text import (
 )
 from triptych.text.sentencepiece import load_sentencepiece
 
-KINDS = ["bpe", "unigram"]
 WORDS: list[Piece] = [
     *SPECIALS,
     ("▁", -1.0, "normal"),
@@ -40,61 +39,6 @@ WORDS: list[Piece] = [
 def model(kind: str, pieces: Sequence[Piece] = PIECES, **options: Any) -> bytes:
     more = BYTE_PIECES if options.get("byte_fallback") else []
     return spm([*pieces, *more], kind, RULES, **options)
-
-
-def split(text: str, kind: str, **options: Any) -> list[str]:
-    return list(load_sentencepiece(model(kind, **options)).encode(text, out_type=str))
-
-
-# Each as sentencepiece 0.2.0 has it.
-OF_KIND = {
-    "bpe": {
-        "ababa": "▁ aba ba",
-        "aabaaba": "▁ aa b aa ba",
-        "abaab a": "▁ ab aa b ▁a",
-        ".......": "▁ ... ... .",
-    },
-    "unigram": {
-        "ababa": "▁ ab aba",
-        "aabaaba": "▁a aba aba",
-        "abaab a": "▁ aba ab ▁a",
-        ".......": "▁ .. .. ...",
-    },
-}
-FOR_BOTH = {
-    "": "",
-    "   ": "",
-    "\u200b": "",
-    "\u200b a": "▁a",
-    "ﬁﬁ  …": "▁ fi fi ▁ ...",
-    "e\u0301ｅ\u0301": "▁ é é",
-    "日本 ab日": "▁ 日本 ▁ ab 日",
-    "<x>a<x> b c": "▁ <x> a <x> ▁ b ▁ c",
-    "▁a▁": "▁ ▁a",
-    "abㅤab": "▁ ab ▁ x ▁ ab",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_is_cut_as_it_always_was(kind: str) -> None:
-    for text, pieces in {**OF_KIND[kind], **FOR_BOTH}.items():
-        assert split(text, kind) == pieces.split(), text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("options", "pieces"),
-    [
-        ({}, ["▁", "ab", "▁", "日", "c"]),
-        ({"byte_fallback": True}, ["▁", "ab", "▁", "<0xE6>", "<0x97>", "<0xA5>", "c"]),
-        ({"whitespace_as_suffix": True}, ["ab", "▁", "日", "c", "▁"]),
-        ({"add_dummy_prefix": False}, ["ab", "▁", "日", "c"]),
-        ({"remove_extra_whitespaces": False}, ["▁", "▁", "ab", "▁", "▁", "日", "c", "▁"]),
-        ({"escape_whitespaces": False}, [" ", "ab", " 日", "c"]),
-    ],
-)
-def test_every_option_of_a_model_is_followed(kind: str, options: dict[str, bool], pieces: list[str]) -> None:
-    assert split(" ab  日c ", kind, **options) == pieces
 
 
 GOOD = charsmap(RULES)

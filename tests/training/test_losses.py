@@ -60,24 +60,6 @@ def test_a_factor_on_the_loss_is_a_factor_on_its_gradients() -> None:
         assert_same(one, other / 7, kind="gradient")
 
 
-def test_a_weight_used_twice_gets_both_gradients() -> None:
-    # As tied embeddings do: once as a table, once as the output layer.
-    inputs = make_inputs(20)
-    tied = Inputs(inputs.weight[:20] * 2, inputs.weight, inputs.targets)
-    (ours,) = torch.autograd.grad(output_loss(*tied, 0.1).smoothed, inputs.weight)
-    tied = Inputs(inputs.weight[:20] * 2, inputs.weight, inputs.targets)
-    (expected,) = torch.autograd.grad(reference_loss(*tied, 0.1).smoothed, inputs.weight)
-    assert_same(ours, expected, kind="gradient")
-
-
-def test_losses_of_parts_add_up_to_the_loss_of_the_whole() -> None:
-    x, weight, targets = make_inputs(700)
-    parts = [output_loss(x[rows], weight, targets[rows], 0.1) for rows in (slice(0, 123), slice(123, 700))]
-    whole = output_loss(x, weight, targets, 0.1)
-    assert_same(parts[0].smoothed + parts[1].smoothed, whole.smoothed, kind="output")
-    assert_same(parts[0].likelihood + parts[1].likelihood, whole.likelihood, kind="output")
-
-
 def test_large_logits_do_not_overflow() -> None:
     x, weight, targets = make_inputs(5, torch.float32)
     inputs = Inputs((x * 1000).detach().requires_grad_(), weight, targets)

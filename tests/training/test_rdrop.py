@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tolerances import assert_same
 from training.formulas import reference_rdrop_loss
+from training.test_resuming import recipe_tree
 from triptych.errors import UsageError
 from triptych.thresholds import MAX_CHUNK_TOKENS
 from triptych.training import Loss, Recipe, output_loss, rdrop_loss, resolve, runs
@@ -99,36 +100,13 @@ def test_under_autocast_it_agrees_within_bfloat16_and_gradients_stay_float32() -
 
 
 def recipe(rdrop: float, dropout: float, after: int = 0) -> Recipe:
-    return resolve(
-        {
-            "data": {
-                "train": {"generated": 200, "generated_part": "train"},
-                "valid": {"generated": 12, "generated_part": "valid"},
-                "cache": "",
-            },
-            "tokenizer": {"vocab_size": 300},
-            "model": {
-                "preset": "tiny",
-                "d_model": 16,
-                "d_ff": 32,
-                "num_heads": 2,
-                "dropout": dropout,
-                "encoder": {"num_layers": 1},
-                "decoder": {"num_layers": 1},
-            },
-            "training": {
-                "max_steps": 20,
-                "batch_tokens": 400,
-                "learning_rate": 0.01,
-                "warmup_steps": 5,
-                "log_every_steps": 5,
-                "rdrop": rdrop,
-                "rdrop_after": after,
-                "threads": 1,
-            },
-            "validation": {"every_steps": 20, "bleu": False, "metric": "loss"},
-        }
+    tree = recipe_tree(
+        **{"max_steps": 20, "accumulate_batches": 1, "clip_norm": 0.0, "log_every_steps": 5},
+        **{"rdrop": rdrop, "rdrop_after": after},
     )
+    tree["model"] = {**tree["model"], "dropout": dropout, "encoder": {"num_layers": 1}}  # type: ignore[dict-item]
+    tree["validation"] = {"every_steps": 20, "bleu": False, "metric": "loss"}
+    return resolve(tree)
 
 
 def losses(folder: Path, rdrop: float, after: int = 0) -> list[float]:

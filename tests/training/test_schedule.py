@@ -28,12 +28,6 @@ def test_the_peak_stands_at_the_end_of_the_warm_up(schedule: str) -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(series[39:]))
 
 
-def test_the_inverse_root_halves_when_the_steps_quadruple() -> None:
-    config = TrainingConfig(learning_rate=0.01, warmup_steps=10)
-    assert learning_rate(40, config, 64) == pytest.approx(0.005)
-    assert learning_rate(160, config, 64) == pytest.approx(0.0025)
-
-
 def test_the_line_falls_evenly_to_near_zero_and_never_reaches_it() -> None:
     config = TrainingConfig(learning_rate=0.01, warmup_steps=10, max_steps=1010, schedule="linear")
     series = rates(config, 1010)
@@ -46,11 +40,6 @@ def test_the_line_falls_evenly_to_near_zero_and_never_reaches_it() -> None:
 def test_a_run_shorter_than_its_warm_up_only_rises(schedule: str) -> None:
     config = TrainingConfig(learning_rate=0.01, warmup_steps=100, max_steps=20, schedule=schedule)
     assert rates(config, 20) == pytest.approx([0.0001 * step for step in range(1, 21)])
-
-
-def test_a_warm_up_of_one_step_starts_at_the_peak() -> None:
-    config = TrainingConfig(learning_rate=0.01, warmup_steps=1)
-    assert learning_rate(1, config, 64) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])

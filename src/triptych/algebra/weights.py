@@ -7,9 +7,9 @@ W^Q = W^K has `weights.q is weights.k`.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from jaxtyping import Float
@@ -297,21 +297,42 @@ class AttentionWeights:
             for i in range(self.num_heads)
         )
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
-        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
-        chains: dict[int, Chain] = {}
+    def each_link(
+        self,
+        change: Callable[[Link], Link],
+        sides: Collection[Side] = SIDES,
+        num_heads: int | None = None,
+        **others: Any,
+    ) -> "AttentionWeights":
+        """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
         links: dict[int, Link] = {}
+        chains: dict[int, Chain] = {}
 
         def of_link(link: Link) -> Link:
             if id(link) not in links:
-                bias = None if link.bias is None else change(link.bias)
-                links[id(link)] = replace(link, weight=change(link.weight), bias=bias)
+                links[id(link)] = change(link)
             return links[id(link)]
 
-        def of_chain(chain: Chain) -> Chain:
+        def of_side(side: Side) -> Chain:
+            chain = self.chain(side)
+            if side not in sides:
+                return chain
             if id(chain) not in chains:
-                chains[id(chain)] = tuple(of_link(link) for link in chain)
+                new = tuple(of_link(link) for link in chain)
+                same = all(one is other for one, other in zip(new, chain, strict=True))
+                chains[id(chain)] = chain if same else new
             return chains[id(chain)]
+
+        heads = self.num_heads if num_heads is None else num_heads
+        q, k, v, o = (of_side(side) for side in SIDES)
+        return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
+        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
+
+        def of_link(link: Link) -> Link:
+            bias = None if link.bias is None else change(link.bias)
+            return replace(link, weight=change(link.weight), bias=bias)
 
         def of_norm(norm: Norm | None) -> Norm | None:
             if norm is None:
@@ -320,12 +341,8 @@ class AttentionWeights:
                 norm, weight=change(norm.weight), bias=None if norm.bias is None else change(norm.bias)
             )
 
-        return replace(
-            self,
-            q=of_chain(self.q),
-            k=of_chain(self.k),
-            v=of_chain(self.v),
-            o=of_chain(self.o),
+        return self.each_link(
+            of_link,
             o_bias=None if self.o_bias is None else change(self.o_bias),
             norm=of_norm(self.norm),
             memory_norm=of_norm(self.memory_norm),

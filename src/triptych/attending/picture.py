@@ -15,8 +15,8 @@ _MOST_TOKENS = 96
 
 _MARK = "triptych"
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-_ZERO, _ONE = (0xF6, 0xF4, 0xEE), (0x14, 0x30, 0x4F)
-_INK, _MUTED, _GENERATED = "#1d2733", "#5c6670", "#c8642d"
+_ZERO, _ONE = (0xF4, 0xF1, 0xE8), (0x14, 0x30, 0x4F)
+_INK, _MUTED, _GENERATED = "#1d2733", "#5c6670", "#7a4fa3"
 _MARGIN, _LABEL_CHARACTERS = 8, 16
 _LARGEST_CELL, _SMALLEST_CELL, _WIDTH = 28, 7, 640
 

@@ -28,7 +28,6 @@ from triptych.errors import DataError, UsageError
 from triptych.models.blocks import Block
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
-from triptych.storage.copying import CopiedCheckpoint, FolderCopy
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import InMemory, Tensors, of_one
 
@@ -173,19 +172,6 @@ def _most_common(tensors: Tensors) -> torch.dtype:
         raise DataError(f"{tensors.name}: it holds no floating-point numbers")
     ((dtype, _),) = counts.most_common(1)
     return dtype
-
-
-def write_read_model(model: ReadModel, source: Path | str, target: Path) -> CopiedCheckpoint:
-    """Write a model in the format of the checkpoint that it was read from."""
-    source = Path(source)
-    checkpoint = open_checkpoint(source, mapped=True)
-    if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(f"{source} is a run of triptych, and no checkpoint of another library")
-    changed = dict(changed_tensors(model, checkpoint))
-    with FolderCopy(source, target) as copy:
-        copy.write_shards(changed.get)
-        copy.write_beside({})
-        return copy.finish()
 
 
 def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:

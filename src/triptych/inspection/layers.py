@@ -18,7 +18,7 @@ from triptych.algebra.rewrites import (
     fold_value_bias,
 )
 from triptych.algebra.similarity import MapSimilarity
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain
+from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.inspection.measures import LOSSES, MORE_OF_TOP
 
@@ -137,7 +137,11 @@ def inspect_layer(
         num_heads=weights.num_heads,
         num_key_heads=weights.num_key_heads,
         maps={side: maps.chain(side)[0].copies for side in ("q", "k", "v")},
-        subspaces={side: _subspaces(weights.chain(side)) for side in ("q", "k", "v")},
+        # Only links that narrow select subspaces.
+        subspaces={
+            side: max((link.copies for link in weights.chain(side) if link.d_out < link.d_in), default=1)
+            for side in ("q", "k", "v")
+        },
         d_model=weights.d_model,
         d_k=maps.q[0].d_out,
         d_v=maps.v[0].d_out,
@@ -164,11 +168,6 @@ def inspect_layer(
         broken={} if finite else dict(checkpoint.broken(layer)),
         num_bytes=checkpoint.bytes_of(site),
     )
-
-
-def _subspaces(chain: Chain) -> int:
-    """The number of different subspaces that a chain reads. Only links that narrow select subspaces."""
-    return max((link.copies for link in chain if link.d_out < link.d_in), default=1)
 
 
 def _caveats(layer: AttentionLayer) -> Iterator[str]:

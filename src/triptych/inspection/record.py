@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -182,7 +182,7 @@ def values_of(inspection: Inspection, measure: str) -> list[Value]:
 
 def summary(inspection: Inspection) -> tuple[str, ...]:
     """A few findings of one line each, then notes on the figures."""
-    return tuple(line for part in _PARTS for line in part(inspection)) or ("No head has finite weights.",)
+    return (*_what_it_is(inspection), *_findings(inspection), *_notes(inspection))
 
 
 def _what_it_is(inspection: Inspection) -> Iterator[str]:
@@ -251,9 +251,6 @@ def _notes(inspection: Inspection) -> Iterator[str]:
             f"{name} ({why})" for why, name in {w: n for n, w in inspection.unread.items()}.items()
         )
         yield f"Not read: {_counted(len(inspection.unread), 'tensor')}, such as {named}."
-
-
-_PARTS: tuple[Callable[[Inspection], Iterator[str]], ...] = (_what_it_is, _findings, _notes)
 
 
 def averages(inspection: Inspection) -> Table:

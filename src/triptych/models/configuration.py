@@ -78,7 +78,7 @@ class AttentionConfig(_Config):
         scores: how queries and keys are compared: "dot", their product over √d_k; "cosine", their cosine
             times √d_k and a learned number of each head; "additive", `v · tanh(q + k)` with a learned vector
             of each head; or `FILE.py:CLASS` for scores of your own (docs/how-to/own-attention.md).
-        scale: where 1/√d_k stands: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
+        scale: where 1/√d_k is applied: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
         num_heads: number of query heads.
         dropout: probability that an attention weight is dropped while training.
         qk_norm: whether queries and keys are normalised before they meet; of language models only.
@@ -284,7 +284,7 @@ class EncoderConfig(BaseModel):
     """The encoder's stack.
 
     Attributes:
-        num_layers: blocks, one on the other.
+        num_layers: number of blocks.
         attention: self-attention of every layer not named in `attention_in_layer`.
         attention_in_layer: layers (from 0) that differ, each with a site of its own.
     """
@@ -300,11 +300,11 @@ class DecoderConfig(BaseModel):
     """The decoder's stack.
 
     Attributes:
-        num_layers: blocks, one on the other.
+        num_layers: number of blocks.
         attention: self-attention of every layer not named in `attention_in_layer`.
         cross_attention: attention to the memory, likewise with `cross_attention_in_layer`.
         attention_in_layer: layers (from 0) that differ, each with a site of its own.
-        cross_attention_in_layer: likewise for the attention to the memory.
+        cross_attention_in_layer: the same for the attention to the memory.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -322,7 +322,7 @@ class ModelConfig(_Config):
     Attributes:
         d_model: width of the residual stream.
         d_ff: inner width of the feed-forward layers.
-        num_heads: heads of every attention site that names no number of its own.
+        num_heads: number of heads of an attention site that does not set its own.
         d_k: width of queries and keys; d_model / num_heads if None.
         d_v: width of values; d_model / num_heads if None.
         dropout: on the output of every sub-layer and on the embeddings.
@@ -333,7 +333,7 @@ class ModelConfig(_Config):
         tie_embeddings: which of the three tables (source, target, output) are one: "all" as the
             paper, "target" (target and output), or "none".
         output_bias: whether every token has a bias in the logits, as in some checkpoints that are
-            read in; there is no training with it.
+            read in; it cannot be trained.
         max_source_tokens: longest source sentence the model is meant for; longer ones are
             translated in pieces.
         positions: how positions are told apart.
@@ -449,11 +449,11 @@ class LanguageModelConfig(_Config):
     """A decoder-only model that predicts the next token, or an encoder-only one that predicts masked tokens.
 
     Attributes:
-        num_layers: blocks, one on the other.
+        num_layers: number of blocks.
         d_model: width of the residual stream.
         d_ff: inner width of the feed-forward layers; 4 · d_model if None, or 8/3 of it with a gate, rounded
             up to a multiple of 8.
-        num_heads: heads of every attention layer that names no number of its own.
+        num_heads: number of heads of an attention layer that does not set its own.
         d_k: width of queries and keys; d_model / num_heads if None.
         d_v: width of values; likewise.
         dropout: on the output of every sub-layer and on the embeddings.

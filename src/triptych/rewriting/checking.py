@@ -22,7 +22,6 @@ from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.measuring import (
     Rounding,
     measure_change,
-    measure_change_on,
     measure_map,
     move_of_forms,
     rounding_of,
@@ -31,14 +30,11 @@ from triptych.rewriting.measuring import (
     total_errors,
 )
 from triptych.rewriting.planning import (
-    Costs,
     Prepared,
+    WayThrough,
     costs_of,
-    fixed_sizes,
     prepare,
     total,
-    total_costs,
-    written_layer,
 )
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
@@ -150,7 +146,7 @@ def layers_again(pair: CheckpointPair) -> Iterator[Claim]:
         if layer.tier == "bounded":
             outside += _beyond_bound(layer, one, other, pair.stored(layer))
         else:
-            rounding = rounding_of(one, other, pair.stored(layer), probes=certificate.probes)
+            rounding = rounding_of(one, other, pair.stored(layer), certificate.probes)
             outside += _beyond_tier(layer, found, rounding)
     norms = [norm for norm in certificate.norms if norm.measured is not None]
     for norm in norms:
@@ -182,7 +178,7 @@ def layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
         if certified is None or given is None:
             continue
         one, other = pair.read(layer.module)
-        found = measure_change_on(one, other, given)
+        found = measure_change(one, other, given)
         counted += 1
         worst = max(worst, found.relative)
         wrong += _unlike(layer.module, certified, found)
@@ -339,25 +335,17 @@ def _without_text(pair: CheckpointPair) -> Claim:
 
 def _again(pair: CheckpointPair, prepared: Prepared, words: bool, same: float) -> Iterator[Claim]:
     """Compare every layer, the norms and the costs with what the recipe makes of the original."""
-    certificate = pair.certificate
-    steps, functions, all_costs = list[str](), list[str](), list[Costs]()
-    settings: dict[str, object] = {}
-    folded = set[str]()
-    stay = fixed_sizes(pair.form, prepared)
+    certificate, way = pair.certificate, WayThrough(pair.original, prepared)
+    steps, functions = list[str](), list[str]()
     for layer in pair.layers():
         one, other = pair.read(layer.module)
-        done = prepared.through(pair.original, one)
-        done, written = written_layer(pair.form, one, done, True, one.site.name in stay)
-        settings |= written.settings
-        if done.took_up_norm:
-            folded.add(layer.module)
-        all_costs.append(costs_of(one, done, written.shapes))
+        done, _, _ = way.layer(pair.original, one)
         steps += _unlike_steps(layer.module, layer.steps, done.records, words, same)
         if layer.measured is not None and done.bounded:
             functions += _other_function(pair, layer, one, other, done, 0.0 if same == _SAME else same)
         elif done.changed != (layer.measured is not None):
             functions.append(f"{layer.module}: measured is {'missing' if done.changed else 'too much'}")
-    norms = prepared.norms.records(lambda site: site.module in folded)
+    norms = way.norms()
     if [(norm.module, norm.maps) for norm in certificate.norms] == [
         (norm.module, norm.maps) for norm in norms
     ]:
@@ -365,9 +353,9 @@ def _again(pair: CheckpointPair, prepared: Prepared, words: bool, same: float) -
             steps += _unlike_steps(certified.module, certified.steps, found.steps, words, same)
     else:
         steps.append("norms are not those that come out")
-    if dict(certificate.settings) != settings:
-        steps.append(f"settings are {certificate.settings}, and come out as {settings}")
-    costs = total_costs(all_costs)
+    if dict(certificate.settings) != way.settings:
+        steps.append(f"settings are {certificate.settings}, and come out as {way.settings}")
+    costs = way.costs()
     wrong = [
         f"{name} is {getattr(certificate, name)}, and comes out as {getattr(costs, name)}"
         for name in ("before", "after", "unpadded")
@@ -391,7 +379,7 @@ def _other_function(
     """Why a bounded layer differs from the result of the recipe."""
     probes = pair.certificate.probes
     found = measure_change(replace(one, weights=done.weights), other, probes).relative
-    rounding = rounding_of(one, other, pair.stored(layer), probes=probes).of_weights
+    rounding = rounding_of(one, other, pair.stored(layer), probes).of_weights
     if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:
         yield (
             f"{layer.module}: {found:.3g} of the output is other than the recipe makes it, and rounding "

@@ -8,15 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.checkpoints.family import Family
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
 from triptych.files import file_hash, write_bytes, write_folder
@@ -34,20 +33,15 @@ from triptych.rewriting.certificate import (
     card,
 )
 from triptych.rewriting.comparing import compare_models, open_original, why_not_by_itself
-from triptych.rewriting.formats import FolderFormat
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.layers import RewrittenLayer, give_back_memory, shape_of
-from triptych.rewriting.measuring import PROBES, measure_change, measure_change_on
+from triptych.rewriting.measuring import PROBES, measure_change
 from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.planning import (
-    Costs,
     Prepared,
-    costs_of,
-    fixed_sizes,
+    WayThrough,
     local_folder,
     prepare,
-    total_costs,
-    written_layer,
 )
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
@@ -106,43 +100,33 @@ class _Rewriting(ABC):
 
     def __init__(self, source: AttentionSource, prepared: Prepared, request: _Request) -> None:
         self.source, self.prepared, self.request = source, prepared, request
+        self.way = WayThrough(source, prepared)
         self.layers: dict[str, LayerRecord] = {}
-        self.costs: list[Costs] = []
-        self.dtypes: dict[str, torch.dtype] = {}
         self.not_on_text = ""
 
     @abstractmethod
     def write(self) -> Certificate:
         """Write the rewritten checkpoint."""
 
-    @abstractmethod
-    def took_up_norm(self, site: Site) -> bool:
-        """Whether the maps of a layer have taken up the norm before it."""
-
     def certificate(
-        self,
-        written: Path,
-        settings: Mapping[str, Any],
-        tensors: Mapping[str, TensorRecord],
-        left_out: Sequence[str],
+        self, written: Path, tensors: Mapping[str, TensorRecord], left_out: Sequence[str]
     ) -> Certificate:
         """Make the certificate of the folder's current content."""
         request = self.request
-        norms = self.prepared.norms.records(self.took_up_norm)
         bounded = any(layer.tier == "bounded" for layer in self.layers.values())
         stored = None if bounded else coarsest_changed(tensors, open_tensors(written))
         compared_as, why_not = self._compared(written, stored)
-        costs = total_costs(self.costs)
+        costs = self.way.costs()
         return Certificate(
             tool=f"triptych {version('triptych')}",
             source=printable(request.checkpoint),
             family=self.source.written_as,
-            dtype=str(self.dtypes[self.source.sites[0].name]).removeprefix("torch."),
-            settings=dict(settings),
+            dtype=str(self.way.dtypes[self.source.sites[0].name]).removeprefix("torch."),
+            settings=self.way.settings,
             recipe=tuple(step.options() for step in request.recipe.step),
             calibration=_hash_of(request.recipe.calibration),
             layers=tuple(self.layers[site.name] for site in self.source.sites),
-            norms=norms,
+            norms=self.way.norms(),
             before=costs.before,
             after=costs.after,
             unpadded=costs.unpadded,
@@ -185,28 +169,12 @@ class _Rewriting(ABC):
             if record.measured is None or site.name not in inputs:
                 continue
             self.request.progress(f"trying {site.name} on the text", number, len(self.source.sites))
-            found = measure_change_on(
-                self.source.read(site), after.read(places[site.module]), inputs[site.name]
-            )
+            found = measure_change(self.source.read(site), after.read(places[site.module]), inputs[site.name])
             self.layers[site.name] = record.model_copy(update={"measured_on_text": found})
 
     @abstractmethod
     def _reopened(self, written: Path) -> AttentionSource:
         """Open the written checkpoint."""
-
-    def count(
-        self, read: AttentionLayer, done: RewrittenLayer, written: AttentionWeights | None = None
-    ) -> None:
-        """Record the cost and dtype of a layer; `written` are its weights as stored in the format."""
-        self.costs.append(costs_of(read, done, written))
-        self.dtypes[read.site.name] = read.weights.dtype
-
-    def note(self, read: AttentionLayer, done: RewrittenLayer, measured: Measured | None) -> None:
-        """Record the entry of a layer in the certificate."""
-        self.layers[read.site.name] = LayerRecord(
-            module=read.site.module, steps=done.records, measured=measured
-        )
-        self.count(read, done)
 
 
 @final
@@ -224,7 +192,7 @@ class _RunRewriting(_Rewriting):
         for number, site in enumerate(source.sites):
             request.progress(f"rewriting {site.name}", number, len(source.sites))
             read = source.read(site)
-            done = self.prepared.through(source, read)
+            done, _, _ = self.way.layer(source, read)
             done_by_site[site.name] = (read, done)
             if done.changed:
                 changed[site.module] = done.weights.to(read.weights.dtype)
@@ -242,9 +210,11 @@ class _RunRewriting(_Rewriting):
                     if done.changed
                     else None
                 )
-                self.note(read, done, measured)
+                self.layers[name] = LayerRecord(
+                    module=read.site.module, steps=done.records, measured=measured
+                )
             tensors = _hashes(open_tensors(request.folder), open_tensors(folder))
-            certificate = self.certificate(folder, {}, tensors, left_out)
+            certificate = self.certificate(folder, tensors, left_out)
             write_bytes(folder / MODEL_CARD, _with_card(folder / MODEL_CARD, card(certificate)))
             write_bytes(folder / CERTIFICATE, certificate.as_json())
             result.append(certificate)
@@ -254,10 +224,6 @@ class _RunRewriting(_Rewriting):
 
     def _reopened(self, written: Path) -> OwnModel:
         return OwnModel.read_folder(written)
-
-    def took_up_norm(self, site: Site) -> bool:
-        """False: norms of our models are changed together with their layers."""
-        return False
 
 
 @final
@@ -272,8 +238,6 @@ class _FolderRewriting(_Rewriting):
         self._done: dict[str, RewrittenLayer] = {}
         self._beside = ThreadPoolExecutor(1, "measuring")
         self._measured: dict[str, Future[Measured]] = {}
-        self._settings: dict[str, Any] = {}
-        self._fixed_sizes = fixed_sizes(FolderFormat(source), prepared)
 
     def write(self) -> Certificate:
         request = self.request
@@ -286,14 +250,14 @@ class _FolderRewriting(_Rewriting):
                 request.progress("writing", written_bytes, copy.num_bytes)
 
             hashes = copy.write_shards(self._replacement, progress)
-            copy.write_beside(self._settings)
+            copy.write_beside(self.way.settings)
             (copy.folder / INPUTS).unlink(missing_ok=True)  # of what the source was rewritten from
             self._measure(copy.folder)
             tensors = {
                 name: TensorRecord(read=found.read, written=found.written)
                 for name, found in sorted(hashes.items())
             }
-            certificate = self.certificate(copy.folder, self._settings, tensors, copy.left_out)
+            certificate = self.certificate(copy.folder, tensors, copy.left_out)
             copy.finish(
                 {
                     CERTIFICATE: certificate.as_json(),
@@ -324,17 +288,12 @@ class _FolderRewriting(_Rewriting):
         names = self.checkpoint.read_names(site)
         held = self.checkpoint.holding({name: self.checkpoint.tensors.read(name) for name in names})
         read = held.read(site)
-        done = self.prepared.through(held, read)
-        done, written = written_layer(
-            FolderFormat(held), read, done, self.prepared.skip_refused, site.name in self._fixed_sizes
-        )
+        done, written, _ = self.way.layer(held, read)
         if done.changed and not written.settings:
             wait(self._measured.values())  # one beside this thread, so that two layers are in memory
             saved = held.holding(written.tensors).read(site)
             self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=done.bounded)
         self._ready |= written.tensors
-        self._settings |= written.settings
-        self.count(read, done, written.shapes)
         self._done[site.name] = RewrittenLayer(shape_of(done.weights), done.kept, done.records)
         give_back_memory()
 
@@ -350,10 +309,10 @@ class _FolderRewriting(_Rewriting):
         sites = {site.module: site for site in written.sites}
         for number, site in enumerate(self.checkpoint.sites):
             done, found = self._done[site.name], self._measured.get(site.name)
-            if self._settings:
+            if self.way.settings:
                 written.read(sites[site.module])  # what the configuration says now fits all layers
             measured = None if found is None else found.result()
-            if done.changed and (measured is None or self._settings):
+            if done.changed and (measured is None or self.way.settings):
                 self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
                 measured = measure_change(
                     self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded

@@ -1,11 +1,10 @@
 """Storage formats of rewritten attention: checkpoints of other libraries and our runs, in one interface."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar, final
+from typing import final
 
 import torch
 
@@ -23,7 +22,7 @@ from triptych.rewriting.certificate import MODEL_CARD, Certificate, LayerRecord
 from triptych.rewriting.inputs import INPUTS
 from triptych.rewriting.models import with_rewritten
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside, set_entry
-from triptych.storage.tensors import PICKLED_INDEX, SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
+from triptych.storage.tensors import PICKLED_INDEX, SAFETENSORS, SAFETENSORS_INDEX, open_tensors
 from triptych.storage.untrusted import read_json, shown, stays_in_folder
 
 _OURS_SHRINKS = (
@@ -32,53 +31,8 @@ _OURS_SHRINKS = (
 )
 
 
-class Format(ABC):
-    """How a checkpoint stores its attention."""
-
-    source: AttentionSource  # the checkpoint
-    tensors: Tensors | None = None  # the tensors with norms outside the attention
-    why_no_norms: ClassVar[str]  # why norms that no attention reads are not rewritten
-
-    def norm_sites(self) -> tuple[NormSite, ...]:
-        """The norms read by maps outside the attention that can be rewritten."""
-        return ()
-
-    @abstractmethod
-    def rewritable_names(self, site: Site) -> Collection[str] | None:
-        """Names of the tensors that a rewrite of a layer may change; None for any."""
-
-    def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
-        """Names of layers that keep their sizes."""
-        return set()
-
-    @abstractmethod
-    def written(
-        self,
-        read: AttentionLayer,
-        weights: AttentionWeights,
-        kept: Sequence[int] | None = None,
-        *,
-        same_sizes: bool = False,
-    ) -> WrittenLayer:
-        """Convert a rewritten layer to the format."""
-
-    @abstractmethod
-    def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
-        """The number of bytes of a layer in the file."""
-
-    def note_on_padding(self) -> tuple[str, ...]:
-        """Notes for the case that the file pads the new maps."""
-        return ()
-
-    @abstractmethod
-    def other_than(
-        self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
-    ) -> Iterator[str]:
-        """Differences from the original that the certificate does not cover."""
-
-
 @final
-class FolderFormat(Format):
+class FolderFormat:
     """A folder in Hugging Face's layout, whose shapes are fixed except for sizes in its configuration."""
 
     why_no_norms = "no norm is known that maps outside the attention read"
@@ -87,9 +41,11 @@ class FolderFormat(Format):
         self.source, self.tensors, self._checkpoint = source, source.tensors, source
 
     def norm_sites(self) -> tuple[NormSite, ...]:
+        """The norms read by maps outside the attention that can be rewritten."""
         return norm_sites(self._checkpoint)
 
     def rewritable_names(self, site: Site) -> Collection[str]:
+        """Names of the tensors that a rewrite of a layer may change."""
         return self._checkpoint.rewritable_names(site)
 
     def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
@@ -192,16 +148,25 @@ class FolderFormat(Format):
 
 
 @final
-class RunFormat(Format):
+class RunFormat:
     """A run of ours, which can hold any parameterisation."""
 
     why_no_norms = "of runs of ours only the attention is rewritten"
 
     def __init__(self, source: OwnModel) -> None:
-        self.source, self._run = source, source
+        self.source, self.tensors, self._run = source, None, source
+
+    def norm_sites(self) -> tuple[NormSite, ...]:
+        return ()
 
     def rewritable_names(self, site: Site) -> None:
-        return None
+        """None: a rewrite of a layer may change any tensor."""
+
+    def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
+        return set()
+
+    def note_on_padding(self) -> tuple[str, ...]:
+        return ()
 
     def written(
         self,
@@ -250,6 +215,9 @@ class RunFormat(Format):
                 yield f"{shown(name)} is other than the original's"
         left_out = tuple(f"{path.name}/" for path in sorted(original.iterdir()) if path.is_dir())
         yield from _other_left_out(certificate, left_out)
+
+
+Format = FolderFormat | RunFormat
 
 
 def format_of(source: AttentionSource) -> Format:

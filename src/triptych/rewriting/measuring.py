@@ -49,58 +49,12 @@ class Rounding(NamedTuple):
 def measure_change(
     before: AttentionLayer,
     after: AttentionLayer,
-    probes: Probes = PROBES,
+    given: Probes | Seen = PROBES,
     *,
     bounded: bool = False,
 ) -> Measured:
-    """Measure how far the output of a layer moves on random inputs."""
-    x, memory = _probes(before, probes)
-    return _measured(before, after, x, memory, bounded)
-
-
-def measure_change_on(before: AttentionLayer, after: AttentionLayer, given: Seen) -> Measured:
-    """Measure how far the output of a layer moves on inputs from a text."""
-    x = before_gain(given.x.double(), before.weights.norm)
-    memory = None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
-    return _measured(before, after, x, memory, False)
-
-
-def rounding_of(
-    before: AttentionLayer,
-    after: AttentionLayer,
-    stored: torch.dtype | None,
-    given: Seen | None = None,
-    *,
-    probes: Probes = PROBES,
-) -> Rounding:
-    """Measure how far rounding alone can move a layer's output."""
-    if given is None:
-        x, memory = _probes(before, probes)
-    else:
-        x = before_gain(given.x.double(), before.weights.norm)
-        memory = (
-            None if given.memory is None else before_gain(given.memory.double(), before.weights.memory_norm)
-        )
-    tiny = torch.finfo(torch.float64).tiny
-    original = _output(before, x, memory, torch.float64)
-    in_dtype = _output(before, x, memory, before.weights.dtype).double()
-    reference = _output(after, x, memory, torch.float64)
-    size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
-    for seed in range(_DRAWS):
-        again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
-        moved = _output(after, x, memory, torch.float64, again)
-        most = max(most, float((moved - reference).norm() / size))
-    return Rounding(most, float((in_dtype - original).norm() / size))
-
-
-def _measured(
-    before: AttentionLayer,
-    after: AttentionLayer,
-    x: Tensor,
-    memory: Tensor | None,
-    bounded: bool,
-) -> Measured:
-    """Measure both layers on the output of a norm before its weight and bias."""
+    """Measure how far the output of a layer moves on random inputs, or on inputs from a text."""
+    x, memory = _before_gains(before, given)
     reference = _output(before, x, memory, torch.float64)
     moved = _output(after, x, memory, torch.float64)
     difference = moved - reference
@@ -120,13 +74,37 @@ def _measured(
     )
 
 
-def _probes(layer: AttentionLayer, probes: Probes) -> tuple[Tensor, Tensor | None]:
-    generator = torch.Generator().manual_seed(probes.seed)
+def rounding_of(
+    before: AttentionLayer,
+    after: AttentionLayer,
+    stored: torch.dtype | None,
+    given: Probes | Seen = PROBES,
+) -> Rounding:
+    """Measure how far rounding alone can move a layer's output."""
+    x, memory = _before_gains(before, given)
+    tiny = torch.finfo(torch.float64).tiny
+    original = _output(before, x, memory, torch.float64)
+    in_dtype = _output(before, x, memory, before.weights.dtype).double()
+    reference = _output(after, x, memory, torch.float64)
+    size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
+    for seed in range(_DRAWS):
+        again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
+        moved = _output(after, x, memory, torch.float64, again)
+        most = max(most, float((moved - reference).norm() / size))
+    return Rounding(most, float((in_dtype - original).norm() / size))
+
+
+def _before_gains(layer: AttentionLayer, given: Probes | Seen) -> tuple[Tensor, Tensor | None]:
+    """Input and memory of a layer as they are before the weights and biases of its norms."""
     weights = layer.weights
-    x = _standardised(weights.d_model, probes, generator)[:, : weights.semantics.num_positions]
+    if isinstance(given, Seen):
+        memory = None if given.memory is None else before_gain(given.memory.double(), weights.memory_norm)
+        return before_gain(given.x.double(), weights.norm), memory
+    generator = torch.Generator().manual_seed(given.seed)
+    x = _standardised(weights.d_model, given, generator)[:, : weights.semantics.num_positions]
     if weights.semantics.kind != "cross":
         return x, None
-    return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, probes, generator)
+    return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, given, generator)
 
 
 def _standardised(width: int, probes: Probes, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,8 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import torch
+
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.forms import are_finite
 from triptych.algebra.moments import Moments
@@ -208,11 +210,6 @@ def costs_of(read: AttentionLayer, done: RewrittenLayer, written: AttentionWeigh
     )
 
 
-def total_costs(costs: Sequence[Costs]) -> Costs:
-    """The sums over layers, each by itself."""
-    return Costs(*(total(of_one) for of_one in zip(*costs, strict=True)))
-
-
 def local_folder(checkpoint: Source | str) -> Path:
     """The folder of a checkpoint; one of the Hub is fetched into its cache first."""
     path = find_source(checkpoint).path
@@ -227,38 +224,29 @@ def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Fam
     folder = local_folder(files)
     source = open_checkpoint(folder, family)
     prepared = prepare(source, folder, recipe)
-    layers, all_costs, folded = [], [], set[Site]()
-    settings: dict[str, Any] = {}
+    layers, way = list[LayerRecord](), WayThrough(source, prepared)
     bytes_after, turned, padded, notes = 0, 0, False, dict.fromkeys(source.warnings)
-    form = format_of(source)
-    stay = fixed_sizes(form, prepared)
     for site in source.sites:
         read = source.read(site)
-        done = prepared.through(source, read)
-        done, written = written_layer(form, read, done, prepared.skip_refused, site.name in stay)
+        done, written, costs = way.layer(source, read)
         layers.append(LayerRecord(module=site.module, steps=done.records))
-        if done.took_up_norm:
-            folded.add(site)
-        costs = costs_of(read, done, written.shapes)
-        all_costs.append(costs)
-        settings |= written.settings
-        bytes_after += form.bytes_of(read, written)
+        bytes_after += way.form.bytes_of(read, written)
         turned += _cut_under_rotation(prepared.steps, read, done)
         padded |= costs.unpadded is not None
-    costs = total_costs(all_costs)
+    costs = way.costs()
     if turned:
         notes[_CHANNELS_STAY.format(share=f"{turned / costs.before.parameters:.0%}")] = None
     if turned or padded:
-        notes |= dict.fromkeys(form.note_on_padding())
+        notes |= dict.fromkeys(way.form.note_on_padding())
     return Plan(
         source=files.name,
         family=source.written_as,
         layers=tuple(layers),
-        norms=prepared.norms.records(folded.__contains__),
+        norms=way.norms(),
         before=costs.before,
         after=costs.after,
         unpadded=costs.unpadded,
-        settings=settings,
+        settings=way.settings,
         bytes_before=sum(source.bytes_of(site) for site in source.sites),
         bytes_after=bytes_after,
         notes=tuple(notes),
@@ -287,20 +275,50 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: Re
     return sum(link.num_parameters for link in links.values())
 
 
-def written_layer(
-    form: Format, read: AttentionLayer, done: RewrittenLayer, skip_refused: bool, same_sizes: bool
-) -> tuple[RewrittenLayer, WrittenLayer]:
-    """A layer as its format has it; as it was, and said so, if the format refuses and that is skipped."""
-    try:
-        return done, form.written(read, done.weights, done.kept, same_sizes=same_sizes)
-    except RewriteRefusedError as refused:
-        if not skip_refused:
-            raise
-        records = tuple(
-            record if record.refused else StepRecord(rewrite=record.rewrite, refused=refused.reason)
-            for record in done.records
-        )
-        return RewrittenLayer(read.weights, None, records), WrittenLayer({}, {}, shape_of(read.weights))
+@final
+class WayThrough:
+    """One way through a checkpoint: layers rewritten, as their format has them, and their sums."""
+
+    def __init__(self, source: AttentionSource, prepared: Prepared) -> None:
+        self.prepared, self.form = prepared, format_of(source)
+        self.settings: dict[str, Any] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._costs: list[Costs] = []
+        self._folded: set[Site] = set()
+        self._stay = fixed_sizes(self.form, prepared)
+
+    def layer(
+        self, source: AttentionSource, read: AttentionLayer
+    ) -> tuple[RewrittenLayer, WrittenLayer, Costs]:
+        """A layer; as it was, and said so, if the format refuses and that is skipped."""
+        done = self.prepared.through(source, read)
+        try:
+            same_sizes = read.site.name in self._stay
+            written = format_of(source).written(read, done.weights, done.kept, same_sizes=same_sizes)
+        except RewriteRefusedError as refused:
+            if not self.prepared.skip_refused:
+                raise
+            records = tuple(
+                record if record.refused else StepRecord(rewrite=record.rewrite, refused=refused.reason)
+                for record in done.records
+            )
+            done = RewrittenLayer(read.weights, None, records)
+            written = WrittenLayer({}, {}, shape_of(read.weights))
+        if done.took_up_norm:
+            self._folded.add(read.site)
+        costs = costs_of(read, done, written.shapes)
+        self._costs.append(costs)
+        self.settings |= written.settings
+        self.dtypes[read.site.name] = read.weights.dtype
+        return done, written, costs
+
+    def costs(self) -> Costs:
+        """The sums over layers, each by itself."""
+        return Costs(*(total(of_one) for of_one in zip(*self._costs, strict=True)))
+
+    def norms(self) -> tuple[NormRecord, ...]:
+        """What was done to norms that maps outside the attention read."""
+        return self.prepared.norms.records(self._folded.__contains__)
 
 
 def fixed_sizes(form: Format, prepared: Prepared) -> set[str]:

@@ -152,22 +152,21 @@ class RoundedAgain:
         self._changed, self._stored, self._generator = changed, stored, generator
 
     def __call__(self, weights: AttentionWeights) -> AttentionWeights:
-        links: dict[int, Link] = {}
+        side_of = {id(link): side for side in reversed(SIDES) for link in weights.chain(side)}
 
-        def moved(side: Side, link: Link) -> Link:
-            if id(link) not in links:  # what is shared stays so
-                bias = None if link.bias is None else self._moved(side, "bias", link.bias)
-                links[id(link)] = replace(link, weight=self._moved(side, "weight", link.weight), bias=bias)
-            return links[id(link)]
+        def moved(link: Link) -> Link:
+            side = side_of[id(link)]
+            bias = None if link.bias is None else self._moved(side, "bias", link.bias)
+            return replace(link, weight=self._moved(side, "weight", link.weight), bias=bias)
 
-        chains = {side: tuple(moved(side, link) for link in weights.chain(side)) for side in SIDES}
+        weights = weights.each_link(moved)
         o_bias = None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
         semantics = weights.semantics
         if semantics.gate is not None:
             gate = _gate_of(weights).items()
             moved_gate = {part: self._moved("gate", part, numbers.double()) for part, numbers in gate}
             semantics = replace(semantics, gate=replace(semantics.gate, **moved_gate))
-        return replace(weights, o_bias=o_bias, semantics=semantics, **chains)  # type: ignore[arg-type]
+        return replace(weights, o_bias=o_bias, semantics=semantics)
 
     def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:
         step = unit(numbers, torch.float64)

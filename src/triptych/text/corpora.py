@@ -43,15 +43,15 @@ class CorpusSpec(BaseModel):
         file: one .tsv, .jsonl (both also .gz and .zst) or .parquet file with both sides.
         hub: a dataset of the Hugging Face Hub by name, or a local dataset folder.
         split: which split of `hub`.
-        config_name: which configuration of `hub`, where it has several.
+        config_name: which configuration of `hub`, if it has several.
         source_field: where the source is in each record of `file` or `hub`: a column or field name (default
             "source"), a dotted path into nested records, or for .tsv a 1-based column number (default "1").
         target_field: where the target is (default "target", for .tsv "2").
         generated: number of pairs to generate.
         generated_part: which of the three disjoint parts of the generated pairs.
         generated_seed: seed of the generated pairs.
-        generated_task: what they are: German numbers, dates and sums with their English translations, or one
-            of six small tasks on words that each ask one thing of attention.
+        generated_task: the kind of pairs: German numbers, dates and sums with their English translations, or
+            one of six small tasks on words, each of which tests one ability of attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -33,10 +33,10 @@ class LanguageCorpusSpec(BaseModel):
         files: files of text, .jsonl (all also .gz and .zst) or .parquet; folders, whose .txt, .text, .md,
             .jsonl and .parquet files are read, those of folders in them too; or patterns ("books/*.txt").
         documents: what a document is in a file of text: the whole "file", each "line" that is not blank, or
-            what stands between "blank-lines". In other files it is a record.
+            the text between "blank-lines". In other files it is a record.
         hub: a dataset of the Hugging Face Hub by name, or a local dataset folder.
         split: which split of `hub`.
-        config_name: which configuration of `hub`, where it has several.
+        config_name: which configuration of `hub`, if it has several.
         text_field: where the text is in each record: a column or field name, or a dotted path.
     """
 

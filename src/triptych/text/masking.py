@@ -22,7 +22,7 @@ class MaskingSpec(BaseModel):
     """Which tokens a masked language model has to predict, and what it sees in their place.
 
     Attributes:
-        share: of the tokens, chosen as targets.
+        share: share of the tokens that are targets.
         masked: share of the targets that are replaced by the mask token.
         random: share of the targets that are replaced by a random token; the rest stay as they are.
         whole_words: choose whole words; all tokens of a word are targets, or none.

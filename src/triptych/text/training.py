@@ -42,7 +42,7 @@ class TokenizerSpec(BaseModel):
         vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
             characters the most frequent are kept.
         joint: one vocabulary for both sides, or one for each.
-        min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 where not given).
+        min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 by default).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -42,10 +42,15 @@ TOKENIZER = "tokenizer.json"
 _CHARACTERS_FOR_TOKENIZER = 100_000_000
 
 
-def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Prepared:
-    """A new run: train the tokenizer, and choose what the recipe leaves out."""
-    device = find_device(recipe.training.device).type
+def prepare_language(
+    recipe: LanguageRecipe, base: Path, display: Display, folder: Path | None = None
+) -> Prepared:
+    """Read what a run needs; a new one trains its tokenizer, and chooses what the recipe leaves out."""
     text = TextOfRun(recipe, base)
+    if folder is not None:
+        tokenizer: Tokenizer = read_tokenizer(folder / TOKENIZER)
+        return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display), base)
+    device = find_device(recipe.training.device).type
     given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
     display.say(f"text: {text.num_chars:,} characters")
     tokenizer = text.tokenizer(recipe.tokenizer, display)
@@ -54,12 +59,6 @@ def prepare_language(recipe: LanguageRecipe, base: Path, display: Display) -> Pr
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens on {device}: {chosen}")
     return _prepared(recipe, text, tokenizer, train, valid, base)
-
-
-def take_up_language(recipe: LanguageRecipe, folder: Path, base: Path, display: Display) -> Prepared:
-    """Prepare to go on with the run in a folder; other arguments are as in `prepare_language`."""
-    text, tokenizer = TextOfRun(recipe, base), read_tokenizer(folder / TOKENIZER)
-    return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display), base)
 
 
 class TextOfRun:

@@ -85,9 +85,15 @@ class Batches(Protocol[MadeT_co]):
 class Objective(ABC, Generic[ModelT, BatchT]):
     """What a run learns, from which text, and how it is validated."""
 
-    def __init__(self, model: ModelT, train: Batches[BatchT], valid: Batches[BatchT]) -> None:
+    def __init__(
+        self,
+        model: ModelT,
+        train: Batches[BatchT],
+        valid: Batches[BatchT],
+        bytes_per_token: float | None = None,
+    ) -> None:
         self.model: ModelT = model
-        self.train, self.valid = train, valid
+        self.train, self.valid, self.bytes_per_token = train, valid, bytes_per_token
 
     @property
     @abstractmethod
@@ -103,9 +109,10 @@ class Objective(ABC, Generic[ModelT, BatchT]):
     def blocks(self, model: ModelT) -> Iterator[nn.Module]:
         """The parts of a model that repeat, which are compiled each."""
 
-    @abstractmethod
     def training_loss(self, model: ModelT, batch: BatchT, step: int) -> Loss:
         """What update number `step` minimises, of the model or of its twin in bfloat16."""
+        del step
+        return self.loss(model, batch)
 
     @abstractmethod
     def loss(self, model: ModelT, batch: BatchT) -> Loss:
@@ -115,9 +122,10 @@ class Objective(ABC, Generic[ModelT, BatchT]):
     def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
         """The first items of a batch of the plan, at least one, with about so many tokens."""
 
-    @abstractmethod
     def lines(self, batch: BatchT) -> tuple[int, ...]:
         """The lines of the training text that a batch is made of; empty where it has none."""
+        del batch
+        return ()
 
     def padding_waste(self) -> float:
         """Share of padding in the training batches."""
@@ -126,7 +134,10 @@ class Objective(ABC, Generic[ModelT, BatchT]):
     def figures(self, loss: float, model: ModelT) -> dict[str, float]:
         """The figures of a validation with a loss in nats a token, "valid_loss" among them."""
         del model
-        return {"valid_loss": loss}
+        found = {"valid_loss": loss, "valid_perplexity": math.exp(min(loss, 50))}
+        if self.bytes_per_token is not None:
+            found["valid_bits_per_byte"] = loss / self.bytes_per_token / math.log(2)
+        return found
 
     def judge(self, figures: Mapping[str, float]) -> Score:
         """How good a validation is."""
@@ -163,9 +174,8 @@ class Translation(Objective[EncoderDecoder, Batch]):
         score: Scorer | None,
         bytes_per_token: float | None = None,
     ) -> None:
-        super().__init__(model, train, valid)
+        super().__init__(model, train, valid, bytes_per_token)
         self.config, self.validation, self.score = config, validation, score
-        self.bytes_per_token = bytes_per_token
 
     @property
     def d_model(self) -> int:
@@ -211,13 +221,11 @@ class Translation(Objective[EncoderDecoder, Batch]):
         return self.train.padding_waste(0)
 
     def figures(self, loss: float, model: EncoderDecoder) -> dict[str, float]:
-        figures = {"valid_loss": loss, "valid_perplexity": math.exp(min(loss, 50))}
-        if self.bytes_per_token is not None:
-            figures["valid_bits_per_byte"] = loss / self.bytes_per_token / math.log(2)
+        found = super().figures(loss, model)
         if self.score is None:
-            return figures
+            return found
         bleu = self.score(model)
-        return {**figures, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
+        return {**found, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
 
     def judge(self, figures: Mapping[str, float]) -> Score:
         return judge(figures, self.validation.metric)
@@ -252,8 +260,8 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
         bytes_per_token: float,
         sample: Callable[[LanguageModel], str] | None = None,
     ) -> None:
-        super().__init__(model, train, valid)
-        self.bytes_per_token, self._sample = bytes_per_token, sample
+        super().__init__(model, train, valid, bytes_per_token)
+        self._sample = sample
 
     @property
     def d_model(self) -> int:
@@ -265,10 +273,6 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
 
     def blocks(self, model: LanguageModel) -> Iterator[nn.Module]:
         yield from model.blocks
-
-    def training_loss(self, model: LanguageModel, batch: LanguageBatch, step: int) -> Loss:
-        del step
-        return self.loss(model, batch)
 
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> Loss:
         device = model.embeddings.table.weight.device
@@ -287,18 +291,6 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
     def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
         context = self.train.collate(indices).ids.shape[1]
         return indices[: max(tokens // context, 2)]
-
-    def lines(self, batch: LanguageBatch) -> tuple[int, ...]:
-        del batch
-        return ()
-
-    def figures(self, loss: float, model: LanguageModel) -> dict[str, float]:
-        del model
-        return {
-            "valid_loss": loss,
-            "valid_perplexity": math.exp(min(loss, 50)),
-            "valid_bits_per_byte": loss / self.bytes_per_token / math.log(2),
-        }
 
     def describe(self, figures: Mapping[str, float]) -> str:
         return f"{super().describe(figures)}  {figures['valid_bits_per_byte']:.4f} bits per byte"

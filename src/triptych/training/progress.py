@@ -33,13 +33,13 @@ class Moment:
 class Display(ABC):
     """Shows a run. Entered before the first step, left after the last."""
 
-    @abstractmethod
-    def __enter__(self) -> "Display": ...
+    def __enter__(self) -> "Display":
+        return self
 
-    @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        del kind, error, trace
 
     @abstractmethod
     def update(self, moment: Moment) -> None:
@@ -68,7 +68,7 @@ class BarDisplay(Display):
         )
         self._task = self._bar.add_task("train", total=None, figures="", visible=False)
 
-    def __enter__(self) -> "BarDisplay":
+    def __enter__(self) -> "Display":
         self._bar.start()
         return self
 
@@ -100,13 +100,9 @@ class LineDisplay(Display):
         self._first_step: int | None = None
         self._shown = 0.0
 
-    def __enter__(self) -> "LineDisplay":
+    def __enter__(self) -> "Display":
         self._started = self._shown = time.monotonic()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def update(self, moment: Moment) -> None:
         now = time.monotonic()
@@ -127,13 +123,6 @@ class LineDisplay(Display):
 class SilentDisplay(Display):
     """Nothing."""
 
-    def __enter__(self) -> "SilentDisplay":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
     def update(self, moment: Moment) -> None: ...
 
     def say(self, message: str) -> None: ...
@@ -148,7 +137,7 @@ class LoggedDisplay(Display):
         self._written = 0.0
         path.parent.mkdir(exist_ok=True)
 
-    def __enter__(self) -> "LoggedDisplay":
+    def __enter__(self) -> "Display":
         self._shown.__enter__()
         return self
 

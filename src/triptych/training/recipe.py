@@ -61,10 +61,10 @@ class _AnyRecipe(Section):
     """What every recipe has.
 
     Attributes:
-        name: of the run; its folder is `runs/NAME` unless another is given. Default: the name of the recipe's
-            file.
-        seed: of the weights, the dropout and the order of the text.
-        data_seed: of the order of the text and of what is masked; `seed` if None.
+        name: name of the run; its folder is `runs/NAME` unless another is given. Default: the name of the
+            recipe's file.
+        seed: seed of the weights, the dropout and the order of the text.
+        data_seed: seed of the order of the text and of what is masked; `seed` by default.
         initial_values: "in_order", drawn one after the other, or "by_name": from the seed and the name of
             each parameter, so that models that differ in one place start from equal values in all others.
         code: the SHA-256 of each file whose classes the recipe names (docs/how-to/own-attention.md).

@@ -31,12 +31,12 @@ from triptych.training.card import write_card
 from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, OneProcess, choose_parallel
 from triptych.training.continuing import prepare_continued, take_up_continued
 from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
-from triptych.training.language import prepare_language, take_up_language
+from triptych.training.language import prepare_language
 from triptych.training.objectives import Objective
 from triptych.training.processes import World, code_digests, launched
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
-from triptych.training.translation import prepare_translation, take_up_translation
+from triptych.training.translation import prepare_translation
 from triptych.user_code import use_code
 
 # Of a resumed run: where it ends, how processes share the work, and what they keep of it.
@@ -126,7 +126,7 @@ def _begin(recipe: AnyRecipe, folder: Path, shown: Display, *, force: bool) -> S
         def take_up() -> Prepared:
             if prepared:
                 return prepared[0]
-            return _taken_up(read_recipe(folder / RECIPE), folder, base, SilentDisplay())
+            return prepare(read_recipe(folder / RECIPE), base, SilentDisplay(), folder)
 
         own = world.on_all(take_up)
         shown = _logged(shown, folder, world)
@@ -169,7 +169,7 @@ def validate(folder: Path) -> dict[str, float]:
     """The figures of a run's model on its validation text, as training measures them."""
     recipe = read_recipe(folder / RECIPE)
     with _threads_and_seed(recipe):
-        objective = _taken_up(recipe, folder, Path.cwd(), SilentDisplay()).objective()
+        objective = prepare(recipe, Path.cwd(), SilentDisplay(), folder).objective()
         if not isinstance(recipe, ContinuedRecipe):
             # Not of the recipe's sizes, where it was rewritten.
             objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
@@ -191,7 +191,7 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
         base = world.on_all(
             lambda: Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
         )
-        prepared = world.on_all(lambda: _taken_up(recipe, folder, base, display))
+        prepared = world.on_all(lambda: prepare(recipe, base, display, folder))
         with _threads_and_seed(recipe):
             fresh = prepared if not has_state else replace(prepared, vectors={})
             trainer = _trainer(fresh, folder, base, world, display)
@@ -255,23 +255,15 @@ def _logged(display: Display, folder: Path, world: World) -> Display:
     return LoggedDisplay(folder / "logs" / f"rank-{world.rank}.log", shown)
 
 
-def prepare(recipe: AnyRecipe, base: Path, display: Display) -> Prepared:
-    """Read what a new run needs, and choose what its recipe leaves out; nothing is written."""
+def prepare(recipe: AnyRecipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+    """Read what a run needs, a new one or that of a folder; nothing is written."""
     match recipe:
         case Recipe():
-            return prepare_translation(recipe, base, display)
+            return prepare_translation(recipe, base, display, folder)
         case LanguageRecipe():
-            return prepare_language(recipe, base, display)
-        case ContinuedRecipe():
+            return prepare_language(recipe, base, display, folder)
+        case ContinuedRecipe() if folder is None:
             return prepare_continued(recipe, base, display)
-
-
-def _taken_up(recipe: AnyRecipe, folder: Path, base: Path, display: Display) -> Prepared:
-    match recipe:
-        case Recipe():
-            return take_up_translation(recipe, folder, base, display)
-        case LanguageRecipe():
-            return take_up_language(recipe, folder, base, display)
         case ContinuedRecipe():
             return take_up_continued(recipe, folder, base, display)
 

@@ -19,11 +19,11 @@ class DataConfig(Section):
 
     Attributes:
         train: what is learned from; the tokenizer sees only this.
-        valid: what the run is judged by while it trains; if it is left out, a part of `train`.
-        valid_share: share of the pairs of `train` that validate where `valid` is left out, 2,000 at most;
+        valid: what the run is validated on while it trains. The default is a part of `train`.
+        valid_share: share of the pairs of `train` that validate if `valid` is not given, 2,000 at most;
             pairs with the same source stay together.
-        max_sentence_tokens: training pairs with a longer side are left out, and counted.
-        max_line_chars: lines longer than this are left out before tokenizing, and counted.
+        max_sentence_tokens: training pairs with a longer side are skipped and counted.
+        max_line_chars: longer lines are skipped before tokenizing and counted.
         cache: folder for tokenized text, shared by runs; none if empty.
     """
 
@@ -40,40 +40,40 @@ class OptimisationConfig(Section):
 
     Attributes:
         max_steps: the run ends after this many updates.
-        max_epochs: or after this many passes over the text, whichever comes first.
+        max_epochs: the run also ends after this many passes over the text.
         accumulate_batches: batches whose gradients make one update.
         optimizer: "adam", "adamw" with decay, or "muon": Muon for the matrices of the blocks, AdamW for the
             rest.
-        weight_decay: of "adamw" and "muon": each update shrinks weights by this times the learning rate;
-            biases, norms and embeddings are spared.
+        weight_decay: for "adamw" and "muon". Each update shrinks weights by this times the learning rate,
+            except biases, norms and embeddings.
         muon_momentum: decay of Muon's mean of the gradients.
-        learning_rate: the highest, reached at the end of the warm-up; if None the paper's,
+        learning_rate: the peak, reached at the end of the warm-up. The default is the paper's,
             `d_model^-0.5 · warmup_steps^-0.5`.
-        min_learning_rate: where "linear", "cosine" and "wsd" end.
+        min_learning_rate: the learning rate at which "linear", "cosine" and "wsd" end.
         warmup_steps: updates of linear warm-up.
-        schedule: after the warm-up: "inverse_sqrt" as the paper; "linear" or "cosine" to the minimum at
-            max_steps; or "wsd", which stays at the highest and falls in a line at the end.
+        schedule: after the warm-up: "inverse_sqrt", as in the paper; "linear" or "cosine" to the minimum at
+            max_steps; or "wsd", which stays at the peak and falls linearly at the end.
         decay_share: share of max_steps in which "wsd" falls.
         adam_beta1: decay of Adam's mean of the gradients.
         adam_beta2: decay of Adam's mean of their squares.
         adam_epsilon: added to Adam's denominator.
-        clip_norm: gradients are clipped to this norm; 0 is off.
+        clip_norm: gradients are clipped to this norm; 0 turns it off.
         precision: "bf16" computes in bfloat16; the trained weights stay float32.
-        activation_checkpointing: keep of each block its input alone, and compute the rest again for the
-            gradients, which are the same: less memory for one more forward pass.
+        activation_checkpointing: keep only the input of each block and recompute the rest for the gradients.
+            It saves memory and costs one more forward pass; the gradients are the same.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
         average_last: number of last checkpoints (one per validation) to average at the end.
         early_stopping: number of validations without improvement after which training stops; 0 is off.
         save_every_steps: number of updates between saves of the state; every validation saves it, too.
         log_every_steps: number of updates between lines of `metrics.jsonl`.
-        threads: number of CPU threads; torch's default if None.
+        threads: number of CPU threads; by default as many as torch chooses.
         device: "auto" uses a GPU if there is one.
-        keep_states: how many of the last states several processes keep; one process keeps one.
+        keep_states: number of saved states that several processes keep; a single process keeps one.
         parallel: how several processes share the work: "ddp" copies the model to each, "fsdp" shards it over
-            all, "hybrid" shards within a machine and copies across, "none" is for one process. If it is left
-            out, "ddp" where the model with its optimizer fits a device, "fsdp" or "hybrid" where it does not.
-        shard_size: processes that share one copy of the model with parallel = "hybrid", which must divide
-            their number; those of a machine if None.
+            all, "hybrid" shards within a machine and copies across, "none" is for one process. The default is
+            "ddp" if the model with its optimizer fits a device, otherwise "fsdp" or "hybrid".
+        shard_size: number of processes that share one copy of the model with parallel = "hybrid"; it must
+            divide the number of processes. The default is the processes of a machine.
         timeout_minutes: how long a process waits for the others before the run ends with an error.
     """
 
@@ -145,11 +145,11 @@ class ValidationConfig(Section):
     """How the run is judged while it trains.
 
     Attributes:
-        every_steps: updates between validations; where it is left out, a tenth of the steps, 1,000 at most.
+        every_steps: updates between validations. The default is a tenth of the steps, at most 1,000.
         metric: what decides which model is best: "loss" (lower), or "bleu" (higher; before its 95 %
             bootstrap interval lies above 5 it is noise, and the loss decides).
         bleu: whether the validation text is also translated.
-        max_sentences: how many of its sentences are translated, from the start; all if None.
+        max_sentences: number of sentences of it that are translated, from the start; all by default.
         beam_size: 1 is greedy.
     """
 
@@ -171,10 +171,9 @@ class LanguageDataConfig(Section):
 
     Attributes:
         train: what is learned from; the tokenizer sees only this.
-        valid: what the run is judged by while it trains, whole; if it is left out, the end of `train`.
-        valid_share: share of the characters of `train` that validate where `valid` is left out.
-        within_documents: tokens attend to those of their own document alone; otherwise documents follow each
-            other as one text.
+        valid: what the run is validated on while it trains. The default is the end of `train`.
+        valid_share: share of the characters of `train` that validate if `valid` is not given.
+        within_documents: tokens attend only within their own document; otherwise the documents are one text.
         cache: folder for tokenized text, shared by runs; training maps it into memory.
     """
 
@@ -211,9 +210,9 @@ class LanguageValidationConfig(Section):
     """How the run is judged while it trains: by its loss on the whole validation text.
 
     Attributes:
-        every_steps: updates between validations; where it is left out, a tenth of the steps, 1,000 at most.
+        every_steps: updates between validations. The default is a tenth of the steps, at most 1,000.
         sample_tokens: length of the text that the model writes at each validation; 0 for none.
-        sample_prompt: how that text begins; if empty, as a document does.
+        sample_prompt: beginning of that text; if empty, it begins as a document does.
     """
 
     every_steps: int = Field(500, ge=1)

@@ -40,17 +40,6 @@ def link(*shape: int, bias: bool = False) -> Link:
 # Folding of chains.
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_folded_layer_computes_the_same_with_one_map_a_side(name: str, kind: str, biased: bool) -> None:
-    weights = make(name, kind, biased=biased)
-    with Untouched(weights):
-        folded = fold(weights, keep="folded").weights
-    assert_same_function(weights, folded)
-    assert all(len(chain) <= 1 for chain in (folded.q, folded.k, folded.v, folded.o))
-
-
 def test_stacked_maps_are_folded_and_the_record_has_both_numbers() -> None:
     weights = make("stacked", d_k=6, d_v=5)
     folded, record = fold(weights)

@@ -101,28 +101,6 @@ def test_a_fixed_gauge_changes_nothing(name: str, kind: str, biased: bool) -> No
     assert_layers_agree(weights, fixed)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_values_and_output_have_a_gauge_everywhere(name: str, kind: str, biased: bool) -> None:
-    weights = make(name, kind, biased=biased)
-    with Untouched(weights):
-        fixed = gauge_fix(weights, forms=("ov",)).weights
-    assert_forms_equal(weights, fixed)
-    assert_same_function(weights, fixed)
-    assert_layers_agree(weights, fixed)
-
-
-@pytest.mark.parametrize("name", WITH_QK_GAUGE)
-def test_queries_and_keys_alone(name: str) -> None:
-    weights = make(name)
-    fixed = gauge_fix(weights, forms=("qk",)).weights
-    assert_same_function(weights, fixed)
-    assert_layers_agree(weights, fixed)
-    assert torch.equal(fixed.W_V, weights.W_V)
-    assert fixed.o is not weights.o or name == "direct" or fixed.o[0] is weights.o[0]
-
-
 @pytest.mark.parametrize("name", WITH_QK_GAUGE)
 def test_both_maps_of_a_form_share_its_singular_values(name: str) -> None:
     fixed = gauge_fix(make(name)).weights

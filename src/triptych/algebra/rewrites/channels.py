@@ -4,7 +4,7 @@ Written once for both forms. Of a form A = L Rᵀ, the *common* factor is the on
 group have (W_K, W_V), the *own* factor each has for itself (W_Q, W_Oᵀ).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.rewrites.legality import separate, sharing_sides
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 Form = Literal["qk", "ov"]
 FORMS: tuple[Form, ...] = ("qk", "ov")
@@ -118,41 +118,6 @@ def times(
     return (*chain[:-1], end.then(factor))
 
 
-def each_link(
-    weights: AttentionWeights,
-    change: Callable[[Link], Link],
-    sides: Sequence[Side] = SIDES,
-    num_heads: int | None = None,
-) -> AttentionWeights:
-    """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
-    links: dict[int, Link] = {}
-    chains: dict[int, Chain] = {}
-
-    def of_link(link: Link) -> Link:
-        if id(link) not in links:
-            links[id(link)] = change(link)
-        return links[id(link)]
-
-    def of_side(side: Side) -> Chain:
-        chain = weights.chain(side)
-        if side not in sides:
-            return chain
-        if id(chain) not in chains:
-            new = tuple(of_link(link) for link in chain)
-            same = all(one is other for one, other in zip(new, chain, strict=True))
-            chains[id(chain)] = chain if same else new
-        return chains[id(chain)]
-
-    return replace(
-        weights,
-        num_heads=weights.num_heads if num_heads is None else num_heads,
-        q=of_side("q"),
-        k=of_side("k"),
-        v=of_side("v"),
-        o=of_side("o"),
-    )
-
-
 def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     """Fixed slices of the input as maps of their own: no layer holds other fixed ones."""
     if all(link.learned for side in ("q", "k", "v") for link in weights.chain(side)):
@@ -162,7 +127,7 @@ def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionW
     def learn(link: Link) -> Link:
         return link if link.learned else replace(link, weight=link.weight.clone(), learned=True)
 
-    return each_link(weights, learn, ("q", "k", "v"))
+    return weights.each_link(learn, ("q", "k", "v"))
 
 
 def newly_apart(before: AttentionWeights, after: AttentionWeights) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from triptych.algebra.rewrites.channels import NAMES, each_link, one_map
+from triptych.algebra.rewrites.channels import NAMES, one_map
 from triptych.algebra.rewrites.legality import (
     HEADS_ALIKE,
     HEADS_ALIKE_BUT_DISTANCES,
@@ -155,7 +155,7 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
         require_nothing_between("repeat_kv_heads", "q", weights.q[:-1])
         result = replace(result, q=(one_map(weights, "q", notes),))
     last = {id(weights.chain(side)[-1]) for side in sides}
-    result = each_link(result, lambda link: link.of_heads(heads) if id(link) in last else link)
+    result = result.each_link(lambda link: link.of_heads(heads) if id(link) in last else link)
     return rewritten(
         "repeat_kv_heads",
         "rounding-exact" if multiplied else "bit-exact",
@@ -182,7 +182,7 @@ def with_heads(
     semantics = replace(
         semantics, q_norm=of_norm(semantics.q_norm, "q"), k_norm=of_norm(semantics.k_norm, "k")
     )
-    return replace(each_link(weights, change, num_heads=len(kept)), semantics=semantics)
+    return replace(weights.each_link(change, num_heads=len(kept)), semantics=semantics)
 
 
 def taken(link: Link, copies: Tensor) -> Link:

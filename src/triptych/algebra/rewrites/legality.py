@@ -48,6 +48,12 @@ _TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
     "sinks": lambda weights: weights.semantics.sinks is not None,
     "gate": lambda weights: weights.semantics.gate is not None,
     "dropout": lambda weights: weights.semantics.dropout > 0,
+    "no_rotary": lambda weights: weights.semantics.rotary is None,
+    "of_patches": lambda weights: (
+        (rotary := weights.semantics.rotary) is not None and rotary.places is not None
+    ),
+    "post_norm": lambda weights: weights.norm_place == "post",
+    "sandwich": lambda weights: weights.norm_place == "sandwich",
     "no_output_bias": lambda weights: "o" not in weights.bias_slots,
 }
 # Queries, keys and values must stay the numbers that they are.
@@ -114,6 +120,34 @@ VALUE_BIAS_PASSES = Need(
         "the output map can hold a bias",
     ),
 )
+# Keys and values of all heads may be made from one latent.
+ONE_LATENT = Need(
+    {
+        "rotary": "under rotary positions keys would have to be turned between the latent and the query; "
+        "decoupled rotary makes it bounded, and is not part of this writing",
+        "disentangled": "distances meet queries and keys in the same channels",
+    },
+    ("no rotary positions",),
+)
+# Rotary pairs are what meets in the scores.
+ROTARY_PAIRS_MEET = Need(
+    {
+        "no_rotary": "the layer has no rotary pairs: its positions are {positions}, not rotary",
+        "qk_norm": "queries and keys are normalised (QK-norm) over the channels of all their rotary pairs",
+        "of_patches": "rotary pairs turn by rows and columns of patches, and what they carry is counted over "
+        "distances in a text",
+        "clip": _CLIPPED,
+    },
+    ("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
+)
+# The residual does not pass through the norm.
+PRE_NORM = Need(
+    {
+        "post_norm": "the norm is a post-norm: the residual carries its gain, too",
+        "sandwich": "norms stand on both sides of the layer (sandwich)",
+    },
+    ("pre-norm",),
+)
 _OWN_BIAS = "{positions} positions add a bias of each head's own, which would stay in its place"
 # Positions add nothing of each head's own, which would stay in its place.
 HEADS_ALIKE = Need(
@@ -129,8 +163,10 @@ def require_whole_number(name: str, what: str, value: object) -> None:
         raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
 
 
-def require_one_each(name: str, what: str, given: int | Sequence[int], heads: int, side: str) -> list[int]:
-    """A whole number for each key or value head, from one that serves all or a sequence."""
+def require_one_each(
+    name: str, what: str, given: int | Sequence[int], heads: int, side: str, most: int, why: str
+) -> list[int]:
+    """A number from 1 to `most` for each key or value head, from one that serves all or a sequence."""
     numbers = list(given) if isinstance(given, Sequence) else [given] * heads
     if len(numbers) != heads:
         plural = "s" if heads > 1 else ""
@@ -140,6 +176,8 @@ def require_one_each(name: str, what: str, given: int | Sequence[int], heads: in
         )
     for number in numbers:
         require_whole_number(name, what, number)
+        if not 1 <= number <= most:
+            raise RewriteRefusedError(name, f"{what} is {number}: {why} 1 to {most}")
     return numbers
 
 

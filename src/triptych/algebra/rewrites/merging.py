@@ -1,8 +1,7 @@
 """Fewer key-value heads: several query heads read one, where each reads its own now."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -82,7 +81,7 @@ def merge_kv_heads(
     Biases: those of queries go along, as one more row of the form; those of keys are left out, where
     the softmax is blind to them; those of values become one a group, or go into that of the output.
     """
-    return _merge("merge_kv_heads", weights, num_kv_heads, _KeysOfForms(), bounded, tolerance)
+    return _merge("merge_kv_heads", weights, num_kv_heads, _KEYS_OF_FORMS, bounded, tolerance)
 
 
 def merge_rotary_kv_heads(
@@ -95,83 +94,24 @@ def merge_rotary_kv_heads(
     """Let consecutive query heads read one key-value head, where queries and keys are turned by positions."""
     name = "merge_rotary_kv_heads"
     require_rotary(name, weights)
-    return _merge(name, weights, num_kv_heads, _KeysOfRotaryPairs(), bounded, tolerance)
+    return _merge(name, weights, num_kv_heads, _KEYS_OF_ROTARY_PAIRS, bounded, tolerance)
 
 
-class _Keys(ABC):
+@final
+@dataclass(frozen=True)
+class _Keys:
     """What a group's queries and keys have in common, and how far it moves."""
 
-    @abstractmethod
-    def require_mixable(self, name: str, plain: AttentionWeights) -> None:
-        """Refuse where different key heads cannot become one."""
-
-    @abstractmethod
-    def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
-        """The layer as its keys can be merged."""
-
-    @abstractmethod
-    def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
-        """The nearest writing with that many key heads."""
-
-    @abstractmethod
-    def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
-        """How far the QK form of every head moves."""
-
-    @abstractmethod
-    def size(self, weights: AttentionWeights) -> Move:
-        """The norm of the QK form of every head."""
-
-    @abstractmethod
-    def checked(self) -> str:
-        """What `require_mixable` looked at, in words."""
-
-
-@final
-class _KeysOfForms(_Keys):
-    """Channels that can be mixed."""
-
-    def require_mixable(self, name: str, plain: AttentionWeights) -> None:
-        _require_channels_free(name, plain, "qk")
-
-    def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
-        return _without_key_bias(name, plain, notes)
-
-    def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
-        return _merged_qk(plain, groups)
-
-    def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
-        return move(before, after, "qk")
-
-    def size(self, weights: AttentionWeights) -> Move:
-        return size(weights, "qk")
-
-    def checked(self) -> str:
-        return CHANNELS_FREE["qk"].checked[0]
-
-
-@final
-class _KeysOfRotaryPairs(_Keys):
-    """Channels that turn."""
-
-    def require_mixable(self, name: str, plain: AttentionWeights) -> None:
-        require_rotary(name, plain)
-
-    def ready(self, name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
-        return plain  # the key bias turns with its pair
-
-    def merged(self, plain: AttentionWeights, groups: int) -> AttentionWeights:
-        return merge_rotary_pairs(plain, groups)
-
-    def move(self, before: AttentionWeights, after: AttentionWeights) -> Move:
-        moved = rotary_move(before, after)
-        return Move(moved, torch.zeros_like(moved))
-
-    def size(self, weights: AttentionWeights) -> Move:
-        norms = rotary_size(weights)
-        return Move(norms, torch.zeros_like(norms))
-
-    def checked(self) -> str:
-        return "qk: no QK-norm: nothing stands between the maps and the rotation"
+    require_mixable: Callable[[str, AttentionWeights], object]  # where different key heads can become one
+    ready: Callable[
+        [str, AttentionWeights, list[str]], AttentionWeights
+    ]  # the layer as its keys can be merged
+    merged: Callable[
+        [AttentionWeights, int], AttentionWeights
+    ]  # the nearest writing with that many key heads
+    move: Callable[[AttentionWeights, AttentionWeights], Move]  # of the QK form of every head
+    size: Callable[[AttentionWeights], Move]
+    checked: str  # what `require_mixable` looked at, in words
 
 
 def _merge(
@@ -184,7 +124,9 @@ def _merge(
     for side in SIDES:
         require_nothing_between(name, side, weights.chain(side)[:-1])
     notes: list[str] = []
-    plain = _with_one_map_a_side(in_working_precision(weights), notes)
+    plain, heads = in_working_precision(weights), weights.num_heads
+    q, k, v, o = (one_map(plain, side, notes) for side in SIDES)
+    plain = replace(plain, q=(q.of_heads(heads),), k=(k,), v=(v,), o=(o.of_heads(heads),))
     several = bool(notes)
     mixed = [form for form in FORMS if not _can_drop(plain.chain(_common_side(form))[0], num_kv_heads)]
     for form in mixed:
@@ -222,7 +164,7 @@ def _merge(
         attempt.to(weights.dtype),
         checked=(
             f"{present} key-value heads can be shared out among {num_kv_heads}",
-            *(keys.checked() if form == "qk" else CHANNELS_FREE[form].checked[0] for form in mixed),
+            *(keys.checked if form == "qk" else CHANNELS_FREE[form].checked[0] for form in mixed),
             *([] if differing else ["the heads of a group are equal up to gauge"]),
         ),
         choice=differing,
@@ -252,13 +194,6 @@ def _require_shared_out(name: str, weights: AttentionWeights, num_kv_heads: int)
     if most < num_kv_heads:
         reason = f"there are {most} key-value heads, fewer than {num_kv_heads}"
         raise RewriteRefusedError(name, reason, "repeat_kv_heads gives every head its own")
-
-
-def _with_one_map_a_side(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    """Queries and outputs with a map a head, keys and values with one a group; nothing shared."""
-    q, k, v, o = (one_map(weights, side, notes) for side in SIDES)
-    heads = weights.num_heads
-    return replace(weights, q=(q.of_heads(heads),), k=(k,), v=(v,), o=(o.of_heads(heads),))
 
 
 def _common_side(form: Form) -> Literal["k", "v"]:
@@ -383,6 +318,28 @@ def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, 
     return said
 
 
+def _without_bias_row(form: Float[Tensor, " heads"]) -> Move:
+    return Move(form, torch.zeros_like(form))
+
+
 def _of_groups(norms: Float[Tensor, " heads"], groups: int) -> Float[Tensor, " groups"]:
     total: Tensor = torch.linalg.vector_norm(norms.view(groups, -1), dim=-1)
     return total
+
+
+_KEYS_OF_FORMS = _Keys(
+    require_mixable=lambda name, plain: _require_channels_free(name, plain, "qk"),
+    ready=_without_key_bias,
+    merged=_merged_qk,
+    move=lambda before, after: move(before, after, "qk"),
+    size=lambda weights: size(weights, "qk"),
+    checked=CHANNELS_FREE["qk"].checked[0],
+)
+_KEYS_OF_ROTARY_PAIRS = _Keys(
+    require_mixable=require_rotary,
+    ready=lambda name, plain, notes: plain,  # the key bias turns with its pair
+    merged=merge_rotary_pairs,
+    move=lambda before, after: _without_bias_row(rotary_move(before, after)),
+    size=lambda weights: _without_bias_row(rotary_size(weights)),
+    checked="qk: no QK-norm: nothing stands between the maps and the rotation",
+)

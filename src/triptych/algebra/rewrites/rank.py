@@ -27,6 +27,7 @@ from triptych.algebra.rewrites.channels import (
 from triptych.algebra.rewrites.legality import (
     CHANNELS_FREE,
     KEY_BIAS_BLIND,
+    ONE_LATENT,
     require_finite,
     require_nothing_between,
     require_one_each,
@@ -157,7 +158,7 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
-        checked=("no rotary positions",),
+        checked=ONE_LATENT.checked,
         choice=f"a latent of {rank}; keys and values side by side are {d_model} × {full}, of rank {needed}"
         if rank < full
         else f"a latent of {rank}: all keys and values side by side",
@@ -206,12 +207,8 @@ def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given
     one, groups = weights.chain("q" if form == "qk" else "v"), num_groups(weights, form)
     width = one[-1].d_out if one else weights.d_model
     side = "key" if form == "qk" else "value"
-    ranks = require_one_each(name, f"{form}_rank", given, groups, side)
-    for rank in ranks:
-        if not 1 <= rank <= width:
-            raise RewriteRefusedError(
-                name, f"{form}_rank is {rank}: a form of width {width} takes 1 to {width}"
-            )
+    why = f"a form of width {width} takes"
+    ranks = require_one_each(name, f"{form}_rank", given, groups, side, width, why)
     CHANNELS_FREE[form].require(name, weights, f"leave {form}_rank out", f"{form}: ")
     for side in SIDES_OF[form]:
         require_nothing_between(name, side, weights.chain(side)[:-1])
@@ -274,14 +271,7 @@ def _require_latent_rank(rank: int, d_model: int, full: int) -> None:
 
 
 def _require_latent(weights: AttentionWeights) -> None:
-    if weights.semantics.positions == "rotary":
-        raise RewriteRefusedError(
-            "to_latent",
-            "under rotary positions keys would have to be turned between the latent and the query; decoupled "
-            "rotary makes it bounded, and is not part of this writing",
-        )
-    if weights.semantics.positions == "disentangled":
-        raise RewriteRefusedError("to_latent", "distances meet queries and keys in the same channels")
+    ONE_LATENT.require("to_latent", weights)
     for side in ("k", "v"):
         if not weights.chain(side):
             raise RewriteRefusedError(

@@ -26,7 +26,7 @@ from triptych.algebra.rewrites.channels import times
 from triptych.algebra.rewrites.data import PRIOR, require_moments_of
 from triptych.algebra.rewrites.legality import KEY_BIAS_BLIND, require_one_each
 from triptych.algebra.rewrites.rank import Ranks
-from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten
+from triptych.algebra.rewrites.record import Cut, Rewritten
 from triptych.algebra.rewrites.rotary_pairs import mean_turn, require_rotary, rotary_scores_cut
 from triptych.algebra.weights import AttentionWeights, Chain
 
@@ -45,7 +45,9 @@ def truncate_rotary_maps(
     """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores."""
     name = "truncate_rotary_maps"
     rotation = require_rotary(name, weights).of_length(longest)
-    ranks = _require_ranks(name, weights, qk_rank)
+    width = weights.multiplied("q").d_out
+    why = f"maps into {width} channels take"
+    ranks = require_one_each(name, "qk_rank", qk_rank, weights.num_key_heads, "key", width, why)
     working = weights.to(torch.float64)
     scores = _Scores.of(name, working, rotation, moments, longest, PRIOR)
     maps = _fitted(scores, rotation, ranks)
@@ -254,17 +256,6 @@ def _strongest_pairs(
         turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))
-
-
-def _require_ranks(name: str, weights: AttentionWeights, given: Ranks) -> list[int]:
-    groups, width = weights.num_key_heads, weights.multiplied("q").d_out
-    ranks = require_one_each(name, "qk_rank", given, groups, "key")
-    for rank in ranks:
-        if not 1 <= rank <= width:
-            raise RewriteRefusedError(
-                name, f"qk_rank is {rank}: maps into {width} channels take 1 to {width}"
-            )
-    return ranks
 
 
 def _holds_bias(chain: Chain) -> bool:

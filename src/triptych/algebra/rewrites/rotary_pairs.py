@@ -20,7 +20,7 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import joint_basis, newly_apart, times
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.legality import (
-    UNCLIPPED,
+    ROTARY_PAIRS_MEET,
     require_nothing_between,
     require_one_each,
 )
@@ -41,10 +41,7 @@ def truncate_rotary_pairs(
     name = "truncate_rotary_pairs"
     rotation = require_rotary(name, weights).of_length(longest)
     count, groups = len(rotation.frequencies), weights.num_key_heads
-    kept = require_one_each(name, "pairs", pairs, groups, "key")
-    for number in kept:
-        if not 1 <= number <= count:
-            raise RewriteRefusedError(name, f"pairs is {number}: the rotation has {count}, so 1 to {count}")
+    kept = require_one_each(name, "pairs", pairs, groups, "key", count, f"the rotation has {count}, so")
     working = weights.to(torch.float64)
     scores = pair_scores(working, rotation, moments, longest)
     energies = _energies(scores, groups)
@@ -55,7 +52,7 @@ def truncate_rotary_pairs(
         channels[:, turned] = (~left_out).to(working.dtype)
     notes: list[str] = []
     only = torch.diag_embed(channels)
-    result = _with_qk(working, only, only, notes)
+    result = replace(working, q=times(working, "q", only, notes), k=times(working, "k", only, notes))
     of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
     lost, whole = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads), scores.sum(dim=(-2, -1))
     shares = Cut.shares(lost, whole)
@@ -88,7 +85,7 @@ def rotary_scores_cut(
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
-        checked=("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
+        checked=ROTARY_PAIRS_MEET.checked,
         choice=[cut],
         notes=(*notes, *newly_apart(weights, result)),
         bound=0.0 if exact else float(moved.max()),
@@ -140,24 +137,8 @@ def _energies(scores: Float[Tensor, "heads pairs pairs"], groups: int) -> Float[
 
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
     """The rotary embedding of a layer, if its pairs are what meets in its scores."""
-    rotation = weights.semantics.rotary
-    if rotation is None:
-        raise RewriteRefusedError(
-            name,
-            f"the layer has no rotary pairs: its positions are {weights.semantics.positions}, not rotary",
-        )
-    if weights.semantics.qk_norm:
-        raise RewriteRefusedError(
-            name,
-            "queries and keys are normalised (QK-norm) over the channels of all their rotary pairs",
-        )
-    if rotation.places is not None:
-        raise RewriteRefusedError(
-            name,
-            "rotary pairs turn by rows and columns of patches, and what they carry is counted over distances "
-            "in a text",
-        )
-    UNCLIPPED.require(name, weights)
+    ROTARY_PAIRS_MEET.require(name, weights)
+    rotation = _rotary(weights)
     width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
         raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
@@ -283,15 +264,6 @@ def _forms_with_biases(weights: AttentionWeights) -> RotaryPairForms:
 def _rotary(weights: AttentionWeights) -> RotaryEmbedding:
     assert weights.semantics.rotary is not None
     return weights.semantics.rotary
-
-
-def _with_qk(
-    weights: AttentionWeights,
-    to_q: Float[Tensor, "copies r r"],
-    to_k: Float[Tensor, "copies r r"],
-    notes: list[str],
-) -> AttentionWeights:
-    return replace(weights, q=times(weights, "q", to_q, notes), k=times(weights, "k", to_k, notes))
 
 
 def _channel_moments(weights: AttentionWeights, moments: Moments | None) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,15 @@
 """The step that lowers ranks, and how ranks are shared out."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Literal, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from triptych.algebra.budget import allocate
-from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import Form
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
 from triptych.algebra.rewrites.rank import truncate
@@ -88,7 +88,7 @@ class Truncate(LayerRewrite):
         for layer in layers:
             for form in self.forms:
                 try:
-                    found = self._spectrum(layer, form)
+                    found = (metric := self._metric(layer, form)).energies(layer.weights, **metric.given)
                     if self.energy is not None:
                         chosen += self._ranks_that_keep(self.energy, layer, form, found)
                 except RewriteRefusedError as refused:
@@ -98,7 +98,7 @@ class Truncate(LayerRewrite):
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
-                    costs.append(float(_numbers_a_channel(layer.weights, form) * self._step(layer, form)))
+                    costs.append(float(_numbers_a_channel(layer.weights, form) * metric.step))
         if self.budget is not None:
             of_kind = dict.fromkeys(self.forms, 0.0)
             for (_, form, _), energies in zip(places, spectra, strict=True):
@@ -123,7 +123,7 @@ class Truncate(LayerRewrite):
         while low != high:
             tried = low if first else [(one + other) // 2 for one, other in zip(low, high, strict=True)]
             first = False
-            lost = torch.tensor(self._cut(layer, form, tried).record.cuts[0].lost)
+            lost = torch.tensor(self._metric(layer, form).cut(layer.weights, tried).record.cuts[0].lost)
             enough = lost.view(len(tried), -1).amax(dim=1).le(1 - energy + _SHARE_ROUNDING).tolist()
             high = [rank if kept else most for rank, kept, most in zip(tried, enough, high, strict=True)]
             low = [
@@ -137,7 +137,7 @@ class Truncate(LayerRewrite):
         weights = layer.weights
         for form in self.forms:
             now = replace(layer, weights=weights)
-            results.append(self._cut(now, form, self._ranks(now, form)))
+            results.append(self._metric(now, form).cut(weights, self._ranks(now, form)))
             weights = results[-1].weights
         return results[0] if len(results) == 1 else _as_one("truncate", results)
 
@@ -151,21 +151,22 @@ class Truncate(LayerRewrite):
                 return
         raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
 
-    def _cut(self, layer: Layer, form: Form, ranks: list[int]) -> Rewritten:
-        moments = layer.moments if self.needs_text else None
-        weights = layer.weights
+    def _metric(self, layer: Layer, form: Form) -> "_Metric":
+        """Of the forms themselves, of what they do on the text, of rotary maps, or of rotary pairs."""
+        weights, moments = layer.weights, layer.moments if self.needs_text else None
         if form == "qk" and weights.semantics.rotary is not None:
-            longest = _longest(layer, moments)
+            # How far apart tokens come: in the text if there is one, else in what the model is made for.
+            given = {
+                "moments": moments,
+                "longest": layer.longest_text if moments is None else moments.longest,
+            }
             if self.rotary == "pairs":
-                return truncate_rotary_pairs(weights, pairs=ranks, moments=moments, longest=longest)
-            return truncate_rotary_maps(weights, qk_rank=ranks, moments=moments, longest=longest)
-        if moments is not None:
-            return (
-                truncate_on_data(weights, moments, qk_rank=ranks, centred=self._centred)
-                if form == "qk"
-                else truncate_on_data(weights, moments, ov_rank=ranks, centred=self._centred)
-            )
-        return truncate(weights, qk_rank=ranks) if form == "qk" else truncate(weights, ov_rank=ranks)
+                return _Metric(measure_pair_energies, truncate_rotary_pairs, "pairs", given, step=2)
+            return _Metric(measure_rotary_energies, truncate_rotary_maps, "qk_rank", given)
+        if moments is None:
+            return _Metric(partial(measure_energies, form=form), truncate, f"{form}_rank", {})
+        given = {"moments": moments, "centred": self._centred}
+        return _Metric(partial(measure_energies, form=form), truncate_on_data, f"{form}_rank", given)
 
     @property
     def _centred(self) -> bool | None:
@@ -178,21 +179,22 @@ class Truncate(LayerRewrite):
         if self.rank is None:
             return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * copies
         rank = min(self.rank, _width(layer.weights, form))
-        return [max(1, rank // self._step(layer, form))] * copies
+        return [max(1, rank // self._metric(layer, form).step)] * copies
 
-    def _step(self, layer: Layer, form: Form) -> int:
-        """Channels that go together."""
-        in_pairs = form == "qk" and layer.weights.semantics.rotary is not None and self.rotary == "pairs"
-        return 2 if in_pairs else 1
 
-    def _spectrum(self, layer: Layer, form: Form) -> Tensor:
-        """Energy of each direction (rotary pair) of each group, largest first, `[groups, directions]`."""
-        moments = layer.moments if self.needs_text else None
-        if form == "qk" and layer.weights.semantics.rotary is not None:
-            measure = measure_pair_energies if self.rotary == "pairs" else measure_rotary_energies
-            return measure(layer.weights, moments, _longest(layer, moments))
-        centred = self._centred if moments is not None else None
-        return measure_energies(layer.weights, form, moments, centred=centred)
+@final
+@dataclass(frozen=True)
+class _Metric:
+    """What counts of a form whose rank is lowered."""
+
+    energies: Callable[..., Tensor]  # of each direction (rotary pair) of each group, largest first
+    truncation: Callable[..., Rewritten]
+    rank: str  # the name that it gives to ranks
+    given: Mapping[str, Any]  # to both
+    step: int = 1  # channels that go together
+
+    def cut(self, weights: AttentionWeights, ranks: list[int]) -> Rewritten:
+        return self.truncation(weights, **{self.rank: ranks}, **self.given)
 
 
 def _as_one(name: str, results: Sequence[Rewritten]) -> Rewritten:
@@ -216,11 +218,6 @@ def _as_one(name: str, results: Sequence[Rewritten]) -> Rewritten:
 
 def _width(weights: AttentionWeights, form: Form) -> int:
     return weights.multiplied("q" if form == "qk" else "v").d_out
-
-
-def _longest(layer: Layer, moments: Moments | None) -> int:
-    """How far apart tokens come: in the text if there is one, else in what the model is made for."""
-    return layer.longest_text if moments is None else moments.longest
 
 
 def _groups(weights: AttentionWeights, form: Form) -> int:
