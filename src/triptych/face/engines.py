@@ -41,7 +41,6 @@ from triptych.decoding.generation import (
     GenerationOptions,
     NewToken,
     OtherEngine,
-    batches_of,
     check_prompts,
     collected,
     limit_of_prompt,
@@ -292,7 +291,7 @@ class CTranslate2Generator(OtherEngine):
             return [self._beam_search(ids, options) for ids in prompts]
         found: list[list[Generated]] = [[] for _ in prompts]
         # Of prompts of several lengths CTranslate2 takes the ends of the longer ones for tokens that it made.
-        for batch in batches_of(prompts, batch_rows, pads=False):
+        for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
             grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
             for i in batch:
                 found[i] = [collected(grown[i])]
