@@ -1,6 +1,6 @@
 """Continuations of texts, text in and text out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, final
 
@@ -129,9 +129,16 @@ class TextGenerator:
         return self.continue_tokens([self.encode(prompt, chat=chat) for prompt in prompts], options)
 
     def continue_tokens(
-        self, texts: Sequence[Sequence[int]], options: GenerationOptions
+        self,
+        texts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        tell: Callable[[int, str], None] = lambda row, text: None,
     ) -> list[list[Continuation]]:
-        """Continue texts that are token ids already; see `generate`."""
+        """Continue texts that are token ids already; see `generate`.
+
+        Without a beam, `tell` gets the text that each token makes certain, with the number of its text times
+        `num_samples` plus that of the sample.
+        """
         options = self._with_ends(options)
         streams = {
             i * options.num_samples + sample: TextStream(self.tokenizer, ids, options.stop_texts)
@@ -140,7 +147,7 @@ class TextGenerator:
         }
 
         def ends(row: int, token: int) -> bool:
-            streams[row].push(token)
+            tell(row, streams[row].push(token))
             return streams[row].is_over
 
         if self._other is not None:

@@ -303,7 +303,7 @@ def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True)
     """Colours of what a chart shows; `names` are all of the page."""
     domain = list(dict.fromkeys(shown))
     colours = [_SERIES[names.index(name) % len(_SERIES)] for name in domain]
-    key = {"title": None, "orient": "top", "columns": 4} if legend and len(domain) > 1 else None
+    key = {"title": None, "orient": "top", "columns": 2} if legend and len(domain) > 1 else None
     return _of("name:N", scale={"domain": domain, "range": colours}, legend=key)
 
 
