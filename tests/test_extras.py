@@ -15,6 +15,7 @@ from triptych.text import generate_pairs
 EXTRAS = (
     *("vl_convert", "altair", "num2words", "babel", "pyarrow", "datasets", "tensorboard", "sentencepiece"),
     *("transformers", "ctranslate2", "onnx", "onnxscript", "onnxruntime"),
+    *("starlette", "uvicorn", "python_multipart", "prometheus_client"),
 )
 WITHOUT = f"""
 import sys

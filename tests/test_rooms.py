@@ -110,6 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         *("text", "training"),
     },
+    "serving": {"attending", "decoding", "face"},  # models over HTTP
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "opening", "reports", "rewriting"),
@@ -130,10 +131,14 @@ OPTIONAL = {
     "pandas",
     "pyarrow",
     "scipy",
+    "prometheus_client",
     "sentencepiece",
+    "starlette",
     "tensorboard",
     "torch.utils.tensorboard",
     "transformers",
+    "triptych.serving.running",  # what it imports is optional
+    "uvicorn",
     "vl_convert",
 }
 

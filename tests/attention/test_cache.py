@@ -1,69 +1,9 @@
-"""The cache: a text fed in parts is the text fed whole."""
+"""What a cache holds; what layers compute with one is in `test_projections`."""
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tolerances import assert_same
-from triptych.attention import DecoderCache, Factored, LayerCache, MultiHeadAttention
-
-D_MODEL, BATCH = 16, 3
-
-
-def make_layer() -> MultiHeadAttention:
-    return MultiHeadAttention(D_MODEL, 4, Factored(d_k=3, d_v=5, k_bias=True)).double()
-
-
-@given(
-    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=8), path=st.sampled_from(["reference", "fast"])
-)
-def test_a_text_fed_in_chunks_gives_what_it_gives_whole(chunks: list[int], path: str) -> None:
-    layer = make_layer()
-    x = torch.randn(BATCH, sum(chunks), D_MODEL, dtype=torch.float64)
-    cache = LayerCache()
-    parts = [layer(part, causal=True, cache=cache, path=path).output for part in x.split(chunks, dim=1)]
-    assert cache.length == sum(chunks)
-    assert_same(torch.cat(parts, dim=1), layer(x, causal=True, path=path).output, kind="output")
-
-
-def test_a_text_fed_token_by_token_gives_what_it_gives_whole_weights_included() -> None:
-    layer = make_layer()
-    x = torch.randn(BATCH, 40, D_MODEL, dtype=torch.float64)
-    whole = layer(x, causal=True, need_weights=True)
-    cache = LayerCache()
-    for i in range(40):
-        step = layer(x[:, i : i + 1], causal=True, cache=cache, need_weights=True)
-        assert_same(step.output, whole.output[:, i : i + 1], kind="output")
-        assert_same(step.weights, whole.weights[:, :, i : i + 1, : i + 1], kind="output")
-
-
-def test_the_memory_is_read_once_and_then_from_the_cache() -> None:
-    layer = make_layer()
-    x = torch.randn(BATCH, 4, D_MODEL, dtype=torch.float64)
-    memory = torch.randn(BATCH, 6, D_MODEL, dtype=torch.float64)
-    mask = torch.ones(BATCH, 1, 1, 6, dtype=torch.bool)
-    mask[0, ..., 4:] = False
-    cache = LayerCache()
-    expected = layer(x, memory=memory, mask=mask).output
-    assert_same(layer(x, memory=memory, mask=mask, cache=cache).output, expected, kind="exact")
-    unread = torch.full_like(memory, torch.nan)
-    again = layer(x[:, 2:], memory=unread, mask=mask, cache=cache).output
-    assert_same(again, expected[:, 2:], kind="output")
-    assert cache.length == 6
-
-
-@pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 0], [2], [0, 0, 1, 2, 2]])
-def test_rows_are_reordered_repeated_and_left_out(rows: list[int]) -> None:
-    layer = make_layer()
-    kept = torch.tensor(rows)
-    x = torch.randn(BATCH, 9, D_MODEL, dtype=torch.float64)
-    cache = LayerCache()
-    layer(x[:, :3], causal=True, cache=cache)
-    layer(x[:, 3:5], causal=True, cache=cache)
-    cache.select(kept)
-    rest = layer(x[kept, 5:], causal=True, cache=cache).output
-    assert_same(rest, layer(x[kept], causal=True).output[:, 5:], kind="output")
+from triptych.attention import DecoderCache, LayerCache
 
 
 def test_what_was_appended_comes_back_in_order() -> None:

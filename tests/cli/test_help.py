@@ -83,6 +83,7 @@ VERBS = {
     "compare": ("compare_study",),
     "plan": ("plan",),
     "cost": ("cost", "measure_times"),
+    "serve": ("serve",),
 }
 METHODS = {
     "translate": "translator",

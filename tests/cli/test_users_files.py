@@ -65,6 +65,7 @@ WRITES: dict[str, list[list[str]]] = {
         for name in ("notes.txt", "reference.en")
     ],
     "generate": [],
+    "serve": [],
     "fill": [],
     "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],
     "inspect": [["{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "csv", "parquet")],

@@ -116,14 +116,6 @@ def test_a_vocabulary_of_any_size_is_searched_whole(vocab: int) -> None:
     assert_alike(*both(make_model(vocab=vocab), pad(SOURCES), options))
 
 
-def test_sentences_do_not_disturb_each_other() -> None:
-    model, options = make_model(), SearchOptions(beam_size=3, max_extra_tokens=8)
-    engine = Engine(model, never=(PAD, BOS))
-    together = search(engine, pad(SOURCES), options, RULES)
-    alone = [search(engine, pad([ids]), options, RULES)[0] for ids in SOURCES]
-    assert_alike(together, alone)
-
-
 @pytest.mark.parametrize("sizes", [{"d_k": 2, "d_v": 6}, {"d_k": 6, "d_v": 2}])
 def test_rotated_heads_may_be_narrower_than_values_or_wider(sizes: dict[str, int]) -> None:
     options = SearchOptions(beam_size=3, max_extra_tokens=9)

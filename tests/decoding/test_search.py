@@ -305,16 +305,6 @@ def test_the_log_probability_is_the_models_own(beam_size: int) -> None:
             assert hypothesis.score == pytest.approx(expected / ((5 + length) / 6) ** 0.6, abs=1e-4)
 
 
-@pytest.mark.parametrize("beam_size", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(3))
-def test_searching_with_a_cache_finds_what_searching_without_finds(seed: int, beam_size: int) -> None:
-    model = make_model(seed=seed)
-    options = {"beam_size": beam_size, "num_best": beam_size}
-    one, *others = (find(model, pad(SOURCES), way, **options) for way in WAYS)
-    for other in others:
-        assert_same(one, other)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("beam_size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))

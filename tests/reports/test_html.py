@@ -158,6 +158,13 @@ def test_values_that_are_not_finite_are_left_out_of_the_curves() -> None:
     assert {row["step"] for row in rows(loss)} == {0, 100}
 
 
+@pytest.mark.parametrize(("lowest", "scale"), [(0.5, "log"), (0.0, None)])
+def test_losses_are_on_a_logarithmic_axis_unless_one_is_0(lowest: float, scale: str | None) -> None:
+    metrics = (MetricPoint(0, train_loss=6.0), MetricPoint(1, train_loss=lowest))
+    (loss,) = Page(render_report(Report("r", metrics=metrics))).specs
+    assert loss["encoding"]["y"]["scale"].get("type") == scale
+
+
 @pytest.mark.parametrize(
     ("report", "num_charts"),
     [

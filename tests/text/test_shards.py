@@ -173,7 +173,10 @@ def test_shards_hold_every_document_with_its_end(tmp_path: Path) -> None:
     sequences = [[*ids, EOS_ID] for ids in BYTES.encode(texts)]
     everything = list(chain.from_iterable(sequences))
     assert shards.tokens(0, shards.num_tokens).tolist() == everything
-    assert shards.document_starts.tolist() == [0, *np.cumsum([len(some) for some in sequences])[:-1]]
+    assert shards.starts_within(0, shards.num_tokens).tolist() == [
+        0,
+        *np.cumsum([len(some) for some in sequences])[:-1],
+    ]
     assert shards.num_bytes == sum(len(text.encode()) for text in texts)
     assert shards.tokens(3, 5).tolist() == everything[3:5]
     with pytest.raises(ValueError, match="not within"):
@@ -265,7 +268,7 @@ def test_packing_loses_and_repeats_no_token(
 ) -> None:
     shards = shards_of(texts, tmp_path_factory.mktemp("shards"))
     tokens = shards.tokens(0, shards.num_tokens).tolist()
-    firsts = set(shards.document_starts.tolist()) if within else {0}
+    firsts = set(shards.starts_within(0, shards.num_tokens).tolist()) if within else {0}
     batches = PackedBatches(
         shards,
         context=context,
@@ -294,7 +297,9 @@ def test_within_documents_a_token_meets_its_own_document_alone(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], context: int, epoch: int
 ) -> None:
     shards = shards_of(texts, tmp_path_factory.mktemp("shards"))
-    document = np.searchsorted(shards.document_starts, np.arange(shards.num_tokens), side="right")
+    document = np.searchsorted(
+        shards.starts_within(0, shards.num_tokens), np.arange(shards.num_tokens), side="right"
+    )
     batches = PackedBatches(shards, context=context, batch_size=2, seed=0, within_documents=True)
     for places in batches.plan(epoch):
         batch = batches.collate(places)

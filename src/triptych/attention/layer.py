@@ -28,7 +28,7 @@ from triptych.attention.projections import parameterisation_of
 from triptych.attention.projections.abstract import Parameterisation
 from triptych.attention.projections.table import AsWritten, Factored, Grouped, ScaledOutside, ScalePlace
 from triptych.attention.queries_keys import QueriesAndKeys
-from triptych.attention.written_out import causal_mask, weights_of
+from triptych.attention.written_out import by_position, causal_mask, prepared, tempered, weights_of
 
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
 ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
@@ -229,11 +229,8 @@ class MultiHeadAttention(nn.Module):
         self._look_at_semantics()
 
     def _look_at_semantics(self) -> None:
-        """Find what every call asks: whether there are products alone, and what turns stored keys."""
+        """Find what turns stored keys."""
         semantics, projections = self._semantics, self.projections
-        self._plain = not semantics.beyond(
-            ("scale", "kind", "soft_cap", "sinks", "dropout", "gate", "scores")
-        )
         changed = semantics.k_norm is not None or semantics.clip is not None
         late = semantics.rotary is None or (changed and not projections.caches_keys)
         self._turned_when_stored: RotaryEmbedding | None = (
@@ -354,12 +351,12 @@ class MultiHeadAttention(nn.Module):
             mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
         products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)
         scaled = products if semantics.scores is not None else products * semantics.scale
-        bias = semantics.bias
-        biased = scaled if bias is None else scaled + bias(q, k, queries, keys).to(scaled.dtype)
+        near, bias = by_position(semantics, q, k, queries, keys)
+        biased = scaled if bias is None else scaled + bias.to(scaled.dtype)
         cap = semantics.soft_cap
         scores = tap("scores", biased if cap is None else cap * torch.tanh(biased / cap), first)
         seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        for part in (semantics.visible(queries, keys), mask, order):
+        for part in (near, mask, order):
             seen = seen if part is None else seen & part
         weights = tap("weights", weights_of(scores, seen, semantics.sinks, False), first)
         mixed = F.dropout(weights, self.dropout, self.training) @ v
@@ -468,8 +465,6 @@ class MultiHeadAttention(nn.Module):
             keys_from = x if memory is None else memory
             added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
             q = self.projections.queries(x)
-        if self._plain:
-            return q, _FROM_THE_START, added if cache is None else cache.append(added)
         places = _FROM_THE_START if memory is not None else Places.of(cache, positions)
         added = self._stored(semantics, added, places)
         if cache is None:
@@ -489,9 +484,7 @@ class MultiHeadAttention(nn.Module):
         """What is kept of tokens, from what the maps make of them: keys as they are compared."""
         k, *values = added
         if self.projections.caches_keys:
-            k = k if semantics.k_norm is None else semantics.k_norm(k)
-            if semantics.clip is not None:
-                k, *values = (t.clamp(-semantics.clip, semantics.clip) for t in (k, *values))
+            k, values = prepared(k, semantics, semantics.k_norm), [prepared(v, semantics) for v in values]
         if self._turned_when_stored is not None and places is not None:
             k = places.turned(k, self._turned_when_stored)
         if self._keeps_keys and self._turned_late is not None and places is not None:
@@ -522,13 +515,7 @@ class MultiHeadAttention(nn.Module):
             route = "expanded"  # keys and values are no product of a map and what is cached
         if semantics.soft_cap is not None or semantics.sinks is not None or semantics.scores is not None:
             route = "expanded"  # the key bias, which the absorbed route leaves out, counts
-        if self._plain:
-            if route == "absorbed":
-                q, k, v = self.projections.absorbed(q, remembered)
-            else:
-                k, v = self.projections.keys_values(remembered)
-            return Inputs(q, k, v, mask, None, causal, semantics, dropout), route
-        bias, positional = semantics.bias, semantics.bias is not None or semantics.is_local
+        bias = semantics.bias
         if self._turned_late is not None or (bias is not None and bias.reads_content):
             route = "expanded"  # what is compared is keys, and not what is cached
         q = self._compared_queries(semantics, q, places)
@@ -537,22 +524,14 @@ class MultiHeadAttention(nn.Module):
         else:
             k, v = self._compared_keys(semantics, places, remembered)
         added = None
-        if positional:
-            queries, keys = _positions_of(places, q, k)
-            if bias is not None:
-                added = bias(q, k, queries, keys)
-            near = semantics.visible(queries, keys)
+        if bias is not None or semantics.is_local:
+            near, added = by_position(semantics, q, k, *_positions_of(places, q, k))
             mask = near if mask is None else mask if near is None else mask & near
         return Inputs(q, k, v, mask, added, causal, semantics, dropout), route
 
     def _compared_queries(self, semantics: Semantics, q: Tensor, places: Places) -> Tensor:
         """Queries of the maps as they meet the keys."""
-        q = q if semantics.q_norm is None else semantics.q_norm(q)
-        if semantics.clip is not None:
-            q = q.clamp(-semantics.clip, semantics.clip)
-        if semantics.rotary is not None:
-            q = places.turned(q, semantics.rotary)
-        return q if semantics.temperature is None else semantics.temperature(q, places.of_tokens(q))
+        return tempered(prepared(q, semantics, semantics.q_norm, semantics.rotary, places), semantics, places)
 
     def _compared_keys(
         self, semantics: Semantics, places: Places, remembered: tuple[Tensor, ...]
@@ -569,9 +548,7 @@ class MultiHeadAttention(nn.Module):
         """Keys before they turn late, and values, of what is kept."""
         k, v = self.projections.keys_values(remembered)
         if not self.projections.caches_keys:
-            k = k if semantics.k_norm is None else semantics.k_norm(k)
-            if semantics.clip is not None:
-                k, v = k.clamp(-semantics.clip, semantics.clip), v.clamp(-semantics.clip, semantics.clip)
+            k, v = prepared(k, semantics, semantics.k_norm), prepared(v, semantics)
         return k, v
 
 

@@ -8,6 +8,7 @@ without a single True attends to nothing: its output is zero, on every path.
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Int
@@ -15,8 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych import thresholds
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import Semantics
 from triptych.attention.planning import Inputs
+from triptych.attention.positions import Places
 
 
 def padding_mask(ids: Int[Tensor, "batch key_len"], pad_id: int) -> Bool[Tensor, "batch 1 1 key_len"]:
@@ -45,6 +48,33 @@ def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
     scores = scores_of(given.q, given.k, given.bias, given.semantics)
     weights = weights_of(scores, given.mask, given.semantics.sinks, given.causal)
     return _product(F.dropout(weights, given.dropout), given.v), weights
+
+
+def prepared(
+    x: Tensor,
+    semantics: Semantics,
+    norm: Callable[[Tensor], Tensor] | None = None,
+    rotary: RotaryEmbedding | None = None,
+    places: Places | None = None,
+) -> Tensor:
+    """Queries, keys or values of the maps as they meet each other: normalised, clipped and turned."""
+    x = x if norm is None else norm(x)
+    if semantics.clip is not None:
+        x = x.clamp(-semantics.clip, semantics.clip)
+    return x if rotary is None or places is None else places.turned(x, rotary)
+
+
+def tempered(q: Tensor, semantics: Semantics, places: Places) -> Tensor:
+    """Queries after the temperature of their positions."""
+    return q if semantics.temperature is None else semantics.temperature(q, places.of_tokens(q))
+
+
+def by_position(
+    semantics: Semantics, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """What queries at some positions may see of keys at others, and what is added to their scores."""
+    bias = semantics.bias
+    return semantics.visible(queries, keys), None if bias is None else bias(q, k, queries, keys)
 
 
 def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, semantics: Semantics) -> Tensor:

@@ -111,7 +111,10 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     groups = place.chosen(spec.groups) or spec.heads
     after = Settings({**settings.record, **found}, settings.where)
     if after.value(groups, place.layer) != wanted.groups:
-        field = _own_field(groups, spec.heads, settings, place.layer)
+        # A field that gives no number of heads at once; one that gives the value now first.
+        fields = [a for a in _alternatives(groups) if _is_plain(a) and a not in _alternatives(spec.heads)]
+        read = _field_read(groups, settings, place.layer)
+        field = read if read in fields else next(iter(fields), None)
         if field is None:
             return None
         found[field] = wanted.groups
@@ -130,13 +133,6 @@ def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
     """The field that gives the value now; None if something else does."""
     read = next((a for a in _alternatives(expression) if settings.value(a, layer) is not None), "")
     return read if _is_plain(read) else None
-
-
-def _own_field(expression: str, of_heads: str, settings: Settings, layer: int) -> str | None:
-    """A field that would give the value, and not the number of heads at once; one that gives it now first."""
-    own = [a for a in _alternatives(expression) if _is_plain(a) and a not in _alternatives(of_heads)]
-    read = _field_read(expression, settings, layer)
-    return read if read in own else next(iter(own), None)
 
 
 def _follows(old: MapSizes, new: MapSizes, here: MapSizes, wanted: MapSizes) -> bool:
@@ -304,16 +300,14 @@ class Fitting:
 
     def _require_heads_without_numbers(self) -> None:
         """Heads may be put in another order only if nothing that stays behind is one head's own."""
-        positions = self.semantics.positions
-        if positions in ("alibi", "relative") or self._distances_have_maps():
+        positions, bias = self.semantics.positions, self.semantics.bias
+        have_maps = isinstance(bias, DisentangledBias) and not bias.through_maps
+        if positions in ("alibi", "relative") or have_maps:
             refuse(
                 f"the heads are in another order, and {positions} positions, which are each head's own, stay "
                 "in theirs",
                 "leave permute_heads out",
             )
-
-    def _distances_have_maps(self) -> bool:
-        return isinstance(self.semantics.bias, DisentangledBias) and not self.semantics.bias.through_maps
 
     def _require_channels_of_old(self, whole: AttentionWeights) -> None:
         """Where the format reads channels one by one, they must be what they were."""
@@ -323,7 +317,9 @@ class Fitting:
             sides, why = _INPUTS[:2], "distances meet queries and keys in their channels"
         else:
             return
-        expected, heads = self._expected(), self.kept
+        expected, heads = self.before.to(torch.float64), self.kept
+        if self.before.norm is not None and self.after.norm is None:
+            expected = fold_norm(expected).weights
         for side in sides:
             wanted, found = expected.per_head(side)[heads], whole.per_head(side)
             if not _is_near(found, wanted) or not _is_near(
@@ -333,12 +329,6 @@ class Fitting:
                 refuse(
                     f"the map of {side} has other channels now, and {why}", "leave the channels as they are"
                 )
-
-    def _expected(self) -> AttentionWeights:
-        """What was read, in float64, with its norm folded if the rewritten weights have it so."""
-        exact = self.before.to(torch.float64)
-        folded = self.before.norm is not None and self.after.norm is None
-        return fold_norm(exact).weights if folded else exact
 
 
 def refuse(reason: str, advice: str = "") -> NoReturn:

@@ -217,12 +217,12 @@ class FeedForwardMap:
         stacked: tuple[TensorMap, ...] = (StackRows(),) if "{expert}" in module else ()
         weights, biases = zip(*self._names(spec, module, experts), strict=True)
         stored = shape[::-1] if spec.transposed else shape
-        self._add(self._parts(ours, parts, "weight"), weights, (*count, *stored), (*turned, *stacked, *steps))
+        named = tuple(f"{ours}.{part}" for part in parts)
+        of_weights = tuple(f"{name}.weight" for name in named)
+        self._add(of_weights, weights, (*count, *stored), (*turned, *stacked, *steps))
         if has_bias:
-            self._add(self._parts(ours, parts, "bias"), biases, (*count, shape[0]), (*stacked, *steps))
-
-    def _parts(self, ours: str, parts: tuple[str, ...], kind: str) -> tuple[str, ...]:
-        return tuple(f"{ours}.{part}.{kind}" for part in parts)
+            of_biases = tuple(f"{name}.bias" for name in named)
+            self._add(of_biases, biases, (*count, shape[0]), (*stacked, *steps))
 
     def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
         """Names of weight and bias, of every expert where each has its own."""

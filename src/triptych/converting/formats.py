@@ -231,18 +231,9 @@ def _blocks(blocks: Any) -> list[Block]:
     return [block for block in blocks if isinstance(block, Block)]
 
 
-def _is_plain(model: LanguageModel) -> bool:
-    names = {block.self_attention.parameterisation.name for block in _blocks(model.blocks)}
-    return names <= {"factored", "grouped"}
-
-
 def _context(model: LanguageModel) -> int:
     assert model.config is not None, "the model is a recipe's"
     return model.config.context
-
-
-def _plain_layers(model: LanguageModel, refused: Callable[[str], UsageError]) -> list[AttentionWeights]:
-    return [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model.blocks))]
 
 
 def _exported(
@@ -251,7 +242,7 @@ def _exported(
     settings: Mapping[str, Any],
     names: Mapping[str, Any],
     given: Mapping[str, Tensor],
-    plain: bool,
+    as_trained: bool = True,
 ) -> Exported:
     d_model = model.architecture.d_model
     assert model.head is not None
@@ -260,6 +251,8 @@ def _exported(
         names = {**names, "lm_head.weight": (model.vocab_size, _D)}
     dtype = str(model.embeddings.table.weight.dtype).removeprefix("torch.")
     settings = {**settings, "tie_word_embeddings": tied, "vocab_size": model.vocab_size, "dtype": dtype}
+    made_of = {block.self_attention.parameterisation.name for block in _blocks(model.blocks)}
+    plain = as_trained and made_of <= {"factored", "grouped"}
     done = () if plain else ("the maps of every head multiplied out",)
     return Exported(settings, new_tensors(model, layers, settings, _shapes(names, d_model), given), done)
 
@@ -269,7 +262,8 @@ def _as_gpt2(model: LanguageModel) -> Exported:
     norm, feed_forward = _require(model, refused, "layer", gated=False)
     if any(block.self_attention.semantics.rotary is not None for block in _blocks(model.blocks)):
         raise refused("rotary positions")
-    layers, d_model, d_ff = _plain_layers(model, refused), model.architecture.d_model, feed_forward.d_ff
+    layers = [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model.blocks))]
+    d_model, d_ff = model.architecture.d_model, feed_forward.d_ff
     found = head_sizes(layers, refused)
     width = d_model // found.num_heads
     if d_model % found.num_heads or width < found.width:
@@ -306,7 +300,7 @@ def _as_gpt2(model: LanguageModel) -> Exported:
         names |= _maps(f"transformer.h.{number}", layer, bias_from=-1)
     given = {"embeddings.positions.weight": positions}
     padded_layers = [padded(weights, sizes) for weights in layers]
-    return _exported(model, padded_layers, settings, names, given, _is_plain(model) and sizes == found)
+    return _exported(model, padded_layers, settings, names, given, sizes == found)
 
 
 @torch.no_grad()
@@ -323,7 +317,8 @@ def _positions(model: LanguageModel) -> Tensor:
 def _as_llama(model: LanguageModel) -> Exported:
     refused = _refusing("Llama's")
     norm, feed_forward = _require(model, refused, "rms", gated=True)
-    layers, d_model, d_ff = _plain_layers(model, refused), model.architecture.d_model, feed_forward.d_ff
+    layers = [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model.blocks))]
+    d_model, d_ff = model.architecture.d_model, feed_forward.d_ff
     sizes, rotary = head_sizes(layers, refused), layers[0].semantics.rotary
     if rotary is None or rotary.pairing != "halves" or model.architecture.embeddings.positions != "none":
         raise refused("positions other than rotary ones of two halves")
@@ -365,4 +360,4 @@ def _as_llama(model: LanguageModel) -> Exported:
         names |= _maps(f"{at}.self_attn", attention, 0 if biases else None)
         names |= _maps(f"{at}.mlp", mlp, 0 if feed_forward.bias else None)
     padded_layers = [padded(weights, sizes) for weights in layers]
-    return _exported(model, padded_layers, settings, names, {}, _is_plain(model))
+    return _exported(model, padded_layers, settings, names, {})

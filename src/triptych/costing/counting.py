@@ -7,7 +7,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from triptych.algebra.cost import PassCost, cached_numbers, pass_cost
+from triptych.algebra.cost import cached_numbers, pass_cost
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 from triptych.attention import (
     PARAMETERISATIONS,
@@ -240,7 +240,9 @@ def _row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) ->
     decode = pass_cost(weights, 1, cached=spec.context - 1)
     per_number, batch = spec.bytes_per_number, spec.batch
     cached = cached_numbers(weights)
-    prefill_bytes, decode_bytes = (_moved_bytes(spec, done) for done in (prefill, decode))
+    prefill_bytes, decode_bytes = (
+        (done.weight_numbers + batch * done.moved_numbers) * per_number for done in (prefill, decode)
+    )
     sizes = _sizes(spec, chosen, weights)
     return CostRow(
         name=chosen.name,
@@ -262,10 +264,6 @@ def _row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) ->
         decode_intensity=decode.flops * batch / decode_bytes,
         formulas=_formulas(chosen, weights, sizes),
     )
-
-
-def _moved_bytes(spec: CostSpec, done: PassCost) -> int:
-    return (done.weight_numbers + spec.batch * done.moved_numbers) * spec.bytes_per_number
 
 
 def _options(name: str) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from triptych.costing.counting import CostReport, CostRow, CostSpec
-from triptych.costing.timing import TimedRow, Timing, TimingReport
+from triptych.costing.timing import Timing, TimingReport
 from triptych.reports import Bar, BarChart, Report, Table
 
 LEGEND = (
@@ -158,7 +158,8 @@ def timing_table(timed: TimingReport) -> Table:
         title="Time on this machine",
         columns=("", *(f"{name}\n{kind}" for name in _PASSES for kind in ("median", "±", "÷ pred."))),
         rows=tuple(
-            (row.name, *(cell for timing in _timings(row) for cell in _cells(timing))) for row in timed.rows
+            (row.name, *(cell for one in (row.forward, row.training, row.decode) for cell in _cells(one)))
+            for row in timed.rows
         ),
         caption=" ".join((machine(timed), *TIMING_LEGEND)),
         numeric=tuple(range(1, 1 + 3 * len(_PASSES))),
@@ -177,10 +178,6 @@ def machine(timed: TimingReport) -> str:
         f"{found.device}, {threads}, {found.dtype}, torch {found.torch}: a large product "
         f"{product[:-1]} {product[-1]}FLOP/s, a large copy {size(found.bytes_per_second)}/s."
     )
-
-
-def _timings(row: TimedRow) -> tuple[Timing, ...]:
-    return row.forward, row.training, row.decode
 
 
 def _cells(timing: Timing) -> tuple[str, str, str]:

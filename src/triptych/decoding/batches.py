@@ -67,15 +67,19 @@ def _padded(sentences: Sequence[Sequence[int]], eos_id: int, pad_id: int) -> Ten
 
 
 def batches_of_like_length(
-    sentences: Sequence[Sequence[int]], batch_tokens: int, batch_sentences: int | None = None
+    sentences: Sequence[Sequence[int]],
+    batch_tokens: int | None = None,
+    batch_sentences: int | None = None,
+    *,
+    pads: bool = True,
 ) -> Iterator[list[int]]:
-    """Places of sentences of like length, the longest first."""
-    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]), reverse=True)
+    """Places of sentences of like length, or without `pads` of one length, the longest first."""
     batch: list[int] = []
-    for i in order:
-        longest = len(sentences[batch[0]] if batch else sentences[i]) + 1
-        full = longest * (len(batch) + 1) > batch_tokens or len(batch) == batch_sentences
-        if batch and full:
+    for i in sorted(range(len(sentences)), key=lambda i: -len(sentences[i])):
+        longest = len(sentences[batch[0]] if batch else sentences[i])
+        full = batch_tokens is not None and (longest + 1) * (len(batch) + 1) > batch_tokens
+        other = not pads and longest != len(sentences[i])
+        if batch and (full or other or len(batch) == batch_sentences):
             yield batch
             batch = []
         batch.append(i)

@@ -8,6 +8,7 @@ layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied o
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.algebra.cost import cached_numbers
-from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
+from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
@@ -29,7 +30,14 @@ from triptych.attention import (
     Places,
     PositionIds,
 )
-from triptych.attention.written_out import finished_scores, piece_of, weights_of
+from triptych.attention.written_out import (
+    by_position,
+    finished_scores,
+    piece_of,
+    prepared,
+    tempered,
+    weights_of,
+)
 from triptych.decoding.maps import MappedFiles, Maps, constant
 from triptych.models.blocks import OffsetNorm
 from triptych.models.experts import Experts
@@ -66,7 +74,8 @@ class FusedAttention(nn.Module):
         kept = [self.groups] if self.same else [self.groups, self.groups]
         self._parts = [self.num_heads, *kept]
         self.semantics = semantics = _for_steps(weights)
-        self.rotary, self.bias = semantics.rotary, semantics.bias
+        self.rotary = semantics.rotary
+        self._q_norm, self._k_norm = self._padded(semantics.q_norm), self._padded(semantics.k_norm)
         self.positional = semantics.bias is not None or semantics.is_local
         self.capped = semantics.soft_cap is not None or semantics.sinks is not None
         # What queries meet before their product with keys: the scale must wait for it.
@@ -79,8 +88,12 @@ class FusedAttention(nn.Module):
         keys, values = (_stacked_rows(link.of_heads(self.groups), self.width) for link in (k, v))
         joined = [queries] if is_cross else [queries, keys] if self.same else [queries, keys, values]
         self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
-        self.outward = maps.linear(*_output_rows(weights, self.width))
-        self.gate = None if semantics.gate is None else _constant_gate(semantics.gate, maps.dtype)
+        per_head = F.pad(weights.W_O, (0, 0, 0, self.width - weights.W_O.shape[1]))
+        self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
+        gate = semantics.gate
+        if gate is not None:
+            gate = replace(gate, **{name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
+        self.gate = gate
         if is_cross:
             self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
 
@@ -169,50 +182,34 @@ class FusedAttention(nn.Module):
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
     ) -> tuple[Tensor, Tensor, Tensor, Places]:
-        if self.same:
-            return self._of_one_memory(heads, cache, positions)
-        q, k, v = torch.split_with_sizes(heads, self._parts, 1)
-        places, semantics = Places.of(cache, positions), self.semantics
-        if self.changed:
-            q, k = self._normalised(q, semantics.q_norm), self._normalised(k, semantics.k_norm)
-            if semantics.clip is not None:
-                q, k, v = (t.clamp(-semantics.clip, semantics.clip) for t in (q, k, v))
-            if self.rotary is not None:
-                q, k = places.turned(q, self.rotary), places.turned(k, self.rotary)
-        elif self.rotary is not None:  # both at once
-            turned = places.turned(heads.narrow(1, 0, self.num_heads + self.groups), self.rotary)
-            q, k = turned.split_with_sizes(self._parts[:2], 1)
-        if semantics.temperature is not None:
-            q = semantics.temperature(q, places.of_tokens(q))
-        if cache is None:
-            return q, k, v, places
-        if self.positional:
-            places, (k, v) = places.kept(cache, (k, v))
+        places, semantics, rotary = Places.of(cache, positions), self.semantics, self.rotary
+        q, *kept = torch.split_with_sizes(heads, self._parts, 1)
+        if rotary is not None and not self.changed and not self.same:  # queries and keys at once
+            turned = places.turned(heads.narrow(1, 0, self.num_heads + self.groups), rotary)
+            q, kept[0] = turned.split_with_sizes(self._parts[:2], 1)
+        elif rotary is not None or self.changed:
+            q = prepared(q, semantics, self._q_norm, rotary, places)
+            if not self.same:
+                kept = [
+                    prepared(kept[0], semantics, self._k_norm, rotary, places),
+                    prepared(kept[1], semantics),
+                ]
+        q = tempered(q, semantics, places)
+        # What turns when it is read must be kept with its position.
+        if cache is not None and (self.positional or (self.same and rotary is not None)):
+            places, entries = places.kept(cache, tuple(kept))
         else:
-            k, v = cache.append((k, v))
-        return q, k, v, places
-
-    def _of_one_memory(
-        self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
-    ) -> tuple[Tensor, Tensor, Tensor, Places]:
-        """`_of_one_sequence` where values are the keys as they are before they turn."""
-        q, v = torch.split_with_sizes(heads, self._parts, 1)
-        q, rotary = self._normalised(q, self.semantics.q_norm), self.rotary
-        places = Places.of(cache, positions)
-        if rotary is not None:
-            q = places.turned(q, rotary)
-        if self.semantics.temperature is not None:
-            q = self.semantics.temperature(q, places.of_tokens(q))
-        if cache is not None and (self.positional or rotary is not None):
-            places, (v,) = places.kept(cache, (v,))
-        elif cache is not None:
-            (v,) = cache.append((v,))
+            entries = tuple(kept) if cache is None else cache.append(tuple(kept))
+        if not self.same:
+            return q, entries[0], entries[1], places
+        (v,) = entries
         return q, v if rotary is None else places.turned_keys(v, rotary), v, places
 
-    def _normalised(self, heads: Tensor, norm: HeadNorm | None) -> Tensor:
-        if norm is None:
-            return heads
-        return F.pad(norm(heads[..., : self.d_k]), (0, self.width - self.d_k))
+    def _padded(self, norm: HeadNorm | None) -> Callable[[Tensor], Tensor] | None:
+        """A norm of the channels that are no filling."""
+        if norm is None or self.d_k == self.width:
+            return norm
+        return lambda heads: F.pad(norm(heads[..., : self.d_k]), (0, self.width - self.d_k))
 
     def _compared(
         self, mask: Tensor | None, q: Tensor, k: Tensor, places: Places, first: Any
@@ -220,12 +217,8 @@ class FusedAttention(nn.Module):
         """The mask with what windows hide, and what is added to scores because of positions."""
         keys = places.of_keys(k)
         queries = keys[first : first + q.shape[2]] if places.given is None else places.given.ids
-        if self.semantics.is_local:
-            near = self.semantics.visible(queries, keys)
-            assert near is not None
-            mask = _both(mask, near, k)
-        bias = None if self.bias is None else self.bias(q[..., : self.d_k], k[..., : self.d_k], queries, keys)
-        return mask, bias
+        near, bias = by_position(self.semantics, q[..., : self.d_k], k[..., : self.d_k], queries, keys)
+        return mask if near is None else _both(mask, near, k), bias
 
     def _by_products(
         self,
@@ -408,10 +401,6 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             module._parameters[name] = constant(parameter, dtype)
 
 
-def _constant_gate(gate: HeadGate, dtype: torch.dtype) -> HeadGate:
-    return replace(gate, **{name: constant(part, dtype) for name, part in gate.tensors().items()})
-
-
 def even_length(keys: int) -> int:
     """The number of keys that are read where there are so many; see `EVEN_KEYS`."""
     even = EVEN_ROWS if keys <= EVEN_KEYS else EVEN_KEYS
@@ -454,10 +443,3 @@ def _stacked_rows(link: Link, width: int) -> tuple[Tensor, Tensor]:
     weight = F.pad(link.weight.mT, (0, 0, 0, missing)).flatten(0, 1)
     bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias
     return weight, F.pad(bias, (0, missing)).flatten()
-
-
-def _output_rows(weights: AttentionWeights, width: int) -> tuple[Tensor, Tensor | None]:
-    """The output map as `[d_model, heads · width]`, and its bias."""
-    per_head = weights.W_O
-    filled = F.pad(per_head, (0, 0, 0, width - per_head.shape[1]))
-    return filled.flatten(0, 1).mT, weights.o_bias

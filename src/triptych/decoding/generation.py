@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych import thresholds
-from triptych.decoding.batches import LONGEST_PROMPT, check_length, padded_alike
+from triptych.decoding.batches import LONGEST_PROMPT, batches_of_like_length, check_length, padded_alike
 from triptych.decoding.sampling import Sampler, SamplingOptions
 from triptych.decoding.search import (
     LARGEST_BEAM,
@@ -245,7 +245,7 @@ def generate_tokens(
     if options.beam_size > 1:
         return [beam_search(engine, ids, options) for ids in prompts]
     found: list[list[Generated]] = [[] for _ in prompts]
-    batches = batches_of(prompts, max(1, batch_rows // options.num_samples), pads=True)
+    batches = batches_of_like_length(prompts, None, max(1, batch_rows // options.num_samples))
     lengths, limit = [len(ids) + options.max_new_tokens for ids in prompts], engine.rotary_limit
     for batch in (part for whole in batches for part in padded_alike(whole, lengths, limit)):
         # Rows are numbered within the batch; a caller knows them by the prompts' own numbers.
@@ -269,18 +269,6 @@ def collected(tokens: Sequence[NewToken]) -> Generated:
     own = tokens[:-1] if finish == "token" else tokens
     log_probs = tuple(new.log_prob for new in tokens)
     return Generated(tuple(new.token for new in own), log_probs, finish, sum(log_probs))
-
-
-def batches_of(prompts: Sequence[Sequence[int]], most: int, *, pads: bool) -> Iterator[list[int]]:
-    """The numbers of prompts of like length, or without `pads` of one length, longest first."""
-    batch: list[int] = []
-    for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        if batch and (len(batch) == most or not (pads or len(prompts[batch[0]]) == len(prompts[i]))):
-            yield batch
-            batch = []
-        batch.append(i)
-    if batch:
-        yield batch
 
 
 class _Open(NamedTuple):

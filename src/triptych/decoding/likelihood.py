@@ -146,7 +146,10 @@ def measure_likelihood(
         if document:
             (ids,) = tokenizer.encode([document], add_special=True)
             losses.append(token_losses(model, ids, context, stride, compute))
-            num_bytes += len(document.encode()) - _bytes_not_predicted(tokenizer, ids)
+            # The first token is not predicted.
+            num_bytes += len(document.encode()) - len(
+                "".join(tokenizer.decode([ids[:1]] if ids else [])).encode()
+            )
         progress(done, len(documents))
     units = "documents" if len(losses) > 1 else "windows"
     parts = (
@@ -159,8 +162,3 @@ def measure_likelihood(
     low, high = map(float, ratio_intervals(sums, counts))
     nats, tokens = float(sums.sum()), int(counts.sum())
     return Likelihood(nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units)
-
-
-def _bytes_not_predicted(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
-    """The bytes of a text's first token."""
-    return 0 if not ids else len(tokenizer.decode([ids[:1]])[0].encode())

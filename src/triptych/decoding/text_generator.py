@@ -1,6 +1,6 @@
 """Continuations of texts, text in and text out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, final
 
@@ -124,13 +124,21 @@ class TextGenerator:
         self, prompts: Sequence[str], options: GenerationOptions, *, chat: bool = False
     ) -> list[list[Continuation]]:
         """Continue prompts, those of like length together."""
-        texts = [self._encoded(prompt, number, len(prompts), chat) for number, prompt in enumerate(prompts)]
-        return self.continue_tokens(texts, options)
+        if len(prompts) > 1 and "" in prompts:
+            raise UsageError(f"prompt {prompts.index('') + 1} is empty: give it some text")
+        return self.continue_tokens([self.encode(prompt, chat=chat) for prompt in prompts], options)
 
     def continue_tokens(
-        self, texts: Sequence[Sequence[int]], options: GenerationOptions
+        self,
+        texts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        tell: Callable[[int, str], None] = lambda row, text: None,
     ) -> list[list[Continuation]]:
-        """Continue texts that are token ids already; see `generate`."""
+        """Continue texts that are token ids already; see `generate`.
+
+        Without a beam, `tell` gets the text that each token makes certain, with the number of its text times
+        `num_samples` plus that of the sample.
+        """
         options = self._with_ends(options)
         streams = {
             i * options.num_samples + sample: TextStream(self.tokenizer, ids, options.stop_texts)
@@ -139,7 +147,7 @@ class TextGenerator:
         }
 
         def ends(row: int, token: int) -> bool:
-            streams[row].push(token)
+            tell(row, streams[row].push(token))
             return streams[row].is_over
 
         if self._other is not None:
@@ -180,11 +188,6 @@ class TextGenerator:
                 yield given
         if rest := text.finish():
             yield rest
-
-    def _encoded(self, prompt: str, number: int, count: int, chat: bool) -> list[int]:
-        if not prompt and count > 1:
-            raise UsageError(f"prompt {number + 1} is empty: give it some text")
-        return self.encode(prompt, chat=chat)
 
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
         return replace(options, stop_ids=tuple({*options.stop_ids, *self.end_ids}))

@@ -109,15 +109,12 @@ class Translator:
 
     def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
         """Translate batch by batch, each as soon as it is there, in their order."""
-        several = [batches] if isinstance(batches, str) else batches
-        yield from self._translated_stream(as_lines(batch) for batch in several)
-
-    def _translated_stream(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
-        if self.workers == 1:
-            for lines in batches:
-                yield from self._translated(lines)
+        several = (as_lines(batch) for batch in ([batches] if isinstance(batches, str) else batches))
+        if self.workers > 1:
+            yield from self._translated_side_by_side(several)
         else:
-            yield from self._translated_side_by_side(batches)
+            for lines in several:
+                yield from self._translated(lines)
 
     def start_workers(self) -> None:
         """Start the other workers now and wait for them, instead of when there is work for them."""
@@ -290,17 +287,13 @@ def _version(model: EncoderDecoder) -> object:
 _BOUNDARIES = (re.compile(r"(?<=[.!?…。！？])\s+"), re.compile(r"(?<=[,;:–—])\s+"), re.compile(r"\s+"))
 
 
-def split_line(line: str, fits: Callable[[str], bool]) -> list[str]:
+def split_line(text: str, fits: Callable[[str], bool], level: int = 0) -> list[str]:
     """Cut a line into pieces that fit: between sentences, else clauses, else words, else anywhere."""
-    return _split(line, fits, 0)
-
-
-def _split(text: str, fits: Callable[[str], bool], level: int) -> list[str]:
     if fits(text) or len(text) <= 1:
         return [text]
     if level == len(_BOUNDARIES):
         middle = len(text) // 2
-        return _split(text[:middle], fits, level) + _split(text[middle:], fits, level)
+        return split_line(text[:middle], fits, level) + split_line(text[middle:], fits, level)
     parts = [part for part in _BOUNDARIES[level].split(text) if part]
     joined: list[str] = []
     for part in parts:
@@ -308,4 +301,4 @@ def _split(text: str, fits: Callable[[str], bool], level: int) -> list[str]:
             joined[-1] = f"{joined[-1]} {part}"
         else:
             joined.append(part)
-    return [piece for part in joined for piece in _split(part, fits, level + 1)]
+    return [piece for part in joined for piece in split_line(part, fits, level + 1)]

@@ -102,16 +102,26 @@ def bar_chart(chart: BarChart) -> Spec | None:
         scale = {"domain": series, "range": _SERIES[: len(series)]}
         colour["color"] = _of("series:N", scale=scale, legend={"title": None, "orient": "top"})
     words = {"type": "text", "align": "left", "dx": 4, "fontSize": 11, "color": _MUTED}
-    return {
-        "description": chart.title,
-        "data": {"values": rows},
-        "width": "container",
+    return _drawn(
+        chart.title,
+        rows,
         # As many pixels as steps would take: Vega-Lite warns of steps beside a width that is the container's.
-        "height": len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
-        "layer": [
+        len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
+        layer=[
             {"mark": {"type": "bar", "color": _MUTED}, "encoding": {**shared, **colour}},
             {"mark": words, "encoding": {**shared, "text": _of("label:N")}},
         ],
+    )
+
+
+def _drawn(title: str, rows: Sequence[Spec], height: int, **parts: Any) -> Spec:
+    """A chart as wide as its place; a reader of screens says its title."""
+    return {
+        "description": title,
+        "data": {"values": rows},
+        "width": "container",
+        "height": height,
+        **parts,
         **_LOOK,
     }
 
@@ -146,13 +156,12 @@ def _line_chart(
     series = list(dict.fromkeys(row["series"] for row in rows))
     colours = {"training": _TRAINING, "validation": _VALIDATION}
     marked = {"size": 28} if len(rows) <= _MAX_MARKED_POINTS else False
-    return {
-        "description": f"{title} by step",
-        "data": {"values": rows},
-        "width": "container",
-        "height": height,
-        "mark": {"type": "line", "strokeWidth": 2, "point": marked, "interpolate": "linear"},
-        "encoding": {
+    return _drawn(
+        f"{title} by step",
+        rows,
+        height,
+        mark={"type": "line", "strokeWidth": 2, "point": marked, "interpolate": "linear"},
+        encoding={
             "x": _of(
                 "step:Q",
                 title="step",
@@ -176,8 +185,7 @@ def _line_chart(
                 _of("value:Q", title=y_title, format=".4~g"),
             ],
         },
-        **_LOOK,
-    }
+    )
 
 
 def _scale(is_log: bool, values: Sequence[float]) -> Spec:
@@ -206,18 +214,16 @@ def _curves(chart: CurveChart, names: Sequence[str]) -> Spec | None:
     y = {"title": chart.y_title, "scale": scale, "axis": {"tickCount": 6}}
     band = {"y": _of("low:Q", **y), "y2": {"field": "high"}}
     line = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
-    return {
-        "description": chart.title,
-        "data": {"values": rows},
-        "width": "container",
-        "height": 260,
-        "encoding": {"x": x, "color": colour},
-        "layer": [
+    return _drawn(
+        chart.title,
+        rows,
+        260,
+        encoding={"x": x, "color": colour},
+        layer=[
             {"mark": {"type": "area", "opacity": 0.18}, "encoding": band},
             {"mark": {"type": "line", "strokeWidth": 2, "point": {"size": 24}}, "encoding": line},
         ],
-        **_LOOK,
-    }
+    )
 
 
 def _scatter(chart: ScatterChart, names: Sequence[str]) -> Spec | None:
@@ -233,19 +239,17 @@ def _scatter(chart: ScatterChart, names: Sequence[str]) -> Spec | None:
     y = {"title": chart.y_title, "scale": {"zero": False, "padding": 10}}
     label = {"text": {"field": "name"}, "y": _of("mean:Q", **y)}
     dot = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
-    return {
-        "description": chart.title,
-        "data": {"values": rows},
-        "width": "container",
-        "height": 240,
-        "encoding": {"x": x, "color": _by_name(chart.names, names, legend=False)},
-        "layer": [
+    return _drawn(
+        chart.title,
+        rows,
+        240,
+        encoding={"x": x, "color": _by_name(chart.names, names, legend=False)},
+        layer=[
             {"mark": "rule", "encoding": {"y": _of("low:Q", **y), "y2": {"field": "high"}}},
             {"mark": {"type": "circle", "size": 60}, "encoding": dot},
             {"mark": {"type": "text", "align": "left", "dx": 6, "dy": -6, "fontSize": 11}, "encoding": label},
         ],
-        **_LOOK,
-    }
+    )
 
 
 def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
@@ -260,13 +264,12 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
         _of("low:Q", title="95 % from", format="+.4~g"),
         _of("high:Q", title="to", format="+.4~g"),
     ]
-    return {
-        "description": chart.title,
-        "data": {"values": rows},
-        "width": "container",
-        "height": height,
-        "encoding": {"y": _of("name:N", title=None, sort=[row["name"] for row in rows])},
-        "layer": [
+    return _drawn(
+        chart.title,
+        rows,
+        height,
+        encoding={"y": _of("name:N", title=None, sort=[row["name"] for row in rows])},
+        layer=[
             {
                 "mark": {"type": "rule", "color": _MUTED},
                 "encoding": {"x": {"datum": 0}, "y": {"value": 0}, "y2": {"value": height}},
@@ -284,8 +287,7 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
                 "encoding": {"color": colour, "x": _of("mean:Q", title=chart.x_title), "tooltip": told},
             },
         ],
-        **_LOOK,
-    }
+    )
 
 
 def _height(point: CurvePoint | Dot | Interval) -> Spec:
@@ -301,7 +303,7 @@ def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True)
     """Colours of what a chart shows; `names` are all of the page."""
     domain = list(dict.fromkeys(shown))
     colours = [_SERIES[names.index(name) % len(_SERIES)] for name in domain]
-    key = {"title": None, "orient": "top", "columns": 4} if legend and len(domain) > 1 else None
+    key = {"title": None, "orient": "top", "columns": 2} if legend and len(domain) > 1 else None
     return _of("name:N", scale={"domain": domain, "range": colours}, legend=key)
 
 

@@ -310,6 +310,8 @@ def read_certificate(path: Path) -> Certificate:
     folder, path = path, path / CERTIFICATE if path.is_dir() else path
     if not path.exists():
         raise UsageError(f"{folder}: it is no rewritten checkpoint: there is no {CERTIFICATE}")
+    if path.suffix != ".json":
+        raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
     record = read_json(path)
     if "format" not in record:
         raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")

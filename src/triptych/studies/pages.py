@@ -101,7 +101,13 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
 def _curves(outcome: Outcome) -> list[CurveChart]:
     """Validation loss against `_AXES`, a line a trained variant with the interval over seeds."""
     histories = {
-        name: [history(outcome.run_folder(name, seed), _flops(outcome, name)) for seed in results]
+        name: [
+            history(
+                outcome.run_folder(name, seed),
+                outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops,
+            )
+            for seed in results
+        ]
         for name, results in outcome.trained.items()
     }
     charts = []
@@ -111,11 +117,6 @@ def _curves(outcome: Outcome) -> list[CurveChart]:
             named = f"Validation loss against {title}"
             charts.append(CurveChart(named, title, "validation loss (nats a token)", lines, is_log=True))
     return charts
-
-
-def _flops(outcome: Outcome, name: str) -> float | None:
-    """Of training, a token of the target."""
-    return outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops
 
 
 def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[CurvePoint, ...]:

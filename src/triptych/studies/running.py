@@ -127,7 +127,7 @@ def _make(
                 time.sleep(_LOOK_EVERY)
                 if stop.signal_number is not None:
                     raise StudyStoppedError(stop.signal_number, folder)
-                for process in [one for one in running if one.has_ended()]:
+                for process in [one for one in running if one.popen.poll() is not None]:
                     running.remove(process)
                     clock.finished += process.planned.steps
                     _collect(process, results, progress)
@@ -202,9 +202,6 @@ class _Process:
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches us, and we tell them
             )
-
-    def has_ended(self) -> bool:
-        return self.popen.poll() is not None
 
     def share_done(self) -> float:
         try:

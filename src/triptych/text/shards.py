@@ -81,11 +81,6 @@ class TokenShards:
         """Size of the text over the number of tokens: nats per token over this and ln 2 are bits per byte."""
         return self.num_bytes / self.num_tokens
 
-    @property
-    def document_starts(self) -> Int64[np.ndarray, "num_documents"]:
-        """Where each document begins among all tokens, in memory."""
-        return self.starts_within(0, self.num_tokens)
-
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
         """A copy of the tokens from `start` up to `stop`."""
         return np.concatenate(

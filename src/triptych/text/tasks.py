@@ -32,13 +32,9 @@ _RING = 3
 _MODULUS = 59
 
 
-def _draw_letters(rng: Random) -> list[str]:
-    return rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
-
-
 def _of_letters(answer: Callable[[list[str]], Iterable[str]]) -> Callable[[Random], TextPair]:
     def draw(rng: Random) -> TextPair:
-        letters = _draw_letters(rng)
+        letters = rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
         return " ".join(letters), " ".join(answer(letters))
 
     return draw

@@ -54,9 +54,10 @@ class Computing(ABC):
     objective: Objective[Any, Any]  # what is learned; its model's parameters are what the optimizer changes
 
     @property
-    @abstractmethod
     def model(self) -> OwnModel:
         """What computes; not always what is trained."""
+        model: OwnModel = self.objective.model
+        return model
 
     @abstractmethod
     def begin_update(self, step: int) -> None:

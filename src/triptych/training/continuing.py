@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.models import (
@@ -65,14 +64,17 @@ def prepare_continued(recipe: ContinuedRecipe, base: Path, display: Display) -> 
     if longest is not None and recipe.model.context > longest:
         given_context = f"model.context is {recipe.model.context}"
         raise UsageError(f"{given_context}, and {loaded.name} has {longest} positions: give no more")
-    config = _config_in_float32(loaded.folder)
+    record = read_json(loaded.folder / CONFIG)
+    wide = {key: "float32" for key in _DTYPE if key in record}
+    config = json.dumps({**record, **wide}, indent=2) + "\n"
 
     def begin(model: OwnModel, folder: Path) -> None:
         del model
         _copy_beside(loaded.folder, folder)
         write_text(folder / CONFIG, config)
-        tensors = checkpoint.tensors
-        write_weights({name: _in_float32(tensors.read(name)) for name in tensors.infos}, folder / SAFETENSORS)
+        read = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
+        wide = {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
+        write_weights(wide, folder / SAFETENSORS)
 
     return _prepared(recipe, text, tokenizer, (train, valid), loaded, checkpoint, begin, config)
 
@@ -162,13 +164,3 @@ def _copy_beside(source: Path, folder: Path) -> None:
     for name in names_beside(source)[1]:
         if "/" not in name and name not in _NOT_TAKEN:
             shutil.copyfile(source / name, folder / name)
-
-
-def _config_in_float32(folder: Path) -> str:
-    """A checkpoint's `config.json` for weights in float32."""
-    record = read_json(folder / CONFIG)
-    return json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
-
-
-def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor

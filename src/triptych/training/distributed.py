@@ -7,7 +7,7 @@ is one, too (pytorch #162338), so no average is ever asked for.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from triptych.errors import UsageError
@@ -39,40 +38,17 @@ def spread(
     parameters: LazyParameters | None = None,
 ) -> Computing:
     """Lay a model on the processes."""
+    if kind == "ddp" and precision == "fp32":
+        assert parameters is None, "copies are made whole"
+        return Copies(objective, world)
+    # Copies that compute in bfloat16 are shards of one process.
     device = next(objective.model.parameters()).device if parameters is None else parameters.device
-    mesh = make_mesh(kind, precision, device.type, world, shard_size)
-    computing = lay(objective, mesh, precision, world)
-    if parameters is not None:
-        assert isinstance(computing, Shards), "copies are made whole"
-        computing.make(parameters.values)
-    return computing
-
-
-def are_copies(kind: Kind, precision: str) -> bool:
-    """Whether each process has the whole model; copies that compute in bfloat16 are shards of one process."""
-    return kind == "ddp" and precision == "fp32"
-
-
-def make_mesh(
-    kind: Kind, precision: str, device: str, world: World, shard_size: int | None = None
-) -> DeviceMesh | None:
-    """The groups of processes that a kind needs; None if they all are one. Arguments as of `spread`."""
-    if are_copies(kind, precision):
-        return None
     shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("copy", "shard"))
-    return mesh if shape[0] > 1 else mesh["shard"]
-
-
-def lay(
-    objective: Objective[Any, Any],
-    mesh: DeviceMesh | None,
-    precision: str,
-    world: World,
-    hook: Callable[..., Future[Tensor]] | None = None,
-) -> Computing:
-    """Lay a model on the groups of `make_mesh`; other arguments as of `spread`."""
-    return Copies(objective, world, hook) if mesh is None else Shards(objective, mesh, precision, world)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copy", "shard"))
+    shards = Shards(objective, mesh if shape[0] > 1 else mesh["shard"], precision, world)
+    if parameters is not None:
+        shards.make(parameters.values)
+    return shards
 
 
 def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = None) -> tuple[int, int]:
@@ -101,11 +77,6 @@ class _Spread(Computing):
         self.objective, self._world = objective, world
         self._seed = torch.initial_seed()
 
-    @property
-    def model(self) -> OwnModel:
-        model: OwnModel = self.objective.model
-        return model
-
     def begin_update(self, step: int) -> None:
         # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
         drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
@@ -121,22 +92,15 @@ class _Spread(Computing):
 class Copies(_Spread):
     """Every process has the whole model; gradients are summed while they are made (DDP)."""
 
-    def __init__(
-        self,
-        objective: Objective[Any, Any],
-        world: World,
-        hook: Callable[..., Future[Tensor]] | None = None,
-    ) -> None:
+    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
         super().__init__(objective, world)
         self._loss = LossOfBatch(objective)
         with warnings.catch_warnings():
             # Its successor came with torch 2.13. Tables of positions are buffers, as long as a rank needs.
             warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
             self._wrapped = DistributedDataParallel(
-                self._loss, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=hook is None
+                self._loss, broadcast_buffers=False, gradient_as_bucket_view=True
             )
-        if hook is not None:
-            self._wrapped.register_comm_hook(None, hook)
 
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
         with nullcontext() if last else self._wrapped.no_sync():

@@ -277,7 +277,9 @@ class Trainer:
         counters.window_tokens += tokens
         mean = counters.window_loss / counters.window_tokens
         lr = self.optimizer.rate
-        share = self._peak_share(rate)
+        share = None  # of what the machine does in matrix products alone
+        if self.operations_per_token is not None and self.peak is not None:
+            share = rate * self.operations_per_token / self.peak / self.world.size
         display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate, share))
         if counters.step % self.config.log_every_steps == 0:
             self._note(
@@ -303,12 +305,6 @@ class Trainer:
     def _note(self, record: MetricsRecord) -> None:
         if self.world.is_first:
             self.metrics.add(record)
-
-    def _peak_share(self, tokens_per_second: float) -> float | None:
-        """The operations of training as a share of what the machine does in matrix products alone."""
-        if self.operations_per_token is None or self.peak is None:
-            return None
-        return tokens_per_second * self.operations_per_token / self.peak / self.world.size
 
     def _last_step(self) -> int:
         if self.config.max_epochs is None:

@@ -37,7 +37,8 @@ class ShardedStates:
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self._folder, self._world, self._keep = folder, world, keep
-        self._number = world.on_first(lambda: max([*map(_number_of, folder.glob("saved-*")), 0]))
+        names = (path.name.removeprefix("saved-") for path in folder.glob("saved-*"))
+        self._number = world.on_first(lambda: max([*(int(name) for name in names if name.isdigit()), 0]))
         # Its collectives run in a thread, next to those of training: they need a group of their own.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Future[Any], Path, str, Callable[[], None]] | None = None
@@ -127,11 +128,6 @@ def read_shards(path: Path, model: OwnModel, optimizer: Optimizer, world: World)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
     optimizer.load(wanted)
-
-
-def _number_of(path: Path) -> int:
-    digits = path.name.removeprefix("saved-")
-    return int(digits) if digits.isdigit() else 0
 
 
 def _reason(error: BaseException) -> str:

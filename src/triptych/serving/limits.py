@@ -1,0 +1,34 @@
+"""What one request may ask for, and what is said to one that asks for more."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a server.
+
+    Attributes:
+        max_characters: characters of text in a request.
+        max_items: texts in a request.
+        max_new_tokens: tokens that a completion may grow by.
+        max_bytes: bytes of a request's body.
+        max_waiting: items that wait for a model; a request beyond them is answered by 429.
+        batch_items: items that a model computes together.
+        seconds: longest time from a request to its answer, reading the body included.
+    """
+
+    max_characters: int = 50_000
+    max_items: int = 128
+    max_new_tokens: int = 2048
+    max_bytes: int = 1_048_576
+    max_waiting: int = 1024
+    batch_items: int = 32
+    seconds: float = 300.0
+
+
+class RequestError(Exception):
+    """A request that is refused: a status of HTTP, a line, and after how many seconds to try again."""
+
+    def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry_after = status, message, retry_after

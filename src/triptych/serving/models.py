@@ -1,0 +1,183 @@
+"""A model that is served: its name, its languages, and the jobs that it can do."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.decoding import (
+    Continuation,
+    GenerationOptions,
+    SamplingOptions,
+    TextGenerator,
+    Translation,
+    Translator,
+)
+from triptych.errors import UsageError
+from triptych.face import Model
+from triptych.serving.limits import Limits
+from triptych.serving.worker import Item, Job, Worker
+
+_LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# Translators with other numbers of alternatives that are kept ready.
+_MOST_TRANSLATORS = 4
+# Texts of different lengths, for the comparison of one text alone with the same text in a batch.
+_PROBES = ("1", "a b c", "2 + 2 = 4, and 3 + 5 = 8.", "An old man and a small dog cross the street " * 3)
+
+
+@final
+class ServedModel:
+    """A model with a worker.
+
+    Attributes:
+        name: under which it is asked for.
+        model: what `triptych.load` gave.
+        languages: source and target of a translator.
+        worker: computes what is asked of it.
+        is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
+            and for a model that neither translates nor generates.
+    """
+
+    def __init__(self, name: str, model: Model, limits: Limits | None = None) -> None:
+        """Make a model ready to serve; `UsageError` if it does not run, or its name has no languages."""
+        limits = limits or Limits()
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} is no name to serve a model by: use letters, digits, '.', '_' and '-'"
+            )
+        if model.why_not_run:
+            raise UsageError(f"{name} cannot be served: {model.why_not_run}")
+        self.name, self.model = name, model
+        self.languages: tuple[str, str] | None = None
+        if self.translates:
+            found = _LANGUAGES.search(name)
+            if found is None:
+                raise UsageError(
+                    f"{name} translates, and its name ends in no two languages: write de-en={name} "
+                    "(the languages that it translates from and to)"
+                )
+            self.languages = found[1], found[2]
+        self.is_batch_invariant: bool | None = None
+        self._translators: OrderedDict[int, Translator] = OrderedDict()
+        self.worker = Worker(name, limits.batch_items, limits.max_waiting)
+
+    @property
+    def translates(self) -> bool:
+        return "translate" in self.model.can
+
+    @property
+    def generates(self) -> bool:
+        return "generate" in self.model.can
+
+    @property
+    def generator(self) -> TextGenerator:
+        return self.model.generator()
+
+    def translator(self, num_best: int) -> Translator:
+        """The translator that gives so many translations; the last ones asked for are kept."""
+        if num_best not in self._translators:
+            if len(self._translators) == _MOST_TRANSLATORS:
+                self._translators.popitem(last=False)[1].close()
+            beam = None if num_best == 1 else max(num_best, self.translator(1).options.beam_size)
+            self._translators[num_best] = self.model.translator(num_best=num_best, beam_size=beam)
+        self._translators.move_to_end(num_best)
+        return self._translators[num_best]
+
+    def check_batches(self) -> None:
+        """Compare texts alone with the same texts in a batch, on this machine: `is_batch_invariant`."""
+        job: ModelJob
+        if self.translates:
+            job, given = Translating(self, 1), list[Any](_PROBES)
+        elif self.generates:
+            job = Continuing(self, GenerationOptions(max_new_tokens=8, sampling=SamplingOptions()))
+            most = max(1, (self.generator.model.context or 64) // 2)
+            given = [self.generator.encode(text)[:most] for text in _PROBES]
+        else:
+            return
+        together = job.compute([Item(job, one) for one in given])
+        self.is_batch_invariant = together == [job.compute([Item(job, one)])[0] for one in given]
+
+
+@dataclass(frozen=True)
+class ModelJob(Job):
+    """A job of a model; those with the same options are equal."""
+
+    model: ServedModel
+
+
+class AbandonedError(Exception):
+    """Nobody waits for a batch any more."""
+
+
+@final
+@dataclass(frozen=True)
+class Translating(ModelJob):
+    """Translations of lines."""
+
+    num_best: int
+
+    def compute(self, items: Sequence[Item]) -> list[Translation]:
+        return self.model.translator(self.num_best).translate([item.given for item in items])
+
+
+@final
+@dataclass(frozen=True)
+class Continuing(ModelJob):
+    """Continuations of token ids; an item is told its sample's number and text as it comes."""
+
+    options: GenerationOptions
+
+    def compute(self, items: Sequence[Item]) -> list[list[Continuation]]:
+        def tell(row: int, text: str) -> None:
+            if all(item.is_left for item in items):
+                raise AbandonedError
+            number, sample = divmod(row, self.options.num_samples)
+            if text and (to := items[number].tell) is not None:
+                to((sample, text))
+
+        texts = [item.given for item in items]
+        return self.model.generator.continue_tokens(texts, self.options, tell)
+
+
+@final
+@dataclass(frozen=True)
+class Scoring(ModelJob):
+    """Log-probabilities of the tokens of texts, and the most probable tokens in their places."""
+
+    count: int
+
+    def compute(self, items: Sequence[Item]) -> list["Scored"]:
+        return [self._scored(item.given) for item in items]
+
+    @torch.inference_mode()
+    def _scored(self, ids: Sequence[int]) -> "Scored":
+        if len(ids) < 2:
+            return Scored((), ())
+        model = self.model.generator.model.eval()
+        read = torch.tensor([list(ids[:-1])], device=model.embeddings.table.weight.device)
+        log_probs: Tensor = model(read).logits[0].float().log_softmax(dim=-1)
+        own = log_probs.gather(1, torch.tensor(ids[1:], device=read.device)[:, None])[:, 0]
+        best = log_probs.topk(min(self.count, log_probs.shape[1]), dim=-1)
+        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return Scored(tuple(own.tolist()), tuple(tuple(zip(*one, strict=True)) for one in tops))
+
+
+@final
+@dataclass(frozen=True)
+class Asking(ModelJob):
+    """Anything else: what an item holds is called with the model."""
+
+    def compute(self, items: Sequence[Item]) -> list[Any]:
+        return [item.given(self.model.model) for item in items]
+
+
+class Scored(NamedTuple):
+    """Of every token but the first: its log-probability, and the most probable tokens in its place."""
+
+    log_probs: tuple[float, ...]
+    tops: tuple[tuple[tuple[int, float], ...], ...]

@@ -1,0 +1,78 @@
+"""Serving models over HTTP: the address and the keys."""
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from triptych.errors import DataError, UsageError
+from triptych.extras import require_extra
+from triptych.face import Model
+from triptych.serving.limits import Limits
+from triptych.serving.models import ServedModel
+
+KEY_VARIABLE = "TRIPTYCH_API_KEY"
+
+
+def serve(
+    models: Mapping[str, Model],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    keys_file: Path | None = None,
+    limits: Limits | None = None,
+    shutdown_timeout: float = 30.0,
+) -> None:
+    """Serve models over HTTP until the process is told to stop.
+
+    Args:
+        models: by name; the name of a translator ends in its languages, as in de-en.
+        host: address to listen at. One that other machines can reach needs a key.
+        port: port to listen at.
+        keys_file: file of keys, one per line, of which every request needs one. Default: the keys in
+            TRIPTYCH_API_KEY, with spaces between them; without any, no key is needed.
+        limits: of every request.
+        shutdown_timeout: seconds that running requests get to end when the process is told to stop.
+
+    Raises:
+        UsageError: a model cannot be served, or an address that other machines can reach without a key.
+        DataError: the file of keys holds none.
+    """
+    require_extra(
+        "serve", "starlette", "uvicorn", "python_multipart", "prometheus_client", what="triptych serve"
+    )
+    from triptych.serving import running
+
+    keys = _keys(keys_file)
+    public = not _is_loopback(host)
+    if public and not keys:
+        raise UsageError(
+            f"--host {host} can be reached by other machines: give --keys-file or {KEY_VARIABLE}, "
+            "or leave out --host"
+        )
+    limits = limits or Limits()
+    served = [ServedModel(name, model, limits) for name, model in models.items()]
+    for model in served:
+        model.check_batches()  # builds it, too, before the first request comes
+    running.run(served, host, port, keys, limits, shutdown_timeout, public=public)
+
+
+def _keys(file: Path | None) -> list[str]:
+    if file is None:
+        return os.environ.get(KEY_VARIABLE, "").split()
+    try:
+        keys = file.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read as a file of keys ({error})") from None
+    if not keys:
+        raise DataError(f"{file}: holds no key; write one per line")
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

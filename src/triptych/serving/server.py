@@ -1,0 +1,186 @@
+"""What all requests share: the models, limits, keys and figures of a server."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from triptych.errors import UsageError
+from triptych.serving.limits import Limits, RequestError
+from triptych.serving.models import ModelJob, ServedModel
+from triptych.serving.worker import Item
+
+# Method, path and what answers it.
+Endpoint = Callable[["Server", Request], Awaitable[Response]]
+
+
+@final
+class Server:
+    """The models that are served, their limits and their figures.
+
+    Attributes:
+        models: by name.
+        limits: of every request.
+        is_stopping: requests are finished, and none is taken in.
+        num_requests: requests that are being answered.
+        started: when it was made, in seconds since 1970.
+    """
+
+    def __init__(
+        self, models: Sequence[ServedModel], limits: Limits | None = None, keys: Iterable[str] = ()
+    ) -> None:
+        """Put a server together; with keys, each request needs one of them."""
+        self.models = {model.name: model for model in models}
+        if len(self.models) < len(models):
+            raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
+        self.limits, self._keys = limits or Limits(), tuple(keys)
+        self.is_stopping, self.num_requests, self.started = False, 0, int(time.time())
+        self.registry = CollectorRegistry()
+        names = ("path", "status")
+        self.answered = Counter(
+            "triptych:requests", "Requests that were answered.", names, registry=self.registry
+        )
+        self.latency = Histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From a request to its answer.",
+            ("path",),
+            registry=self.registry,
+        )
+        self.first = Histogram(
+            "vllm:time_to_first_token_seconds", "To the first text of a stream.", registry=self.registry
+        )
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Tokens read.", registry=self.registry)
+        self.new_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=self.registry)
+        running = Gauge(
+            "vllm:num_requests_running", "Texts computed now.", ("model_name",), registry=self.registry
+        )
+        waiting = Gauge(
+            "vllm:num_requests_waiting", "Texts that wait.", ("model_name",), registry=self.registry
+        )
+        for model in models:
+            running.labels(model.name).set_function(partial(getattr, model.worker, "num_running"))
+            waiting.labels(model.name).set_function(partial(getattr, model.worker, "num_waiting"))
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._keys)
+
+    def count_tokens(self, read: int, new: int) -> None:
+        """Add to the figures."""
+        self.prompt_tokens.inc(read)
+        self.new_tokens.inc(new)
+
+    def check_key(self, request: Request, given: object = None) -> None:
+        """Check the key of a request, of its header or of its body."""
+        if not self._keys:
+            return
+        header = request.headers.get("authorization", "")
+        key = str(given or header.removeprefix("Bearer ") or request.headers.get("x-api-key", ""))
+        if sum(hmac.compare_digest(key.encode(), own.encode()) for own in self._keys) == 0:
+            raise RequestError(
+                401 if not key else 403, "a key is needed: send api_key or Authorization: Bearer"
+            )
+
+    def model(self, name: object, can: str) -> ServedModel:
+        """The model that a request names, or the only one that can do what is asked."""
+        able = [model for model in self.models.values() if can in model.model.can]
+        if name is None and len(able) == 1:
+            return able[0]
+        if not isinstance(name, str) or name not in self.models:
+            raise RequestError(404, f"model: give one of {', '.join(self.models)}")
+        if self.models[name] not in able:
+            raise RequestError(400, f"{name} cannot {can}; it can {', '.join(self.models[name].model.can)}")
+        return self.models[name]
+
+    def check_texts(self, texts: Sequence[str]) -> None:
+        """Check how many texts there are, and how long."""
+        if len(texts) > self.limits.max_items:
+            raise RequestError(413, f"{len(texts):,} texts: at most {self.limits.max_items:,} in a request")
+        length = sum(map(len, texts))
+        if length > self.limits.max_characters:
+            raise RequestError(
+                413, f"{length:,} characters: at most {self.limits.max_characters:,} in a request"
+            )
+
+    async def compute(
+        self,
+        request: Request,
+        job: ModelJob,
+        given: Sequence[Any],
+        tell: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """What a job gives for each item; nothing is computed for a client that has gone away."""
+        loop = asyncio.get_running_loop()
+
+        def teller(number: int) -> Callable[[Any], None] | None:
+            if tell is None:
+                return None
+
+            def told(part: Any) -> None:
+                loop.call_soon_threadsafe(tell, number, part)
+
+            return told
+
+        items = [Item(job, one, teller(number)) for number, one in enumerate(given)]
+        job.model.worker.submit(items)
+        found = asyncio.gather(*(asyncio.wrap_future(item.result) for item in items))
+        gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait(list[asyncio.Future[Any]]((found, gone)), return_when=asyncio.FIRST_COMPLETED)
+            if not found.done():
+                raise ClientDisconnect
+            return await found
+        finally:
+            gone.cancel()
+            if not found.done():
+                for item in items:
+                    item.is_left = True
+                found.add_done_callback(lambda over: over.cancelled() or over.exception())
+                found.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(0.1)
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body of a request, up to the limit."""
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limits.max_bytes:
+            raise RequestError(413, f"the body has more than {limits.max_bytes:,} bytes")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def read_fields(request: Request, limits: Limits) -> dict[str, Any]:
+    """The fields of a body: JSON, whatever type it is sent as, or a form, whose fields may come twice."""
+    body = await read_body(request, limits)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not body.lstrip().startswith(b"{") and kind in (
+        "application/x-www-form-urlencoded",
+        "multipart/form-data",
+    ):
+
+        async def replay() -> Mapping[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        form = await Request(request.scope, replay).form(max_files=0, max_fields=1000)  # type: ignore[arg-type]
+        fields = {name: form.getlist(name) for name in form}
+        return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
+    try:
+        found = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise RequestError(400, "the body is no JSON") from None
+    if not isinstance(found, dict):
+        raise RequestError(400, "the body is no JSON object")
+    return found

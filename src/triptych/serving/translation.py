@@ -1,0 +1,210 @@
+"""LibreTranslate's interface: `/translate`, `/languages`, `/detect` and the settings of its page."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from triptych.decoding import Translation
+from triptych.serving.limits import RequestError
+from triptych.serving.markup import Markup
+from triptych.serving.models import ServedModel, Translating
+from triptych.serving.server import Server, read_fields
+
+_MOST_ALTERNATIVES = 8
+
+
+async def translate(server: Server, request: Request) -> Response:
+    """Translate a text or several: `q`, `source` (a code or auto), `target`, `format`, `alternatives`.
+
+    `details` adds score, log-probability and tokens of each translation of a line.
+    """
+    fields = await read_fields(request, server.limits)
+    server.check_key(request, fields.get("api_key"))
+    texts, source, target = _texts(fields), _code(fields, "source"), _code(fields, "target")
+    server.check_texts(texts)
+    kind, alternatives = fields.get("format") or "text", _alternatives(fields)
+    if kind not in ("text", "html"):
+        raise RequestError(400, f"format: {kind} is none of text and html")
+    detected = None
+    if source == "auto":
+        confidences = _confidences(server, texts, target)
+        source = max(confidences, key=lambda code: confidences[code])
+        detected = {"confidence": round(100 * confidences[source], 1), "language": source}
+    documents = [Markup(text) for text in texts] if kind == "html" else None
+    pieces = [document.texts for document in documents] if documents else [text.split("\n") for text in texts]
+    lines = [line for of_text in pieces for line in of_text]
+    found: list[Translation | None] = [None] * len(lines)
+    if source != target:
+        model = _model(server, source, target)
+        wanted = [number for number, line in enumerate(lines) if line.strip()]
+        job = Translating(model, 1 + alternatives)
+        results = await server.compute(request, job, [lines[number] for number in wanted])
+        for number, result in zip(wanted, results, strict=True):
+            found[number] = result
+    ranked = [
+        [_rendered(lines, found, pieces, documents, text, rank) for text in range(len(texts))]
+        for rank in range(1 + alternatives)
+    ]
+    is_list = isinstance(fields["q"], list)
+
+    def shaped(values: list[Any]) -> Any:
+        return values if is_list else values[0]
+
+    body: dict[str, Any] = {"translatedText": shaped(ranked[0])}
+    if alternatives:
+        others = [[of_rank[text] for of_rank in ranked[1:]] for text in range(len(texts))]
+        body["alternatives"] = shaped(others)
+    if detected is not None:
+        body["detectedLanguage"] = [detected] * len(texts) if is_list else detected
+    if fields.get("details"):
+        body["details"] = shaped(_details(pieces, found))
+    return JSONResponse(body)
+
+
+async def languages(server: Server, request: Request) -> Response:
+    """The languages that are translated, each with its targets."""
+    targets: dict[str, list[str]] = {}
+    for model in _translators(server):
+        assert model.languages is not None
+        source, target = model.languages
+        targets.setdefault(source, []).append(target)
+        targets.setdefault(target, [])
+    return JSONResponse(
+        [{"code": code, "name": code, "targets": [*to, code]} for code, to in targets.items()]
+    )
+
+
+async def detect(server: Server, request: Request) -> Response:
+    """The language of a text, among those that are translated."""
+    fields = await read_fields(request, server.limits)
+    server.check_key(request, fields.get("api_key"))
+    texts = _texts(fields)
+    server.check_texts(texts)
+    found = [
+        {"confidence": round(100 * share, 1), "language": code}
+        for code, share in _confidences(server, texts, None).items()
+    ]
+    return JSONResponse(sorted(found, key=lambda one: -one["confidence"]))
+
+
+async def settings(server: Server, request: Request) -> Response:
+    """What LibreTranslate's page asks for first."""
+    first = next((model.languages for model in _translators(server)), None)
+    source, target = first or ("", "")
+    return JSONResponse(
+        {
+            "apiKeys": server.needs_key,
+            "keyRequired": server.needs_key,
+            "charLimit": server.limits.max_characters,
+            "frontendTimeout": 500,
+            "language": {
+                "source": {"code": source, "name": source},
+                "target": {"code": target, "name": target},
+            },
+            "suggestions": False,
+            "supportedFilesFormat": [],
+        }
+    )
+
+
+def _texts(fields: dict[str, Any]) -> list[str]:
+    given = fields.get("q")
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise RequestError(400, "Invalid request: missing q parameter (a text, or a list of texts)")
+    return texts
+
+
+def _code(fields: dict[str, Any], name: str) -> str:
+    code = fields.get(name)
+    if not isinstance(code, str) or not code:
+        raise RequestError(400, f"Invalid request: missing {name} parameter")
+    return code
+
+
+def _alternatives(fields: dict[str, Any]) -> int:
+    try:
+        count = int(fields.get("alternatives") or 0)
+    except (TypeError, ValueError):
+        count = -1
+    if not 0 <= count <= _MOST_ALTERNATIVES:
+        raise RequestError(400, f"alternatives: give a number from 0 to {_MOST_ALTERNATIVES}")
+    return count
+
+
+def _translators(server: Server) -> list[ServedModel]:
+    return [model for model in server.models.values() if model.languages is not None]
+
+
+def _model(server: Server, source: str, target: str) -> ServedModel:
+    found = next((m for m in _translators(server) if m.languages == (source, target)), None)
+    if found is None:
+        pairs = ", ".join("-".join(m.languages) for m in _translators(server) if m.languages) or "none"
+        raise RequestError(400, f"{source} to {target} is not supported; what is: {pairs}")
+    return found
+
+
+def _confidences(server: Server, texts: Sequence[str], target: str | None) -> dict[str, float]:
+    """How much of the belief each source language gets: the fewer tokens it needs for a text, the more.
+
+    A tokenizer that was learned from a language writes its text in fewer, longer tokens.
+    """
+    able = [m for m in _translators(server) if m.languages and target in (None, m.languages[1])]
+    if not able:
+        raise RequestError(400, f"auto to {target} is not supported")
+    joined = "\n".join(texts)[:1000]
+    counts: dict[str, int] = {}
+    for model in able:
+        assert model.languages is not None
+        encoded = model.model.opened.tokenizers.source.encode(joined.split("\n"))
+        counts[model.languages[0]] = max(1, sum(map(len, encoded)))
+    weights = {code: (min(counts.values()) / count) ** 4 for code, count in counts.items()}
+    return {code: weight / sum(weights.values()) for code, weight in weights.items()}
+
+
+def _rendered(
+    lines: Sequence[str],
+    found: Sequence[Translation | None],
+    pieces: Sequence[Sequence[str]],
+    documents: Sequence[Markup] | None,
+    text: int,
+    rank: int,
+) -> str:
+    """A text with each of its lines, or of its pieces between tags, translated."""
+    first = sum(map(len, pieces[:text]))
+    own = [
+        lines[number]
+        if (one := found[number]) is None
+        else one.candidates[min(rank, len(one.candidates) - 1)].text
+        for number in range(first, first + len(pieces[text]))
+    ]
+    return "\n".join(own) if documents is None else documents[text].translated(own)
+
+
+def _details(pieces: Sequence[Sequence[str]], found: Sequence[Translation | None]) -> list[list[Any]]:
+    results, taken = [], iter(found)
+    for of_text in pieces:
+        translations = [one for one in (next(taken) for _ in of_text) if one is not None]
+        results.append(
+            [
+                {
+                    "source": one.source,
+                    "candidates": [
+                        {"text": c.text, "score": c.score, "log_prob": c.log_prob, "tokens": list(c.pieces)}
+                        for c in one.candidates
+                    ],
+                }
+                for one in translations
+            ]
+        )
+    return results
+
+
+ROUTES = (
+    ("POST", "/translate", translate),
+    ("GET", "/languages", languages),
+    ("POST", "/detect", detect),
+    ("GET", "/frontend/settings", settings),
+)

@@ -1,0 +1,392 @@
+"""`triptych serve`: translations and completions over HTTP, for several at once, within limits."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import libretranslatepy
+import openai
+import pytest
+import uvicorn
+
+from command import Command
+from small_checkpoints import gpt2_that_runs
+from triptych.decoding import score_continuations
+from triptych.errors import UsageError
+from triptych.face import Model, load
+from triptych.serving.application import application
+from triptych.serving.limits import Limits, RequestError
+from triptych.serving.markup import Markup
+from triptych.serving.models import ServedModel
+from triptych.serving.worker import Item, Job, Worker
+
+
+class Answer(NamedTuple):
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+
+class Served:
+    """A server in a thread of this process."""
+
+    def __init__(
+        self, models: dict[str, Model], limits: Limits | None = None, keys: Sequence[str] = ()
+    ) -> None:
+        limits = limits or Limits()
+        models_served = [ServedModel(name, model, limits) for name, model in models.items()]
+        for model in models_served:
+            model.check_batches()
+        app = application(models_served, limits, keys)
+        self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", access_log=False))
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> "Served":
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+    def ask(self, path: str, fields: Any = None, *, form: bool = False, **headers: str) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with closing(connection):
+            kind = "application/x-www-form-urlencoded" if form else "application/json"
+            body = None if fields is None else urlencode(fields, doseq=True) if form else json.dumps(fields)
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            method = "GET" if fields is None else "POST"
+            connection.request(method, path, body, {"Content-Type": kind, **headers})
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            return Answer(response.status, json.loads(text) if is_json else text, dict(response.headers))
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(gpt2_that_runs(tmp_path_factory.mktemp("served") / "gpt2"))
+
+
+@pytest.fixture(scope="module")
+def translator(small_run: Path) -> Model:
+    return load(small_run)
+
+
+@pytest.fixture(scope="module")
+def served(translator: Model, language_model: Model) -> Iterator[Served]:
+    with Served({"small-en-de": translator, "gpt": language_model}) as running:
+        yield running
+
+
+LINES = ["twelve", "three hundred and one", "", "seventy-five", "two thousand and nine hundred and six"]
+
+
+@pytest.mark.parametrize("form", [False, True])
+def test_a_text_is_translated_line_by_line_as_by_the_model(
+    served: Served, translator: Model, form: bool
+) -> None:
+    expected = [one.text for one in translator.translate(LINES)]
+    fields = {"q": "\n".join(LINES), "source": "en", "target": "de"}
+    found = served.ask("/translate", fields, form=form)
+    assert (found.status, found.body) == (200, {"translatedText": "\n".join(expected)})
+    assert (
+        served.ask("/translate", {**fields, "q": LINES[:2]}, form=form).body["translatedText"] == expected[:2]
+    )
+
+
+def test_alternatives_and_their_scores_are_those_of_the_model(served: Served, translator: Model) -> None:
+    expected = translator.translate(LINES[1], num_best=3, beam_size=3)
+    fields = {"q": LINES[1], "source": "auto", "target": "de", "alternatives": 2, "details": True}
+    found = served.ask("/translate", fields).body
+    texts = [one.text for one in expected.candidates]
+    assert [found["translatedText"], *found["alternatives"]] == texts
+    assert found["detectedLanguage"] == {"confidence": 100.0, "language": "en"}
+    assert [one["score"] for one in found["details"][0]["candidates"]] == [
+        c.score for c in expected.candidates
+    ]
+
+
+def test_tags_stay_and_what_is_no_text_is_not_translated() -> None:
+    document = (
+        '<!DOCTYPE html><p class="a">one &amp; <b>two</b><br/> three</p><code>x &lt; y</code>'
+        '<script>if (a<b) {}</script><i translate="no">Nix</i>'
+    )
+    markup = Markup(document)
+    assert markup.texts == ["one &", "two", "three"]
+    assert markup.translated(["one &", "two", "three"]) == document
+    assert '<p class="a">&lt;1&gt; <b>' in markup.translated(["<1>", "2", "3"])
+
+
+def test_a_document_is_translated_between_its_tags(served: Served, translator: Model) -> None:
+    one, two = (found.text for found in translator.translate(["twelve", "seventy-five"]))
+    fields = {"q": "<p>twelve <i>seventy-five</i></p>", "source": "en", "target": "de", "format": "html"}
+    assert served.ask("/translate", fields).body["translatedText"] == f"<p>{one} <i>{two}</i></p>"
+
+
+def test_libretranslates_client_understands_the_answers(served: Served, translator: Model) -> None:
+    client = libretranslatepy.LibreTranslateAPI(f"{served.address}/")
+    assert client.translate("twelve", "en", "de") == translator.translate("twelve").text
+    assert {one["code"]: one["targets"] for one in client.languages()} == {"en": ["de", "en"], "de": ["de"]}
+    assert client.detect("twelve") == [{"confidence": 100.0, "language": "en"}]
+
+
+def client_of(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.address}/v1", api_key="none", max_retries=0)
+
+
+def test_openais_client_gets_the_models_own_continuations(served: Served, language_model: Model) -> None:
+    prompts = ["The cat", "Once upon a time"]
+    expected = language_model.generate(prompts, max_new_tokens=6)
+    with client_of(served) as client:
+        assert [model.id for model in client.models.list()] == ["small-en-de", "gpt"]
+        found = client.completions.create(
+            model="gpt", prompt=prompts, max_tokens=6, temperature=0, logprobs=1
+        )
+        assert [one.text for one in found.choices] == [one.text for one in expected]
+        logs = [one.logprobs.token_logprobs for one in found.choices if one.logprobs]
+        assert logs == [list(one.log_probs[: len(one.ids)]) for one in expected]
+        options = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "n": 2}
+        drawn = client.completions.create(model="gpt", prompt=prompts[0], **options)
+        own = language_model.generate(prompts[0], max_new_tokens=6, temperature=1.0, seed=3, num_samples=2)
+        assert [one.text for one in drawn.choices] == [one.text for one in own]
+        parts: dict[int, str] = {0: "", 1: ""}
+        ends = []
+        for event in client.completions.create(model="gpt", prompt=prompts[0], stream=True, **options):
+            parts[event.choices[0].index] += event.choices[0].text
+            ends += [event.choices[0].finish_reason] if event.choices[0].finish_reason else []
+        assert list(parts.values()) == [one.text for one in own]
+        assert ends == ["length", "length"]
+
+
+def test_a_stop_string_ends_a_completion_and_is_no_part_of_it(served: Served, language_model: Model) -> None:
+    whole = language_model.generate("The cat", max_new_tokens=12).text
+    stop = whole[len(whole) // 2 :][:2]
+    fields = {"model": "gpt", "prompt": "The cat", "max_tokens": 12, "temperature": 0, "stop": [stop]}
+    (choice,) = served.ask("/v1/completions", fields).body["choices"]
+    assert choice["text"] == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_scores_of_a_text_that_is_echoed_are_the_models(served: Served, language_model: Model) -> None:
+    ids = language_model.generator().encode("The cat sat on the mat")
+    expected, _ = score_continuations(language_model.generator().model, [(ids[:2], ids[2:])], 40)[0]
+    fields = {"model": "gpt", "prompt": [ids], "max_tokens": 0, "echo": True, "logprobs": 2}
+    found = served.ask("/v1/completions", fields).body
+    logprobs = found["choices"][0]["logprobs"]
+    assert found["choices"][0]["text"] == "The cat sat on the mat"
+    assert sum(logprobs["token_logprobs"][2:]) == pytest.approx(expected, abs=1e-5)
+    for own, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
+        assert own <= max(top.values())
+    assert found["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids)}
+
+
+def test_an_answer_does_not_depend_on_the_load(served: Served) -> None:
+    texts = [f"{LINES[number % 2]} and {LINES[3]} {'again ' * (number % 7)}" for number in range(24)]
+    asked = [{"q": text, "source": "en", "target": "de", "details": True} for text in texts]
+    alone = [served.ask("/translate", fields).body for fields in asked]
+
+    def leave(number: int) -> None:
+        """Ask for much, and go away."""
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
+            body = json.dumps({"q": texts * 4, "source": "en", "target": "de"})
+            head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body[: len(body) // (1 + number % 2)]).encode())
+
+    with ThreadPoolExecutor(12) as pool:
+        leaving = [pool.submit(leave, number) for number in range(8)]
+        together = list(pool.map(lambda fields: served.ask("/translate", fields).body, asked))
+        for one in leaving:
+            one.result()
+    assert together == alone
+    health = served.ask("/health").body
+    assert [model["batch_invariant"] for model in health["models"]] == [True, True]
+
+
+def test_attention_and_measures_of_heads_are_the_models(served: Served, language_model: Model) -> None:
+    text = "The cat sat"
+    steps = served.ask("/v1/steps", {"model": "gpt", "text": text, "layer": 1, "head": 0}).body
+    own = language_model.attend(text).steps(1, 0).record()
+    assert steps == {**json.loads(json.dumps(own)), "model": "gpt"}
+    heads = served.ask("/v1/inspect", {"model": "gpt", "layers": [1]}).body
+    own = language_model.inspect(layers=[1]).record()
+    assert heads == {**json.loads(json.dumps(own)), "name": "gpt", "seconds": heads["seconds"]}
+    attended = served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": [0]})
+    assert attended.status == 200
+    assert served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": [99]}).status == 400
+
+
+REFUSED: list[tuple[str, Any, int, str]] = [
+    ("/translate", {"source": "en", "target": "de"}, 400, "missing q"),
+    ("/translate", {"q": "twelve", "source": "en", "target": "fr"}, 400, "what is: en-de"),
+    ("/translate", {"q": "twelve", "source": "auto", "target": "fr"}, 400, "auto to fr"),
+    ("/translate", {"q": "twelve", "source": "en", "target": "de", "alternatives": 99}, 400, "alternatives"),
+    ("/translate", {"q": ["a"] * 129, "source": "en", "target": "de"}, 413, "129 texts"),
+    ("/translate", {"q": "a" * 50_001, "source": "en", "target": "de"}, 413, "50,001 characters"),
+    ("/translate", {"q": "a" * (1 << 20), "source": "en", "target": "de"}, 413, "1,048,576 bytes"),
+    ("/translate", [1], 400, "no JSON object"),
+    ("/v1/completions", {"model": "small-en-de", "prompt": "a"}, 400, "cannot generate"),
+    ("/v1/completions", {"model": "nothing", "prompt": "a"}, 404, "small-en-de, gpt"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 20}, 400, "max_tokens"),
+    ("/v1/completions", {"prompt": "a", "top_p": 7}, 400, "top_p"),
+    ("/v1/completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
+    ("/v1/completions", {"prompt": [[1, 10**9]]}, 400, "token ids"),
+    ("/v1/completions", {"prompt": "word " * 5000}, 400, "64"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}, 400, "chat template"),
+    ("/v1/steps", {"model": "gpt", "text": "a", "layer": 9, "head": 0}, 400, "layer"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "status", "says"), REFUSED)
+def test_what_cannot_be_answered_is_refused_in_one_line(
+    served: Served, path: str, fields: Any, status: int, says: str
+) -> None:
+    found = served.ask(path, fields)
+    error = found.body["error"]
+    message = error["message"] if path.startswith("/v1/") else error
+    assert (found.status, says in message) == (status, True), found
+    assert "\n" not in message
+
+
+def test_without_its_key_nothing_is_answered(translator: Model) -> None:
+    fields = {"q": "twelve", "source": "en", "target": "de"}
+    with Served({"en-de": translator}, keys=["one", "other"]) as served:
+        assert served.ask("/translate", fields).status == 401
+        assert served.ask("/translate", {**fields, "api_key": "wrong"}).status == 403
+        assert served.ask("/translate", {**fields, "api_key": "other"}).status == 200
+        assert served.ask("/v1/models").status == 401
+        assert served.ask("/v1/models", Authorization="Bearer one").status == 200
+        assert served.ask("/health").status == 200
+
+
+def test_a_page_of_another_host_cannot_ask(served: Served) -> None:
+    assert served.ask("/health", Host="evil.example").status == 400
+    assert served.ask("/health", Host="localhost:1234").status == 200
+
+
+def test_figures_count_what_was_answered(served: Served) -> None:
+    served.ask("/v1/completions", {"model": "gpt", "prompt": "The cat", "max_tokens": 3})
+    figures = str(served.ask("/metrics").body)
+    assert 'triptych:requests_total{path="/v1/completions",status="200"}' in figures
+    assert 'vllm:num_requests_waiting{model_name="gpt"} 0.0' in figures
+    found = served.ask("/health", X_Request_ID="mine-1")
+    assert found.headers["x-request-id"] == "mine-1"
+
+
+class Doubling(Job):
+    """A job of the worker alone: it fails for a text, and waits to be let go on."""
+
+    def __init__(self) -> None:
+        self.go_on, self.batches = threading.Event(), list[int]()
+
+    def compute(self, items: Sequence[Item]) -> list[Any]:
+        self.go_on.wait(60)
+        self.batches.append(len(items))
+        if any(item.given == "bad" for item in items):
+            raise UsageError("bad")
+        return [item.given * 2 for item in items]
+
+
+@contextmanager
+def worker_of(batch_items: int = 8, max_waiting: int = 8) -> Iterator[Worker]:
+    worker = Worker("test", batch_items, max_waiting)
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def test_a_text_that_fails_fails_alone_and_one_that_nobody_waits_for_is_not_computed() -> None:
+    job = Doubling()
+    with worker_of() as worker:
+        items = [Item(job, given) for given in ("first", "a", "bad", "left", "b")]
+        worker.submit(items[:1])
+        while worker.num_waiting:
+            time.sleep(0.01)
+        worker.submit(items[1:])
+        items[3].is_left = True
+        job.go_on.set()
+        assert [items[place].result.result(60) for place in (0, 1, 4)] == ["firstfirst", "aa", "bb"]
+        with pytest.raises(UsageError, match="bad"):
+            items[2].result.result(60)
+        assert not items[3].result.done()
+    assert job.batches == [1, 3, 1, 1, 1]
+
+
+def test_a_queue_takes_in_so_much_and_no_more() -> None:
+    job = Doubling()
+    with worker_of(batch_items=1, max_waiting=2) as worker:
+        first = Item(job, "a")
+        worker.submit([first])
+        while worker.num_waiting:
+            time.sleep(0.01)
+        worker.submit([Item(job, "b"), Item(job, "c")])
+        with pytest.raises(RequestError, match="too many") as refused:
+            worker.submit([Item(job, "d")])
+        assert (refused.value.status, refused.value.retry_after) == (429, 1)
+        job.go_on.set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["en-de={run}", "--host", "0.0.0.0"], "--keys-file"),
+        (["{run}"], "write de-en="),
+        (["en-de={run}", "en-de={run}"], "two models have one name"),
+        (["en-de={run}", "--max-items", "0"], "--max-items is 0"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(
+    triptych: Command, small_run: Path, arguments: list[str], says: str
+) -> None:
+    found = triptych("serve", *(one.format(run=small_run) for one in arguments))
+    assert found.code == 2
+    assert says in found.err.splitlines()[-1]
+
+
+def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "triptych", "serve", f"en-de={small_run}", "--port", str(port)]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TRIPTYCH_API_KEY": ""}
+    )
+    try:
+        for _ in range(600):
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                connection.connect()
+                break
+            except OSError:
+                time.sleep(0.1)
+        body = json.dumps({"q": ["three hundred and one"] * 100, "source": "en", "target": "de"})
+        connection.request("POST", "/translate", body)
+        time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert len(json.loads(answer.read())["translatedText"]) == 100
+        connection.close()
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert json.loads(process.stderr.read().splitlines()[-1])["status"] == 200
+    finally:
+        process.kill()
+        process.communicate()
