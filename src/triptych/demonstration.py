@@ -1,5 +1,6 @@
 """The demo: train on the generated corpus, try unseen sentences, look at the attention, fold, report."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from triptych.attending.page import viewer_data
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
 from triptych.extras import require_extra
-from triptych.files import hold_folder, move_files
+from triptych.files import cache_folder, hold_folder, move_files
 from triptych.models import EncoderDecoder, attention_sites
 from triptych.opening import OpenedModel, Reader, open_translator
 from triptych.reports import (
@@ -139,7 +140,8 @@ def demo(
     """
     require_extra("demo", "num2words", "vl_convert", what="the demo")
     folder, display = Path(folder), display or LineDisplay()
-    recipe = require_translation(read_recipe("demo", overrides), "the demo")
+    kept = f"data.cache={json.dumps(str(cache_folder()))}"
+    recipe = require_translation(read_recipe("demo", (kept, *overrides)), "the demo")
     place = _working_place(recipe, folder, force)
     summary = _train(recipe, place, display, force)
     if summary.outcome.signal_number is not None:

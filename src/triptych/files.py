@@ -180,6 +180,11 @@ def write_bytes(path: Path, content: bytes) -> None:
     write_atomically(path, write)
 
 
+def cache_folder() -> Path:
+    """Where files are kept that can be made again: `triptych` in $XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+
+
 def leads_to(path: Path) -> Path:
     """The absolute path of a file, links followed."""
     found = Path(os.path.realpath(path))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from small_checkpoints import HEADS, D, gpt2
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 
 
 def read_all(folder: Path) -> None:
@@ -88,7 +88,8 @@ def test_a_tensor_of_another_kind_is_named(
 
 def test_a_folder_without_a_configuration_says_what_is_needed(tmp_path: Path) -> None:
     (gpt2(tmp_path) / "config.json").unlink()
-    assert "it has no config.json" in refusal(tmp_path)
+    with pytest.raises(UsageError, match=r"it has no config\.json"):
+        read_all(tmp_path)
 
 
 def test_one_file_beside_its_configuration_is_enough(tmp_path: Path) -> None:

@@ -14,8 +14,13 @@ from triptych.training.progress import LineDisplay
 
 
 @pytest.fixture
-def triptych(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Command:
+def triptych(
+    monkeypatch: pytest.MonkeyPatch,
+    capsysbinary: pytest.CaptureFixture[bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Command:
     """Calls `triptych` with arguments and, if given, bytes on standard input; None closes it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
     def call(*arguments: object, stdin: bytes | None = b"") -> Answer:
         monkeypatch.setattr(sys, "argv", ["triptych", *map(str, arguments)])

@@ -222,6 +222,8 @@ BASES: dict[str, list[str]] = {
     "compare": ["deep.toml"],
     "plan": ["demo", "--devices", "1", "--device-memory", "1GB", "--set", "training.max_steps=0"],
     "cost": ["--d-model", "16", "--num-heads", "2"],
+    "recipes": ["show", "demo"],
+    "new": ["new.toml", "--tsv", "loop"],
 }
 
 
@@ -297,7 +299,7 @@ def test_a_command_line_that_is_not_understood_is_one_line_without_escapes(
 def test_a_line_feed_in_a_name_begins_no_line(home: Path, triptych: Command) -> None:
     (home / "a\nb").mkdir()
     answer = triptych("inspect", "a\nb")
-    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert r"a\nb is not a run folder" in answer.err
 
 

@@ -165,7 +165,7 @@ def test_a_missing_run_or_file_is_a_usage_error(triptych: Command, small_run: Pa
 
 def test_a_folder_that_is_no_run_is_refused(triptych: Command, tmp_path: Path) -> None:
     answer = triptych("translate", tmp_path, stdin=b"Vier.\n")
-    assert answer.code == 1
+    assert answer.code == 2
     assert "is not a run folder" in answer.err
 
 

@@ -11,7 +11,8 @@ from triptych.decoding.generation import Generated, GenerationOptions, generate_
 from triptych.decoding.sampling import SamplingOptions
 from triptych.decoding.text_engine import TextEngine
 from triptych.errors import UsageError
-from triptych.face.engines import CTranslate2Generator, cache_folder
+from triptych.face.engines import CTranslate2Generator
+from triptych.files import cache_folder
 from triptych.models import LanguageModel, LanguageModelConfig
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"

@@ -135,7 +135,8 @@ def find_source(source: object, *, tokenizer: Any = None, offline: bool = False)
         return Source(name, repository.record, f"{name}/config.json", repository)
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():
-        raise DataError(
-            f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json"
+        raise UsageError(
+            f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json. Give a "
+            "run (triptych train makes one), a folder with config.json and *.safetensors, or a Hub name"
         )
     return Source(name, read_json(config), str(config), path)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from triptych.cli.options import number_of_workers, open_model, plain
-from triptych.cli.outputs import Output, require_free, unmarked
+from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.over import Documents
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
@@ -47,7 +47,8 @@ def evaluate(
         reference: Reference translations, line by line.
         workers: Number of processes that translate in parallel, one thread each. Default: the cores. CPU
             only.
-        out: Write the translations to this file.
+        out: Write the translations to this file. One that is there is replaced if it still holds what
+            triptych wrote.
 
     Language models:
         text: The text to predict, a file or a folder. Records of .jsonl and .parquet files (field text) are
@@ -77,7 +78,7 @@ def evaluate(
     with launched(opening["device"]) as world:
         given = world.on_all(lambda: _read(text, documents, source, reference))
         doing, asked = ("scoring", scoring) if text is not None else ("translating", translating)
-        world.on_first(lambda: require_free([Output(out, unmarked)], read, force=force))
+        world.on_first(lambda: require_free([Output(out, is_remembered)], read, force=force))
 
         def score(model: str) -> Any:
             shown = doing if len(models) == 1 else f"{doing} {model}"
@@ -101,6 +102,7 @@ def _show(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_j
     translates = isinstance(found[0], Evaluation)
     if out is not None:
         write_text(out, "".join(f"{text}\n" for text in found[0].translations))
+        remember(out)
     if as_json:
         key = "run" if translates else "model"
         records = [{key: name, **plain(own.figures())} for name, own in zip(models, found, strict=True)]

@@ -10,7 +10,7 @@ from triptych.attending.saving import head_records
 from triptych.cli.options import open_model
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import print_json, read_text, write_output
+from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
 from triptych.decoding import Continuation
 from triptych.errors import UsageError
 from triptych.face import Model, load
@@ -43,7 +43,8 @@ def generate(
     Prints the continuation without the prompt, of a single prompt as it comes.
 
     Options:
-        prompt: The text to continue; - reads all of standard input.
+        prompt: The text to continue; - reads all of standard input. Of a file of that name, the lines
+            are prompts, as with --file.
         file: Prompts, one per line, continued in batches.
         attention: With --json: add the attention weights of the generated tokens, as LAYER:HEAD (numbers
             from 0, or 'all'). May be repeated.
@@ -58,6 +59,8 @@ def generate(
     engine = opening["engine"]
     if attention and engine != "triptych":
         raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
+    if prompt is not None and file is None and isinstance(given := text_or_file(prompt, "prompt"), Path):
+        prompt, file = None, given
     prompts = _prompts(prompt, file)
     opened = open_model(model, without, opening)
     if as_json:

@@ -1,12 +1,14 @@
 """Files that a command is asked to write."""
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from triptych.errors import UsageError
-from triptych.files import leads_to
+from triptych.files import cache_folder, file_hash, leads_to, write_text
 
 
 class Output(NamedTuple):
@@ -21,10 +23,24 @@ class Output(NamedTuple):
     is_own: Callable[[Path], bool]
 
 
-def unmarked(path: Path) -> bool:
-    """Of plain text nobody can tell who wrote it."""
-    del path
-    return False
+def remember(path: Path) -> None:
+    """Note what a file of plain text holds now, so that the next command may replace it."""
+    if path.is_file():
+        with suppress(OSError):
+            (note := _note(path)).parent.mkdir(parents=True, exist_ok=True)
+            write_text(note, file_hash(path))
+
+
+def is_remembered(path: Path) -> bool:
+    """Whether a file is to the byte what a command of ours wrote there."""
+    try:
+        return _note(path).read_text(encoding="utf-8") == file_hash(path)
+    except OSError:
+        return False
+
+
+def _note(path: Path) -> Path:
+    return cache_folder() / "written" / hashlib.sha256(os.fsencode(leads_to(path))).hexdigest()
 
 
 def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool) -> None:
@@ -48,6 +64,6 @@ def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool
             raise UsageError(f"{path} is a file of the checkpoint or text that is read: choose another name")
         if not force:
             raise UsageError(
-                f"{path} is there, and triptych did not write it or cannot tell: choose another name, or add "
-                "--force to replace it"
+                f"{path} is there, and triptych did not write it or cannot tell (it may have changed since): "
+                "choose another name, or add --force to replace it"
             )

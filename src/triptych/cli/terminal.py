@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedIOBase
+from pathlib import Path
 from typing import Any, cast, final
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -17,6 +19,9 @@ from triptych.launch import speaks
 from triptych.printable import printable
 from triptych.reports import Table, render_table
 from triptych.storage.untrusted import LONGEST_TEXT
+
+# A word with a folder in it, or with an ending of a few letters.
+_FILE_NAME = re.compile(r"[^\s]*(?:/[^\s]*[^\s.!?/]|[^\s.]\.[a-z0-9]{1,7})")
 
 
 @final
@@ -82,6 +87,21 @@ def read_text(given: str, what: str) -> str:
         return content.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeError:
         raise UsageError(f"the {what} is not UTF-8: convert it first (iconv -t UTF-8)") from None
+
+
+def text_or_file(given: str, what: str) -> str | Path:
+    """The file of a name that is given, if there is one; otherwise the text itself, "-" included.
+
+    A word that looks like the name of a file is refused where there is none.
+    """
+    with suppress(OSError, ValueError):  # longer than a name may be
+        if (path := Path(given)).exists() and not path.is_dir():
+            return path
+    if _FILE_NAME.fullmatch(given):
+        raise UsageError(
+            f"there is no file {given}; if it is the {what} itself, give it on standard input with -"
+        )
+    return given if given == "-" else read_text(given, what)
 
 
 @contextmanager

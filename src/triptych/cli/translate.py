@@ -1,16 +1,17 @@
 """`triptych translate`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
 from triptych.attending.saving import head_records
 from triptych.cli.failures import say
 from triptych.cli.options import number_of_workers, open_model
-from triptych.cli.outputs import Output, require_free, unmarked
+from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.selection import HeadSelection, parse_index
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import json_text, standard_input, write_output
+from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
 from triptych.decoding import Translation
 from triptych.decoding.workers import Ahead
 from triptych.errors import UsageError
@@ -31,7 +32,7 @@ Renderer = Callable[[Translation, int], list[str]]
 
 def translate(
     model: str,
-    file: Path | None = None,
+    text: str | None = None,
     *,
     out: Path | None = None,
     searching: Annotated[
@@ -58,29 +59,32 @@ def translate(
             only.
 
     Options:
-        file: Text to translate, one sentence per line. Default: standard input.
-        out: The output file. Default: standard output.
+        text: A text, or a file with one sentence per line if there is one of that name. Default: standard
+            input.
+        out: The output file. One that is there is replaced if it still holds what triptych wrote. Default:
+            standard output.
         as_json: Print one JSON object per line, with scores and tokens.
         attention: With --json: add attention weights, as KIND:LAYER:HEAD (kinds encoder, decoder, cross;
             numbers from 0, or 'all'). May be repeated.
         attention_html: Write a page with the attention of the first 20 lines.
 
     Examples:
-        triptych translate runs/mine test.de --beam 4
-        echo "Guten Tag." | triptych translate runs/mine --json
+        triptych translate runs/mine "Guten Tag."
+        triptych translate runs/mine test.de --beam 4 --out test.en
     """
     html, engine = attention_html, opening["engine"]
     if (attention or html) and engine != "triptych":
         raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
     if attention and not as_json:
         raise UsageError("--attention goes with --json")
-    read = Path(model), *([] if file is None else [file])
-    require_free([Output(out, unmarked), Output(html, is_page)], read, force=force)
+    given = "-" if text is None else text_or_file(text, "text")
+    read = Path(model), *([given] if isinstance(given, Path) else [])
+    require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)
     opened = open_model(model, without, opening)
     translator = opened.translator(**searching, workers=number_of_workers(workers))
     wanted = [_parse_selection(text, opened) for text in attention]
     render = _json_renderer(opened, wanted) if as_json else _text_renderer(searching["num_best"])
-    lines = iterate_lines(standard_input(), "standard input") if file is None else iterate_file(file)
+    lines = iterate_file(given) if isinstance(given, Path) else _lines_of(given)
     viewed: list[str] = []
 
     def rendered() -> Iterator[str]:
@@ -101,8 +105,15 @@ def translate(
                 write_output(text)
         else:
             write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
+            remember(out)
         if html is not None:
             _write_page(opened, viewed, html)
+
+
+def _lines_of(text: str) -> Iterator[str]:
+    if text == "-":
+        return iterate_lines(standard_input(), "standard input")
+    return iterate_lines(BytesIO(text.encode()), "the text")
 
 
 def _parse_selection(text: str, model: Model) -> HeadSelection:

@@ -51,7 +51,7 @@ from triptych.decoding.text_generator import check_vocabulary
 from triptych.decoding.workers import Hypotheses, Sentences
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
-from triptych.files import write_folder
+from triptych.files import cache_folder, write_folder
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.device import find_device
@@ -91,11 +91,6 @@ def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
     if found.type == "cuda" and device != "auto":
         raise UsageError(f"device {device!r} is given, but CTranslate2 sees {count} GPUs here")
     return "cpu", 0
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: `triptych` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
 
 
 @contextmanager

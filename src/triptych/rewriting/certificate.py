@@ -69,18 +69,30 @@ class Cost(_Record):
 
 @final
 class StepRecord(_Record):
-    """One step of one layer."""
+    """One step of one layer.
 
-    rewrite: str  # its name
-    tier: Tier | None = None  # bit-exact, rounding-exact (equal in exact arithmetic) or bounded
-    checked: tuple[str, ...] = ()  # the preconditions that were checked
-    before: Cost | None = None  # the cost of the layer's maps before the step, without padding
+    Attributes:
+        rewrite: its name.
+        tier: bit-exact, rounding-exact (equal in exact arithmetic) or bounded.
+        checked: the preconditions that were checked.
+        before: the cost of the layer's maps before the step, without padding; likewise `after`.
+        choice: what the rewrite decided, with the numbers.
+        notes: other facts that a reader must know.
+        bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
+        error: largest relative mean square error of a head on the calibration text; None without a text.
+        refused: why the step was skipped; "" if it was done.
+    """
+
+    rewrite: str
+    tier: Tier | None = None
+    checked: tuple[str, ...] = ()
+    before: Cost | None = None
     after: Cost | None = None
-    choice: str = ""  # what the rewrite decided, with the numbers
-    notes: tuple[str, ...] = ()  # other facts that a reader must know
-    bound: float = 0.0  # the largest Frobenius norm by which a form of a head moves; 0 if exact
-    error: float | None = None  # largest relative mean square error of a head on the calibration text
-    refused: str = ""  # why the step was skipped; "" if it was done
+    choice: str = ""
+    notes: tuple[str, ...] = ()
+    bound: float = 0.0
+    error: float | None = None
+    refused: str = ""
 
     @classmethod
     def of(cls, name: str, record: RewriteRecord, cache_bytes: int) -> "StepRecord":
@@ -125,11 +137,19 @@ class Measured(_Record):
 
 @final
 class LayerRecord(_Record):
-    """One attention layer."""
+    """One attention layer.
 
-    module: str  # its name in the checkpoint
-    steps: tuple[StepRecord, ...]  # the steps that were done or refused
-    measured: Measured | None = None  # errors on the probes; None if the layer did not change
+    Attributes:
+        module: its name in the checkpoint.
+        steps: the steps that were done or refused.
+        measured: errors on the probes; None if the layer did not change.
+        measured_on_text: errors on inputs of the original layer at some positions of the comparison text;
+            None without a text.
+    """
+
+    module: str
+    steps: tuple[StepRecord, ...]
+    measured: Measured | None = None
     measured_on_text: Measured | None = None
 
     @property
@@ -140,12 +160,20 @@ class LayerRecord(_Record):
 
 @final
 class NormRecord(_Record):
-    """A norm that maps outside the attention read."""
+    """A norm that maps outside the attention read.
 
-    module: str  # its name in the checkpoint; "none" if no such norm is known
-    maps: tuple[str, ...]  # the modules outside the attention that took up its weight and bias
-    steps: tuple[StepRecord, ...]  # the steps that were done or refused
-    measured: Measured | None = None  # errors of the outputs of these maps together; None if nothing changed
+    Attributes:
+        module: its name in the checkpoint; "none" if no such norm is known.
+        maps: the modules outside the attention that took up its weight and bias.
+        steps: the steps that were done or refused: fold_other_norms, and fold_norm if an attention layer
+            reads it too.
+        measured: errors of the outputs of these maps together; None if nothing changed.
+    """
+
+    module: str
+    maps: tuple[str, ...]
+    steps: tuple[StepRecord, ...]
+    measured: Measured | None = None
 
     @property
     def tier(self) -> Tier:
@@ -168,24 +196,40 @@ class TensorRecord(_Record):
 
 @final
 class Probes(_Record):
-    """The random inputs that layers were measured on."""
+    """The random inputs that layers were measured on.
 
-    count: int  # number of sequences
-    length: int  # positions per sequence
-    seed: int  # seed of the inputs, which are normal and standardised at each position
+    Attributes:
+        count: number of sequences.
+        length: positions per sequence.
+        seed: seed of the inputs, which are normal and standardised at each position.
+    """
+
+    count: int
+    length: int
+    seed: int
 
 
 @final
 class EndToEnd(_Record):
-    """Comparison of the whole models."""
+    """Comparison of the whole models.
 
-    by: str  # the library that ran them
-    text: str  # the name of the text file, or "random tokens", drawn with the seed of the probes
-    text_sha256: str | None = None  # hash of the file; None for random tokens, and in older certificates
-    tokens: int  # number of predicted tokens
-    worst_logit: float  # largest difference of a logit
-    divergence_nats: float  # mean KL divergence of the rewritten model's next token from the original's
-    loss_before_nats: float | None = None  # loss of the original per token; None for random tokens
+    Attributes:
+        by: the library that ran them.
+        text: the name of the text file, or "random tokens", drawn with the seed of the probes.
+        text_sha256: hash of the file; None for random tokens, and in older certificates.
+        tokens: number of predicted tokens.
+        worst_logit: largest difference of a logit.
+        divergence_nats: mean KL divergence of the rewritten model's next token from the original's.
+        loss_before_nats: loss of the original per token; None for random tokens. Likewise `loss_after_nats`.
+    """
+
+    by: str
+    text: str
+    text_sha256: str | None = None
+    tokens: int
+    worst_logit: float
+    divergence_nats: float
+    loss_before_nats: float | None = None
     loss_after_nats: float | None = None
 
 
@@ -310,6 +354,8 @@ def read_certificate(path: Path) -> Certificate:
     folder, path = path, path / CERTIFICATE if path.is_dir() else path
     if not path.exists():
         raise UsageError(f"{folder}: it is no rewritten checkpoint: there is no {CERTIFICATE}")
+    if path.suffix != ".json":
+        raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
     record = read_json(path)
     if "format" not in record:
         raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
