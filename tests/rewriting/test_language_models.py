@@ -55,6 +55,19 @@ def test_some_layers_alone_are_rewritten_and_the_configuration_says_which(tmp_pa
     assert read_own_model(tmp_path).config == changed.config
 
 
+def test_a_bound_on_forms_holds_where_heads_of_fewer_channels_have_another_scale(tmp_path: Path) -> None:
+    """Trained queries and keys are larger than values, so that their bound is the one that counts."""
+    model = make_model(positions={"scheme": "learned", "max_tokens": 8}).float()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.self_attention.projections.q_proj.weight.mul_(10)
+    (tmp_path / "before").mkdir()
+    write_model(model, tmp_path / "before")
+    triptych.load(tmp_path / "before").rewrite("truncate(rank=3)", out=tmp_path / "after")
+    claims = triptych.verify(tmp_path / "after", tmp_path / "before")
+    assert [claim for claim in claims if claim.held is False] == []
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_the_norms_that_layers_read_are_those_before_them(norm: str) -> None:
     model = make_model(norm=norm)

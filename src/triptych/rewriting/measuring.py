@@ -274,18 +274,23 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
 
 
 def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
-    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared."""
+    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
+
+    Forms are compared under the scale of the original: heads of fewer channels may have another one.
+    """
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within:
         return None
-    return _move_of_forms(one, other)
+    if not math.isclose(one.scale, other.scale, rel_tol=1e-12) and not other.takes_up_scale:
+        return None
+    return _move_of_forms(one, other.with_scale(one.scale))
 
 
 def rounding_of_forms(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
     """The norm by which a form of a head moves if the changed numbers are rounded at random."""
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
-    weights = after.weights.to(torch.float64)
-    return _move_of_forms(weights, again(weights))
+    weights, scale = after.weights.to(torch.float64), before.weights.scale
+    return _move_of_forms(weights.with_scale(scale), again(weights).with_scale(scale))
 
 
 def _move_of_forms(one: AttentionWeights, other: AttentionWeights) -> float:
