@@ -3,13 +3,14 @@
 import re
 import runpy
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-import triptych
-from checkpoints.tiny_marian import write_marian
-from small_checkpoints import gpt2, gpt2_that_runs, llama
+from face.tiny import write_checkpoint, write_run
+from small_checkpoints import llama
 from triptych.errors import TriptychError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,28 @@ LINES = {
 }
 READING = ("head_matrix", "ov_singular_values")
 RUNNING = ("pattern", "ablate", "patch")
+RUNS = ("run of an encoder-decoder", "run of a language model", "run of an encoder")
+TRANSLATORS = (RUNS[0], "marian", "t5")
+_COMPOSITION = tuple(f"composition {into}" for into in "QKV")
+_NO_LOSS = dict.fromkeys(("ablate", "patch", "steer"), "predicts no next token, so its run has no loss")
+_POST_NORM = dict.fromkeys(_COMPOSITION, "composition scores would be wrong: a post-norm scales")
+_ROTARY = dict.fromkeys(_COMPOSITION[:2], "rotary positions make W_QK another form at every distance")
+# Kinds of models, and the scripts that do not apply to them: why.
+KINDS: dict[str, dict[str, str]] = {
+    RUNS[0]: _POST_NORM,
+    RUNS[1]: _ROTARY,
+    RUNS[2]: {**_NO_LOSS, **_ROTARY},
+    "gpt2": {},
+    "llama": _ROTARY,
+    "bert": {**_NO_LOSS, **_POST_NORM},
+    "t5": {},
+    "marian": _POST_NORM,
+    "deepseek_v3": {
+        **dict.fromkeys(("ov_singular_values", *_COMPOSITION), "a norm within the map of values"),
+        "write": "keys and values come through a latent",
+    },
+    "falcon, groups": _ROTARY,
+}
 TRAINED = ("gpt2", "llama-gqa", "marian-multi30k")
 
 
@@ -46,12 +69,6 @@ def _trained(name: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("transformers", reason="it comes with the extra [dev]")
-    return gpt2_that_runs(tmp_path_factory.mktemp("models") / "gpt2")
-
-
 def test_every_script_is_counted() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(LINES)
 
@@ -64,42 +81,42 @@ def test_scripts_are_as_short_as_said(name: str) -> None:
     assert all(len(line) <= 110 and ";" not in line for line in lines)
 
 
-@pytest.mark.parametrize("name", READING)
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_models_that_are_only_read(
-    name: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model of a kind, made once."""
+
+    @cache
+    def folder(kind: str) -> Path:
+        made = tmp_path_factory.mktemp("models") / "model"
+        (write_run if kind in RUNS else write_checkpoint)(kind, made)
+        return made
+
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_run_on_every_kind_of_model_or_say_in_one_line_why_not(
+    kind: str, folder_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = {"gpt2": gpt2, "llama": llama}[model](tmp_path / model)
-    assert "tensor(" in _run(name, folder, "2.1", capsys=capsys)
-
-
-@pytest.mark.parametrize("name", [*READING, *RUNNING])
-def test_a_tiny_model(name: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "tensor(" in _run(name, tiny, "2.1", capsys=capsys)
-
-
-def test_a_tiny_model_is_steered_and_composed(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "tensor(" in _run("steer", tiny, "residual.2", capsys=capsys)
-    for into in ("Q", "K", "V"):
-        assert f"Composition into {into}" in _run("composition", tiny, into, capsys=capsys)
-
-
-def test_a_changed_tiny_model_is_written_for_other_programs(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert str(tmp_path / "out") in _run("write", tiny, tmp_path / "out", "1.2", capsys=capsys)
-    written = triptych.load(tmp_path / "out")
-    assert not written[1, 2].W_O.any()
-    text = "Speak, speak."
-    assert float(written.run(text).loss) == pytest.approx(
-        float(triptych.load(tiny).ablate("1.2").run(text).loss), abs=1e-5
-    )
-
-
-def test_a_tiny_translator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_marian(tmp_path)
-    for name in READING:
-        assert "tensor(" in _run(name, tmp_path, "cross.0.1", capsys=capsys)
+    folder, refusals, two = folder_of(kind), KINDS[kind], kind in TRANSLATORS
+    places = [["encoder.1.2"], ["decoder.1.1"], ["cross.1.1"]] if two else [["1.2"]]
+    given: dict[str, list[list[object]]] = {
+        name: [[folder, *place] for place in places] for name in (*READING, *RUNNING)
+    }
+    given["steer"] = [[folder, "residual.decoder.1" if two else "residual.1"]]
+    given["write"] = [[folder, tmp_path / place, place] for (place,) in places]
+    given["composition"] = [[folder, into, *(["decoder"] if two else [])] for into in ("Q", "K", "V")]
+    assert set(given) == set(LINES)
+    for name, several in given.items():
+        for arguments in several:
+            script = f"{name} {arguments[1]}" if name == "composition" else name
+            if (why := refusals.get(script)) is None:
+                expected = {"write": str(tmp_path), "composition": "Composition into"}.get(name, "tensor(")
+                assert expected in _run(name, *arguments, capsys=capsys)
+                continue
+            with pytest.raises(TriptychError, match=why) as refused:
+                _run(name, *arguments, capsys=capsys)
+            assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", [*READING, *RUNNING, "steer", "write"])

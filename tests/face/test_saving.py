@@ -1,0 +1,90 @@
+"""Changed models that were saved, against `transformers` on the same files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from face.tiny import write_checkpoint
+from triptych import Model, TriptychError, load
+
+transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXT, TARGET = "the cat sat on the mat", "a dog ran"
+TRANSLATORS = ("marian", "t5")
+CLASSES = {"bert": "AutoModelForMaskedLM", **dict.fromkeys(TRANSLATORS, "AutoModelForSeq2SeqLM")}
+Edit = Callable[[Model, str], Model]
+
+
+EDITS: dict[str, Edit] = {
+    "ablate": lambda model, layer: model.ablate(f"{layer}.1"),
+    "mean": lambda model, layer: model.ablate(f"{layer}.1", by="mean", text=TARGET),
+    "tie": lambda model, layer: model.tie(layer, "W_V", "W_K"),
+    "replace": lambda model, layer: model.replace(
+        f"{layer}.1", W_Q=model[layer][1].W_Q.flip(0), W_O=model[layer][1].W_O / 2
+    ),
+    "steer": lambda model, layer: model.steer(
+        f"residual.{layer.replace('cross', 'decoder')}", torch.linspace(-1, 1, model.layers[0].d_model)
+    ),
+}
+LAYERS = {
+    **{name: ["1"] for name in ("gpt2", "llama", "bert")},
+    **{name: ["encoder.1", "decoder.1", "cross.1"] for name in TRANSLATORS},
+}
+# Maps without a bias have no place for a mean or a direction.
+REFUSED = {
+    (name, edit): why
+    for name in ("llama", "t5")
+    for edit, why in (
+        ("mean", "the map of o has a bias now, and the format has no place for one"),
+        ("steer", "cannot be saved: no bias comes right before it"),
+    )
+}
+CASES = [
+    (name, edit, layer)
+    for name, layers in LAYERS.items()
+    for edit in EDITS
+    for layer in layers
+    if edit != "steer" or "cross" not in layer
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name in LAYERS:
+        found[name] = tmp_path_factory.mktemp("tiny") / name
+        write_checkpoint(name, found[name])
+    return found
+
+
+def theirs(name: str, folder: Path, model: Model) -> Tensor:
+    """Logits of `transformers` for the tokens that the model reads."""
+    other = getattr(transformers, CLASSES.get(name, "AutoModelForCausalLM")).from_pretrained(folder).eval()
+    (text,) = model.reader.encode([TEXT], [TARGET] if name in TRANSLATORS else None)
+    given = {"input_ids": torch.tensor([text.source or text.ids])}
+    if text.source is not None:
+        given["decoder_input_ids"] = torch.tensor([[other.config.decoder_start_token_id, *text.ids[:-1]]])
+    return other(**given).logits[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "edit", "layer"), CASES)
+def test_transformers_gives_the_logits_of_a_changed_model_that_was_saved(
+    name: str, edit: str, layer: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = load(folders[name], device="cpu")
+    target = TARGET if name in TRANSLATORS else None
+    changed = EDITS[edit](model, layer)
+    found = changed.run(TEXT, target=target).logits
+    if (why := REFUSED.get((name, edit))) is not None:
+        with pytest.raises(TriptychError, match=why):
+            changed.save(tmp_path / "changed")
+        return
+    changed.save(tmp_path / "changed")
+    scale = float(found.abs().max().clamp(min=1))
+    torch.testing.assert_close(theirs(name, tmp_path / "changed", changed), found, rtol=0, atol=2e-6 * scale)
+    assert float((found - model.run(TEXT, target=target).logits).abs().max()) > 1e-4
