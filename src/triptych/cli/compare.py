@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 import triptych
-from triptych.cli.failures import say
+from triptych.cli.failures import is_given, say
 from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.files import write_text
 from triptych.launch import speaks
@@ -35,7 +35,7 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
     """
     read = read_study(study)
     folder = out or Path("studies") / read.name
-    errors = Terminal(stderr=True, quiet=not speaks())
+    errors = Terminal(stderr=True, quiet=not speaks() or is_given("--quiet", "-q"))
     with launched("cpu") as world:
         with Live(console=errors, auto_refresh=False, transient=True) as live:
             told = set[tuple[str, str]]()

@@ -6,10 +6,9 @@ import typer
 
 import triptych
 from triptych.cli.process import prepare_training
-from triptych.cli.terminal import Terminal, print_json
+from triptych.cli.terminal import Terminal, print_json, training_display
 from triptych.demonstration import Interrupted
 from triptych.reports import render_attention, render_samples
-from triptych.training.progress import display_for
 
 
 def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False) -> None:
@@ -27,7 +26,7 @@ def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False
         triptych demo --out elsewhere --json
     """
     prepare_training()
-    display = display_for(Terminal(stderr=True))
+    display = training_display()
     display.say("training a German-English translator of numbers, dates, times and money")
     result = triptych.demo(out, display, force=force)
     if isinstance(result, Interrupted):

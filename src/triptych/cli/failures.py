@@ -87,9 +87,14 @@ def _report(error: Exception) -> str:
 
 def print_error(error: TriptychError) -> None:
     """Print the message of an error, and with `--verbose` its notes."""
-    notes, says_all = getattr(error, "__notes__", []), "--verbose" in sys.argv[1:]
+    notes, says_all = getattr(error, "__notes__", []), is_given("--verbose", "-v")
     more = " (more with --verbose)" if notes and not says_all else ""
     say("\n".join([f"triptych: {printable(str(error))}{more}", *(notes if says_all else ())]))
+
+
+def is_given(*spellings: str) -> bool:
+    """Whether a switch that every command has is on the command line."""
+    return not set(spellings).isdisjoint(sys.argv[1:])
 
 
 def say(message: str) -> None:

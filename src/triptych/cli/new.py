@@ -6,6 +6,7 @@ from typing import Annotated
 import triptych
 from triptych.cli.failures import say
 from triptych.cli.signatures import Options
+from triptych.cli.terminal import training_display
 
 
 def new(
@@ -27,5 +28,5 @@ def new(
         triptych new mine.toml --source train.de --target train.en
         triptych new words.toml --text train.txt
     """
-    triptych.new_recipe(recipe, **making, force=force)
+    triptych.new_recipe(recipe, **making, force=force, display=training_display())
     say(f"written: {recipe}. Train it: triptych train {recipe}")

@@ -14,11 +14,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
+from triptych.cli.failures import is_given
 from triptych.errors import DataError, UsageError
 from triptych.launch import speaks
 from triptych.printable import printable
 from triptych.reports import Table, render_table
 from triptych.storage.untrusted import LONGEST_TEXT
+from triptych.training.progress import Display, SilentDisplay, display_for
 
 # A word with a folder in it, or with an ending of a few letters.
 _FILE_NAME = re.compile(r"[^\s]*(?:/[^\s]*[^\s.!?/]|[^\s.]\.[a-z0-9]{1,7})")
@@ -112,10 +114,15 @@ def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterat
     """
     middle = [DownloadColumn()] if of_bytes else []
     columns = TextColumn(text, markup=False), BarColumn(), *middle, TimeRemainingColumn()
-    shown = sys.stderr.isatty() and speaks()
+    shown = sys.stderr.isatty() and speaks() and not is_given("--quiet", "-q")
     with Progress(*columns, console=Terminal(stderr=True), disable=not shown, transient=True) as bar:
         task = bar.add_task(first, total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def training_display() -> Display:
+    """What a person sees of a run: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+    return SilentDisplay() if is_given("--quiet", "-q") else display_for(Terminal(stderr=True))
 
 
 def print_whole(table: Table, console: Console) -> None:

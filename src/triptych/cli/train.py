@@ -7,11 +7,10 @@ import typer
 
 import triptych
 from triptych.cli.process import prepare_training
-from triptych.cli.terminal import Terminal, print_json
+from triptych.cli.terminal import print_json, training_display
 from triptych.errors import UsageError
 from triptych.launch import speaks
 from triptych.training import read_recipe
-from triptych.training.progress import display_for
 from triptych.training.recipe import shipped_recipes
 
 # The command that uses what a run has learned.
@@ -46,7 +45,7 @@ def train(
         triptych train --resume runs/mine
     """
     prepare_training()
-    display = display_for(Terminal(stderr=True))
+    display = training_display()
     if resume:
         if out is not None:
             raise UsageError("--resume takes the run folder: leave out --out")

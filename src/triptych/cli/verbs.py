@@ -26,7 +26,9 @@ _SPELLED = {
     "out": ("--out", "-o"),
     "origin": ("--from",),
     "overrides": ("--set",),
+    "quiet": ("--quiet", "-q"),
     "targets": ("--over-targets",),
+    "verbose": ("--verbose", "-v"),
 }
 # What every command that has one of these says of it, unless its own docstring does.
 _ABOUT = {
@@ -35,6 +37,7 @@ _ABOUT = {
     "force": "Replace existing files, even if triptych did not write them.",
     "model": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub.",
     "models": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub; or several.",
+    "quiet": "Show no progress on standard error.",
     "verbose": "On failure, print everything that was found, and what to do.",
     "without": "Switch heads off: 3.2 is head 2 of layer 3, 3 a layer, *.2 a pattern; several with commas.",
 }
@@ -68,10 +71,11 @@ def add_verb(app: typer.Typer, name: str) -> None:
     """Give a command to an application; its module is imported when it runs."""
     verb = read_verb(name)
     examples = "".join(f"  {line}\n" for line in verb.examples)
-    own = (*verb.parameters, Parameter("code", list[Path], ()), Parameter("verbose", bool, False))
+    switches = (Parameter("quiet", bool, False), Parameter("verbose", bool, False))
+    own = (*verb.parameters, Parameter("code", list[Path], ()), *switches)
 
     def called(**given: Any) -> None:
-        del given["verbose"]  # looked at when an error is printed
+        del given["quiet"], given["verbose"]  # `is_given` looks for them, in whatever line is to be printed
         for path in given.pop("code") or ():
             use_code(path)
         import_module(f"triptych.cli.{name}").__dict__[name](**_grouped(verb, given))

@@ -161,7 +161,7 @@ class Trainer:
             make = import_module(_SAVING).ShardedStates
             self._states = make(self.state_folder, self.world, self.config.keep_states)
         self.computing.set_mode(training=True)
-        with StopRequest() as stop, display, closing(self._updates()) as updates:
+        with StopRequest(display.say) as stop, display, closing(self._updates()) as updates:
             self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
             for batches in updates:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
 from types import FrameType, TracebackType
@@ -68,8 +69,9 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 class StopRequest:
     """While entered, notes the first signal; a second one of either kind interrupts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], object] = len) -> None:
         self.signal_number: int | None = None
+        self._say = say
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -89,6 +91,8 @@ class StopRequest:
         if self.signal_number is not None:
             raise KeyboardInterrupt
         self.signal_number = number
+        with suppress(RuntimeError):  # the signal came while a line was printed
+            self._say("stopping after this step, then saving; a second Ctrl-C ends at once")
 
 
 def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor") -> None:
