@@ -73,6 +73,13 @@ def test_text_without_a_joint_vocabulary_trains_with_two(triptych: Command, tmp_
     assert opened.translator().translate(["Vier."])[0].candidates
 
 
+def test_a_quiet_run_says_nothing_but_its_result(triptych: Command, tmp_path: Path) -> None:
+    answer = triptych("train", "demo", *_sets(SMALL), "--out", tmp_path / "run", "-q")
+    assert (answer.code, answer.out) == (0, "")
+    (line,) = answer.err.splitlines()
+    assert line.startswith("done: 4 steps, ")
+
+
 def test_an_unknown_key_names_the_nearest(triptych: Command) -> None:
     answer = triptych("train", "demo", "--set", "training.warmup_step=3")
     assert answer.code == 2
@@ -90,10 +97,11 @@ def test_a_contradiction_in_the_data_section_is_one_clear_line(triptych: Command
 def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> None:
     answer = triptych("train", "dmo")
     assert answer.code == 2
+    assert "there is no recipe dmo: did you mean demo?" in answer.err
     assert (
-        "there is no recipe dmo: give a TOML file, or one of demo, multi30k, multi30k-best, paper-base, "
-        "paper-big, shakespeare-char, shakespeare-char-cpu, tatoeba, tatoeba-lm, tatoeba-mlm" in (answer.err)
-    )
+        "there is no recipe xyz: give a TOML file, or one of demo, multi30k, multi30k-best, paper-base, "
+        "paper-big, shakespeare-char, shakespeare-char-cpu, tatoeba, tatoeba-lm, tatoeba-mlm"
+    ) in triptych("train", "xyz").err
 
 
 def test_a_run_folder_without_resume_is_explained(triptych: Command, small_run: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import typer
 
 import triptych
+from triptych.cli.failures import say
 from triptych.cli.process import prepare_training
 from triptych.cli.terminal import print_json, training_display
 from triptych.errors import UsageError
@@ -65,7 +66,7 @@ def train(
     if not speaks():
         raise typer.Exit(0 if outcome.signal_number is None else 128 + outcome.signal_number)
     if outcome.signal_number is not None:
-        display.say(
+        say(
             f"stopped after step {outcome.counters.step:,}, saved. "
             f"Go on with: triptych train --resume {folder}"
         )
@@ -73,7 +74,7 @@ def train(
     if as_json:
         print_json({"run": str(folder), **summary.figures()})
     else:
-        display.say(
+        say(
             f"done: {outcome.counters.step:,} steps, {outcome.counters.tokens:,} target tokens in "
             f"{outcome.counters.seconds / 60:.1f} min; {folder} holds the {outcome.chosen} model. "
             f"Try it: triptych {_USES[summary.task]} {folder}"

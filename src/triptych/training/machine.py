@@ -69,7 +69,7 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 class StopRequest:
     """While entered, notes the first signal; a second one of either kind interrupts at once."""
 
-    def __init__(self, say: Callable[[str], object] = len) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda message: None) -> None:
         self.signal_number: int | None = None
         self._say = say
         self._previous: dict[int, Any] = {}
