@@ -350,6 +350,8 @@ def test_a_queue_takes_in_so_much_and_no_more() -> None:
         (["{run}"], "write de-en="),
         (["en-de={run}", "en-de={run}"], "two models have one name"),
         (["en-de={run}", "--max-items", "0"], "--max-items is 0"),
+        (["en-de={run}", "--port", "99999"], "--port 99999"),
+        (["en-de={run}", "--host", "no.such.host.invalid"], "--keys-file"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_line(
@@ -358,6 +360,14 @@ def test_what_cannot_be_served_is_said_in_one_line(
     found = triptych("serve", *(one.format(run=small_run) for one in arguments))
     assert found.code == 2
     assert says in found.err.splitlines()[-1]
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(triptych: Command, small_run: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = triptych("serve", f"en-de={small_run}", "--port", port)
+    assert found.code == 2
+    assert f"cannot listen at 127.0.0.1:{port} (Address already in use)" in found.err
 
 
 def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path) -> None:
@@ -369,13 +379,9 @@ def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path) -> None
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TRIPTYCH_API_KEY": ""}
     )
     try:
-        for _ in range(600):
-            try:
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-                connection.connect()
-                break
-            except OSError:
-                time.sleep(0.1)
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("serving en-de at ")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         body = json.dumps({"q": ["three hundred and one"] * 100, "source": "en", "target": "de"})
         connection.request("POST", "/translate", body)
         time.sleep(0.05)
@@ -385,7 +391,6 @@ def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path) -> None
         assert len(json.loads(answer.read())["translatedText"]) == 100
         connection.close()
         assert process.wait(60) == 0
-        assert process.stderr is not None
         assert json.loads(process.stderr.read().splitlines()[-1])["status"] == 200
     finally:
         process.kill()

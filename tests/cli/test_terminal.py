@@ -256,8 +256,8 @@ def folders(sound: Path, small_run: Path, home: Path) -> dict[str, Path]:
     return {"run": small_run, **{name: sound / name for name in ("runs", "gpt2", "rewritten")}}
 
 
-def test_every_command_but_the_demo_is_given_odd_values() -> None:
-    assert {*BASES, "demo"} == {*COMMANDS}
+def test_every_command_but_the_demo_and_the_server_is_given_odd_values() -> None:
+    assert {*BASES, "demo", "serve"} == {*COMMANDS}
 
 
 @pytest.mark.parametrize("name", BASES)

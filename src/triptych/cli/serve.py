@@ -54,7 +54,6 @@ def serve(
         if value <= 0:
             raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be above 0")
     opened: dict[str, Model] = {name: load(path, **opening) for name, path in named.items()}
-    say(f"serving {', '.join(opened)} at http://{host}:{port}")
     triptych.serve(
         opened,
         host=host,
@@ -62,6 +61,7 @@ def serve(
         keys_file=keys_file,
         limits=Limits(**limits),
         shutdown_timeout=shutdown_timeout,
+        ready=lambda: say(f"serving {', '.join(opened)} at http://{host}:{port}"),
     )
 
 

@@ -1,7 +1,8 @@
 """Running the application on uvicorn, with a stop that loses no request."""
 
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import final
 
@@ -16,35 +17,37 @@ _MOST_CONNECTIONS = 512
 
 def run(
     models: Sequence[ServedModel],
-    host: str,
-    port: int,
+    listening: socket.socket,
     keys: Sequence[str],
     limits: Limits,
     shutdown_timeout: float,
+    ready: Callable[[], None],
     *,
     public: bool,
 ) -> None:
     """Serve until the process is told to stop."""
     config = uvicorn.Config(
         application(models, limits, keys, public=public),
-        host,
-        port,
         log_level="warning",
         access_log=False,
         server_header=False,
         limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
     )
-    _Draining(config, shutdown_timeout).run()
+    _Draining(config, shutdown_timeout, ready).run([listening])
 
 
 @final
 class _Draining(uvicorn.Server):
     """Told to stop, it answers 503 until the running requests have ended, and ends then."""
 
-    def __init__(self, config: uvicorn.Config, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, seconds: float, ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._seconds, self._until = seconds, 0.0
+        self._seconds, self._until, self._ready = seconds, 0.0, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         server = self.config.app.state.server  # type: ignore[union-attr]

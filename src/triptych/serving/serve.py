@@ -2,7 +2,8 @@
 
 import ipaddress
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from triptych.errors import DataError, UsageError
@@ -22,6 +23,7 @@ def serve(
     keys_file: Path | None = None,
     limits: Limits | None = None,
     shutdown_timeout: float = 30.0,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve models over HTTP until the process is told to stop.
 
@@ -33,9 +35,11 @@ def serve(
             TRIPTYCH_API_KEY, with spaces between them; without any, no key is needed.
         limits: of every request.
         shutdown_timeout: seconds that running requests get to end when the process is told to stop.
+        ready: called when requests are answered.
 
     Raises:
-        UsageError: a model cannot be served, or an address that other machines can reach without a key.
+        UsageError: a model cannot be served; an address that other machines can reach without a key, or one
+            that cannot be listened at.
         DataError: the file of keys holds none.
     """
     require_extra(
@@ -50,11 +54,24 @@ def serve(
             f"--host {host} can be reached by other machines: give --keys-file or {KEY_VARIABLE}, "
             "or leave out --host"
         )
+    if not 0 < port < 1 << 16:
+        raise UsageError(f"--port {port}: give a number from 1 to 65535")
     limits = limits or Limits()
     served = [ServedModel(name, model, limits) for name, model in models.items()]
-    for model in served:
-        model.check_batches()  # builds it, too, before the first request comes
-    running.run(served, host, port, keys, limits, shutdown_timeout, public=public)
+    with _listening(host, port) as listening:
+        for model in served:
+            model.check_batches()  # builds it, too, before the first request comes
+        running.run(served, listening, keys, limits, shutdown_timeout, ready, public=public)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen at {host}:{port} ({str(error.strerror).partition(' (')[0]}): give another --host or --port"
+        ) from None
 
 
 def _keys(file: Path | None) -> list[str]:
