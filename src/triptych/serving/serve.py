@@ -69,9 +69,8 @@ def _listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
-        raise UsageError(
-            f"cannot listen at {host}:{port} ({str(error.strerror).partition(' (')[0]}): give another --host or --port"
-        ) from None
+        why = str(error.strerror).partition(" (")[0]
+        raise UsageError(f"cannot listen at {host}:{port} ({why}): give another --host or --port") from None
 
 
 def _keys(file: Path | None) -> list[str]:
