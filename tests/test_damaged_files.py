@@ -29,7 +29,7 @@ from mutations import (
 )
 from small_checkpoints import gpt2, llama
 from triptych.algebra.rewrites import EXACT
-from triptych.checkpoints import families
+from triptych.checkpoints import family
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
 from triptych.converting.conversion import convert
@@ -194,7 +194,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exact = RewriteRecipe.model_construct(step=tuple(EXACT), skip_refused=True)
     rewrite_checkpoint(str(base / "gpt2"), base / "rewritten", exact, compare=False)
     (base / "toml").mkdir()
-    known = Path(families.__file__).parent
+    known = Path(family.__file__).parent / "families"
     (base / "toml" / "family.toml").write_bytes((known / "llama.toml").read_bytes())
     (base / "toml" / "rewrite.toml").write_text(REWRITE)
     return base

@@ -120,11 +120,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         *("text", "training"),
     },
+    "run_page": {"attending", "face", "inspection", "reports", "text", "training"},
     "serving": {"attending", "decoding", "face"},  # models over HTTP
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "opening", "reports", "rewriting"),
-        *("text", "training"),
+        *("run_page", "text", "training"),
     },
 }
 FOUNDATION = {

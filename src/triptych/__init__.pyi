@@ -34,6 +34,7 @@ from triptych.rewriting import rewrite as rewrite
 from triptych.rewriting.certificate import Certificate as Certificate
 from triptych.rewriting.planning import Plan as Plan
 from triptych.rewriting.verification import verify as verify
+from triptych.run_page import report as report
 from triptych.serving.serve import serve as serve
 from triptych.studies import compare_study as compare_study
 from triptych.studies import read_study as read_study

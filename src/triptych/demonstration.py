@@ -29,10 +29,10 @@ from triptych.reports import (
     write_report,
 )
 from triptych.rewriting import rewrite
+from triptych.run_page import points
 from triptych.text.generated import example_pairs, generate_pairs
 from triptych.training import Recipe, read_recipe, require_translation, runs
 from triptych.training.folder import holds_run
-from triptych.training.metrics import read_metrics
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import own_files
 
@@ -170,7 +170,7 @@ def demo(
             report=report,
         )
         mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
-        page = _report(result, summary, folder, _points(place), (mistakes, seen))
+        page = _report(result, summary, folder, points(place), (mistakes, seen))
         write_report(page, place / _REPORT)
         if place != folder:
             _replace(place, folder)
@@ -381,16 +381,3 @@ def _table(mistakes: tuple[TranslationSample, ...]) -> Table:
         rows=tuple((sample.source, sample.hypothesis, sample.reference or "") for sample in mistakes),
         caption=f"The first {len(mistakes)} of the unseen sentences that were not translated to the letter.",
     )
-
-
-def _points(folder: Path) -> list[MetricPoint]:
-    return [
-        MetricPoint(
-            step=record["step"],
-            train_loss=record.get("loss"),
-            valid_loss=record.get("valid_loss"),
-            bleu=record.get("valid_bleu"),
-            learning_rate=record.get("learning_rate"),
-        )
-        for record in read_metrics(folder / "metrics.jsonl")
-    ]

@@ -79,6 +79,7 @@ VERBS = {
     "recipes": (),
     "new": ("new_recipe",),
     "train": ("train", "resume"),
+    "report": ("report",),
     "verify": ("verify",),
     "compare": ("compare_study",),
     "plan": ("plan",),

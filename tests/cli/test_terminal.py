@@ -224,6 +224,7 @@ BASES: dict[str, list[str]] = {
     "cost": ["--d-model", "16", "--num-heads", "2"],
     "recipes": ["show", "demo"],
     "new": ["new.toml", "--tsv", "loop"],
+    "report": ["{run}", "--html", "page.html"],
 }
 
 

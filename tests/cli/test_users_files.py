@@ -66,6 +66,7 @@ WRITES: dict[str, list[list[str]]] = {
     ],
     "generate": [],
     "serve": [],
+    "report": [["{run}", "--html", "notes.txt"], ["{run}", "--html", "source.de"]],
     "fill": [],
     "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],
     "inspect": [["{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "csv", "parquet")],

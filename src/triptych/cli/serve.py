@@ -45,7 +45,7 @@ def serve(
 
     Examples:
         triptych serve de-en=runs/mine
-        triptych serve gpt2 de-en=runs/mine en-de=runs/back --port 9000 --precision int8
+        triptych serve gpt2 de-en=runs/mine --port 9000 --precision int8
     """
     named = dict(map(_named, models))
     if len(named) < len(models):

@@ -70,7 +70,7 @@ def translate(
 
     Examples:
         triptych translate runs/mine "Guten Tag."
-        triptych translate runs/mine test.de --beam 4 --out test.en
+        triptych translate runs/mine test.de --beam 4 --out translated.en
     """
     html, engine = attention_html, opening["engine"]
     if (attention or html) and engine != "triptych":

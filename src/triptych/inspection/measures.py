@@ -115,7 +115,7 @@ def _of_pair(pair: str) -> Iterator[Measure]:
         (
             "cka",
             f"CKA of {both}",
-            "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1; likewise.",
+            "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1.",
         ),
     ):
         yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS, of_basis=True)

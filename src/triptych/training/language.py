@@ -126,6 +126,10 @@ class TextOfRun:
         parts = self._read(self._data.train)
         return parts if self._data.valid is not None else _before(parts, self._cut)
 
+    def validation(self) -> Iterator[TextPart]:
+        """The validation text."""
+        return self._end() if self._data.valid is None else self._read(self._data.valid)
+
     def _end(self) -> Iterator[TextPart]:
         return _after(self._read(self._data.train), self._cut)
 
