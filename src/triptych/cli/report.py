@@ -9,7 +9,7 @@ from triptych.reports import is_page
 
 
 def report(run: Path, *, html: Path | None = None, force: bool = False) -> None:
-    """Write the page of a run: loss curve, samples, heads and attention.
+    """Write the page of a run: loss curve, samples, heads, attention.
 
     Options:
         run: The run folder.

@@ -5,7 +5,7 @@ from importlib import import_module
 from inspect import Parameter as Given
 from inspect import Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -130,4 +130,6 @@ def _annotation(parameter: Parameter) -> Any:
         if parameter.default:
             spelled = (f"{spelled[0]}/--no-{spelled[0].removeprefix('--')}",)
     section = _SECTIONS.get(parameter.name, parameter.section)
-    return Annotated[kind, typer.Option(*spelled, help=about, rich_help_panel=section)]
+    # One value, of an option that is given again for the next.
+    metavar = f"<{get_args(parameter.kind)[0].__name__.lower()}>" if is_list(parameter.kind) else None
+    return Annotated[kind, typer.Option(*spelled, help=about, metavar=metavar, rich_help_panel=section)]
