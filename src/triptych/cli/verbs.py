@@ -131,5 +131,5 @@ def _annotation(parameter: Parameter) -> Any:
             spelled = (f"{spelled[0]}/--no-{spelled[0].removeprefix('--')}",)
     section = _SECTIONS.get(parameter.name, parameter.section)
     # One value, of an option that is given again for the next.
-    metavar = f"<{get_args(parameter.kind)[0].__name__.lower()}>" if is_list(parameter.kind) else None
-    return Annotated[kind, typer.Option(*spelled, help=about, metavar=metavar, rich_help_panel=section)]
+    one = f"<{get_args(parameter.kind)[0].__name__.lower()}>" if is_list(parameter.kind) else None
+    return Annotated[kind, typer.Option(*spelled, help=about, metavar=one, rich_help_panel=section)]
