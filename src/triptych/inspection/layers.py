@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, final
 
 import torch
@@ -264,20 +265,17 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
 
 def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
     """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
-    found: dict[str, list[list[str]]] = {"q": [], "k": [], "v": [], "qk": []}
-    sides = maps.W_Q, maps.W_K, maps.W_V
-    for head in chosen:
-        q, k, v = (W[head].float() for W in sides)
-        for name, W in (("q", q), ("k", k), ("v", v)):
-            found[name].append(_digits(_energies(W, _PICTURE_COLUMNS)))
-        found["qk"].append(_digits(_energies_of_form(q, k)))
-    return found
+    q, k, v = (W[list(chosen)].float() for W in (maps.W_Q, maps.W_K, maps.W_V))
+    energies = {
+        **{name: [*_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
+        "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
+    }
+    return {name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()}
 
 
 def _energies(W: Tensor, columns: int) -> Tensor:
-    """Mean squares of blocks of entries."""
-    rows = torch.stack([part.mean(0) for part in _parts(W.square(), _PICTURE_ROWS)])
-    return torch.stack([part.mean(0) for part in _parts(rows.mT, columns)], 1)
+    """Mean squares of blocks of entries, of a matrix or of several."""
+    return _block_means(_PICTURE_ROWS, W.shape[-2]) @ W.square() @ _block_means(columns, W.shape[-1]).mT
 
 
 def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
@@ -285,20 +283,24 @@ def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
     if q.shape[1] * _PICTURE_ROWS > q.shape[0]:
         return _energies(q @ k.mT, _PICTURE_ROWS)
     one, other = (
-        torch.stack([part.mT @ part / len(part) for part in _parts(side, _PICTURE_ROWS)]).flatten(1)
+        torch.stack([part.mT @ part / len(part) for part in side.tensor_split(_PICTURE_ROWS)]).flatten(1)
         for side in (q, k)
     )
     return (one @ other.mT).clamp(min=0)
 
 
-def _parts(W: Tensor, count: int) -> tuple[Tensor, ...]:
-    return W.tensor_split(min(count, len(W)))
+@cache
+def _block_means(count: int, length: int) -> Tensor:
+    """What takes the means of blocks of entries, as even as can be: `[blocks, length]`."""
+    blocks = torch.arange(length).tensor_split(min(count, length))
+    return torch.stack([torch.zeros(length).index_fill(0, block, 1 / len(block)) for block in blocks])
 
 
 def _digits(energies: Tensor) -> list[str]:
     sizes = energies.sqrt().nan_to_num(0.0, 0.0)
-    levels = (15 * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)).round().long().tolist()
-    return ["".join(f"{level:x}" for level in row) for row in levels]
+    levels = (15 * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)).round()
+    digits, width = levels.to(torch.uint8).numpy().tobytes().hex()[1::2], levels.shape[1]
+    return [digits[start : start + width] for start in range(0, len(digits), width)]
 
 
 def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
