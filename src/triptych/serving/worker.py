@@ -53,7 +53,7 @@ class Item:
 
 @final
 class Worker:
-    """Computes items in the order in which they came, those of equal jobs together.
+    """Computes items in the order in which they came; items of equal jobs together.
 
     The results do not depend on which items are computed together: the models promise it
     (`ServedModel.check_batches` tries it).
