@@ -168,6 +168,17 @@ def test_token_by_token_is_the_whole_target_at_once(name: str, pair_of: Callable
     assert apart(model.logits(torch.cat(steps, dim=1)), model(src, tgt)) < 1e-10
 
 
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
+    other = made(name, tmp_path).float()
+    model = load_encoder_decoder(tmp_path, dtype=torch.float32)
+    src, tgt = some_ids(9), some_ids(7)
+    found, expected = model(src, tgt), other(input_ids=src, decoder_input_ids=tgt).logits
+    assert found.dtype == torch.float32
+    assert apart(found, expected) < 1e-5 * max(1.0, float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
     assert fields_not_understood(config_of(name)) == []

@@ -158,6 +158,17 @@ def test_padding_is_not_seen_on_either_side(name: str, side: str, pair_of: Calla
         assert apart(found[1:, :7], model(ids[1:, :7]).logits) < 1e-10
 
 
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
+    other = made(name, tmp_path).float()
+    model = load_language_model(tmp_path, dtype=torch.float32).model
+    ids = some_ids(other)
+    found, expected = model(ids).logits, outputs(other(input_ids=ids))
+    assert found.dtype == torch.float32
+    assert apart(found, expected) < 1e-5 * max(1.0, float(expected.abs().max()))
+
+
 @pytest.mark.parametrize(
     "name", ["bert", "roberta", "electra, generator", "albert", "roformer", "nomic_bert"]
 )

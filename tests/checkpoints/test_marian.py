@@ -129,6 +129,14 @@ def test_what_is_stored_twice_may_be_left_out_or_kept(tmp_path: Path) -> None:
         assert_same(dict(again.named_parameters())[name], parameter, kind="exact")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_nothing_is_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = write_marian(tmp_path, dtype=dtype)
+    model = read_translator(tmp_path).model
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert_same(model.src_embedding.weight.detach(), tensors["model.shared.weight"], kind="exact")
+
+
 def test_the_fresh_weights_of_a_checkpoint_do_not_use_up_random_numbers(tmp_path: Path) -> None:
     write_marian(tmp_path)
     state = torch.get_rng_state()

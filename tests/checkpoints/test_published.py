@@ -159,6 +159,15 @@ def test_layers_that_predict_further_ahead_are_read_where_they_are(tmp_path: Pat
     assert len(open_checkpoint(written(tmp_path / "alone", alone, config)).sites) == 1
 
 
+@pytest.mark.parametrize(("said", "longest"), [(163_840, 163_840), (0, 2048), ("long", 2048), (None, 2048)])
+def test_the_longest_text_is_what_the_configuration_says(said: Any, longest: int, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        config["max_position_embeddings"] = said
+
+    checkpoint = open_checkpoint(changed(bart(tmp_path / "one"), change))
+    assert {checkpoint.longest_text(site) for site in checkpoint.sites} == {longest}
+
+
 def test_a_stack_may_be_missing_but_not_the_attention_of_one(tmp_path: Path) -> None:
     def without(part: str) -> Change:
         def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

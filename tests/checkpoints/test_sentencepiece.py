@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoints.tiny_spm import PIECES, RULES, block, spm
+from checkpoints.tiny_spm import PIECES, RULES, block, float32, spm
 from triptych.checkpoints.marian_tokenizers import read_sentencepiece
 from triptych.errors import DataError
 from triptych.text.sentencepiece import load_sentencepiece
@@ -24,7 +24,10 @@ def read(folder: Path, data: bytes) -> bytes:
         (b"", "unk is not defined"),
         (b"\xff" * 30, "ParseFromArray"),
         (spm(PIECES)[:-1], "ParseFromArray"),
+        (spm(PIECES) + b"\x80", "ParseFromArray"),
         (spm(PIECES) + block(1, block(1, b"\xff")), "'utf-8' codec can't decode byte 0xff"),
+        (spm(PIECES) + block(1, float32(2, 1.0)), "piece must not be empty"),
+        (spm([*PIECES, PIECES[-1]]), "b c is already defined"),
         (spm([*PIECES, ("z", float("nan"), "normal")], "unigram"), "score is NaN or Inf"),
         (spm(PIECES, byte_fallback=True), "there are not 256 byte pieces"),
         (spm(PIECES) + block(3, block(2, b"\1\2\3")), "normalization rule is broken"),

@@ -86,6 +86,11 @@ def test_sides_of_different_length_are_refused_with_both_counts(tmp_path: Path) 
         read_parallel(write_sides(tmp_path, "a\nb\nc\n", "a\nb\n"), base=tmp_path)
 
 
+def test_an_empty_side_is_refused_with_both_counts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has 1 lines and .* has 0; .*first suspicious line: 1$"):
+        read_parallel(write_sides(tmp_path, "a", ""), base=tmp_path)
+
+
 @pytest.mark.parametrize("missing", [[40], [40, 60, 80], [40, 41, 42, 43], [119]])
 def test_the_line_where_the_sides_slip_is_found_by_the_lengths(tmp_path: Path, missing: list[int]) -> None:
     rng = random.Random(3)

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
 from triptych.text import (
@@ -140,6 +141,11 @@ def test_a_size_below_the_bytes_and_specials_is_refused(kind: str, smallest: int
         train_tokenizers(small, SOURCE, TARGET)
     least = TokenizerSpec.model_validate({"kind": kind, "vocab_size": smallest})
     assert train_tokenizers(least, SOURCE, TARGET).source.vocab_size == smallest
+
+
+def test_a_minimal_frequency_is_refused_where_it_has_no_effect() -> None:
+    with pytest.raises(ValidationError, match="min_frequency goes with kind"):
+        TokenizerSpec(kind="unigram", min_frequency=3)
 
 
 def test_a_minimal_frequency_keeps_rare_pieces_out() -> None:
