@@ -39,7 +39,6 @@ _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
-
 _LONGEST = 2048  # tokens, where a model says nothing
 
 
@@ -113,7 +112,7 @@ class OwnModel(AttentionSource):
 
 
 def _tensors_of(weights: AttentionWeights) -> Iterator[Tensor]:
-    """Maps, and the learned numbers that stand between them."""
+    """Maps, and the learned numbers between them."""
     yield from weights.tensors()
     yield from weights.semantics.learned().values()
 
@@ -173,7 +172,7 @@ class Checkpoint(AttentionSource):
 
     def longest_text(self, site: Site) -> int:
         found = self._places[site].settings.value(_LONGEST_TEXT)
-        return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else 2048
+        return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else _LONGEST
 
     def input_modules(self, site: Site) -> tuple[str, str]:
         spec = self._places[site].spec
@@ -274,7 +273,7 @@ class Checkpoint(AttentionSource):
         return None
 
     def _prefix(self, spec: AttentionSpec) -> str | None:
-        """What stands before the family's names in this checkpoint ("model.", "bert.", nothing)."""
+        """The prefix of the family's names in this checkpoint ("model.", "bert.", nothing)."""
         at = spec.at.format(layer=0, inner=0)
         pattern = re.compile(rf"^(|.*\.){re.escape(at)}\.")
         found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}

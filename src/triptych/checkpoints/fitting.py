@@ -163,7 +163,7 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
 
 
 def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
-    """What stands before the fields of a layer's configuration: "text_config." or nothing."""
+    """The prefix of the fields of a layer's configuration: "text_config." or nothing."""
     for path in _alternatives(place.spec.settings):
         try:
             checkpoint.settings.below(path)
@@ -175,7 +175,7 @@ def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
 
 @final
 class Fitting:
-    """Brings one layer to its format; arguments as those of `write_layer`."""
+    """Brings one layer to its format; for the arguments see `write_layer`."""
 
     def __init__(
         self,

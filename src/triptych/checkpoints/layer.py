@@ -45,7 +45,7 @@ class InputNorms:
     # of the norm that makes what queries read (and keys and values, but for cross-attention); None where
     # there is none, or none is known
     x: Norm | None = None
-    memory: Norm | None = None  # likewise, of what keys and values of cross-attention read
+    memory: Norm | None = None  # the same for the keys and values of cross-attention
 
 
 @final
@@ -121,7 +121,7 @@ class AttentionSource(ABC):
 
 @final
 class MapSizes(NamedTuple):
-    """Those of a layer's maps."""
+    """Sizes of a layer's maps."""
 
     heads: int
     groups: int  # key-value heads
@@ -137,7 +137,7 @@ class Place:
     site: Site
     spec: AttentionSpec  # how it is written
     settings: Settings  # what the configuration says of its stack
-    prefix: str  # what stands before the names that the family gives
+    prefix: str  # of the names that the family gives
     layer: int  # the number that these names hold
     inner: int  # its place within that layer, where one holds several
     # the earlier layer whose keys and values it uses, where it has none of its own
@@ -207,7 +207,7 @@ class Place:
 
     @property
     def position(self) -> PositionSpec:
-        """How positions are told apart."""
+        """How positions are encoded."""
         return self.first(self.spec.positions) or PositionSpec(kind="none")
 
     @property

@@ -100,11 +100,7 @@ class OnlyRow(TensorMap):
 class Halves(TensorMap):
     """One tensor as two of the same size, one after the other along a dimension."""
 
-    dim: int = 0
-
-    def along(self, dim: int) -> "Halves":
-        """The same along another dimension."""
-        return Halves(dim)
+    dim: int
 
     def read(self, parts: Parts) -> Parts:
         return parts[0].chunk(2, self.dim)
@@ -118,11 +114,7 @@ class Halves(TensorMap):
 class Alternating(TensorMap):
     """One tensor as two of the same size, in turns along a dimension."""
 
-    dim: int = 0
-
-    def along(self, dim: int) -> "Alternating":
-        """The same along another dimension."""
-        return Alternating(dim)
+    dim: int
 
     def read(self, parts: Parts) -> Parts:
         return [part.contiguous() for part in parts[0].unflatten(self.dim, (-1, 2)).unbind(self.dim + 1)]  # type: ignore[no-untyped-call]
@@ -134,7 +126,7 @@ class Alternating(TensorMap):
 @final
 @dataclass(frozen=True)
 class Split(TensorMap):
-    """The rows of one tensor as those of queries, of keys and of values, which lie there in some order."""
+    """The rows of one tensor as rows of queries, of keys and of values, in the order of a layout."""
 
     layout: FusedLayout
     sizes: MapSizes

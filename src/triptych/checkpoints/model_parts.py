@@ -191,7 +191,7 @@ class FeedForwardMap:
         """The maps of a layer, or of all of its experts."""
         size, d_model = config.d_ff, self.d_model
         if spec.fused:
-            split = (Alternating() if spec.alternating else Halves()).along(0 if experts is None else 1)
+            split = (Alternating if spec.alternating else Halves)(0 if experts is None else 1)
             parts = tuple(spec.fused.split())
             self._map(ours, parts, spec, spec.inner, (2 * size, d_model), config.bias, experts, (split,))
         else:

@@ -280,7 +280,7 @@ def _as_gpt2(model: LanguageModel) -> Exported:
         "n_inner": d_ff,
         "activation_function": _ACTIVATIONS[feed_forward.activation],
         "layer_norm_epsilon": norm.eps,
-        "tie_word_embeddings": True,  # or what `_exported` finds
+        "tie_word_embeddings": True,  # its place in the file: `_exported` sets it
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     }
     layer: _Names = {

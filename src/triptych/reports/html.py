@@ -61,7 +61,9 @@ def write_picture(chart: Plot, path: Path) -> bool:
     titled = {**spec, "width": _PICTURE_WIDTH, "background": "white", "title": chart.title}
     # The colours of a page are variables of its style; a picture has the light ones, which are the first.
     light = dict(re.findall(r"(--[\w-]+): (#\w+)", _resource("page.css").partition("}")[0]))
-    svg = re.sub(r"var\((--[\w-]+)\)", lambda found: light[found[1]], vl_convert.vegalite_to_svg(titled))
+    svg = re.sub(
+        r"var\((--[\w-]+)\)", lambda found: light.get(found[1], found[0]), vl_convert.vegalite_to_svg(titled)
+    )
     write_text(path, svg)
     return True
 
