@@ -103,9 +103,11 @@ def assert_shown(ran: Ran, where: str) -> None:
 
 def _lines_like(shown: str, printed: str) -> str:
     """For each line shown the next printed one that differs from it in numbers only."""
-    left = iter(printed.splitlines())
-    masked = [_NUMBER.sub("#", line).split() for line in shown.splitlines()]
-    return "\n".join(next((one for one in left if _NUMBER.sub("#", one).split() == line), "") for line in masked)
+    left, kept = iter(printed.splitlines()), []
+    for line in shown.splitlines():
+        masked = _NUMBER.sub("#", line).split()
+        kept.append(next((one for one in left if _NUMBER.sub("#", one).split() == masked), ""))
+    return "\n".join(kept)
 
 
 def is_near(shown: str, printed: str) -> bool:
