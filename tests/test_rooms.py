@@ -120,7 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         *("text", "training"),
     },
-    "run_page": {"attending", "face", "inspection", "reports", "text", "training"},
+    "run_page": {"attending", "face", "inspection", "reports", "storage", "text", "training"},
     "serving": {"attending", "decoding", "face"},  # models over HTTP
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {

@@ -1,16 +1,17 @@
 """The page of a run: how it learned, what it makes of unseen text, where its heads look."""
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from triptych.attending.page import viewer_data
+from triptych.attending.page import AttentionPage, join_pages, viewer_data
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
 from triptych.inspection.record import averages, summary
 from triptych.reports import MetricPoint, Report, Table, TranslationSample, require_charts, write_report
+from triptych.storage.untrusted import read_json
+from triptych.text import Tokenizer
 from triptych.text.corpora import read_parallel
 from triptych.training import AnyRecipe, Recipe, read_recipe
 from triptych.training.folder import RECIPE, SUMMARY, holds_run
@@ -54,9 +55,8 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
     require_charts()
     page = folder / "report.html" if path is None else Path(path)
     recipe, model = read_recipe(folder / RECIPE), load(folder)
-    texts, why_none = _validation(recipe)
-    sources = [source for source, _ in texts]
-    seen = model.attend(sources[:_NUM_VIEWED]) if sources else None
+    texts, why_none = _validation(recipe, model)
+    seen = _attended(model, [source for source, _ in texts])
     inspected = model.inspect()
     write_report(
         Report(
@@ -66,7 +66,7 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
             metrics=tuple(points(folder)),
             samples=_translated(model, texts) if isinstance(recipe, Recipe) else (),
             tables=(*_continued(model, texts), averages(inspected)),
-            viewer=None if seen is None else viewer_data(seen.viewed()),
+            viewer=viewer_data(join_pages(seen)) if seen else None,
             commands=_commands(model, folder),
         ),
         page,
@@ -88,7 +88,7 @@ def points(folder: Path) -> list[MetricPoint]:
     ]
 
 
-def _validation(recipe: AnyRecipe) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+def _validation(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """The first validation texts, each with its translation or what follows; else why there are none."""
     try:
         if isinstance(recipe, Recipe):
@@ -97,10 +97,30 @@ def _validation(recipe: AnyRecipe) -> tuple[list[tuple[str, str]], tuple[str, ..
             if data.valid is None:
                 pairs = pairs.split(data.valid_share)[1]
             return list(islice(zip(pairs.source, pairs.target, strict=True), _NUM_SAMPLES)), ()
+        # Half of what the model reads at once, so that there is room to go on.
+        most = (model.opened.language_model.context or 2 * _MOST_CHARACTERS) // 2
         parts = islice(TextOfRun(recipe, Path()).validation(), _NUM_SAMPLES)
-        return [(part.text[:_MOST_CHARACTERS], part.text[_MOST_CHARACTERS:]) for part in parts], ()
+        return [_cut(part.text, model.opened.tokenizer, most) for part in parts], ()
     except (DataError, UsageError) as error:
         return [], (f"The validation text cannot be read, so there are no samples: {error}",)
+
+
+def _cut(text: str, tokenizer: Tokenizer, most: int) -> tuple[str, str]:
+    """The beginning of a text, of `most` tokens at most, and what follows."""
+    (ids,) = tokenizer.encode([text[:_MOST_CHARACTERS]])
+    begin = text[:_MOST_CHARACTERS] if len(ids) <= most else tokenizer.decode([ids[:most]])[0]
+    return begin, text[len(begin) :]
+
+
+def _attended(model: Model, texts: Sequence[str]) -> list[AttentionPage]:
+    """Pages of the first texts that the model reads whole."""
+    pages = list[AttentionPage]()
+    for text in texts:
+        with suppress(UsageError):  # too long
+            pages.append(model.attend([text]).viewed())
+        if len(pages) == _NUM_VIEWED:
+            break
+    return pages
 
 
 def _translated(model: Model, texts: Sequence[tuple[str, str]]) -> tuple[TranslationSample, ...]:
@@ -131,18 +151,18 @@ def _facts(folder: Path, recipe: AnyRecipe, model: Model) -> tuple[tuple[str, st
     found = [("Run", str(folder)), ("Model", repr(model).partition(": ")[2])]
     if isinstance(recipe, TextRecipe):
         found.append(("Task", recipe.task))
-    try:
-        ended: dict[str, Any] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if not (folder / SUMMARY).exists():
         return (*found, ("Training", "not finished"))
+    ended = read_json(folder / SUMMARY)
     found += [
         ("Training", f"{ended['steps']:,} steps, {ended['tokens']:,} tokens"),
         ("Time", f"{ended['seconds'] / 60:.1f} minutes, {ended['tokens_per_second']:,.0f} tokens a second"),
-        ("Weights", f"{ended['chosen']}, step {ended['best_step']:,} by {ended['best_by']}"),
+        ("Weights", ended["chosen"]),
     ]
-    if ended["chosen"] != "average":
-        return (*found, (f"Validation {ended['best_by']}", f"{ended['best_score']:.4g}"))
-    scores = ended.get("average_scores") or {}
+    if ended["chosen"] == "best":
+        best = f"{ended['best_score']:.4g}, step {ended['best_step']:,}"
+        return (*found, (f"Validation {ended['best_by']}", best))
+    scores = ended["average_scores"] or {}
     return (*found, *((_FIGURES[name], f"{value:.4g}") for name, value in scores.items() if name in _FIGURES))
 
 

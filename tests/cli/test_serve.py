@@ -247,6 +247,12 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"prompt": "a", "top_p": 7}, 400, "top_p"),
     ("/v1/completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
     ("/v1/completions", {"prompt": [[1, 10**9]]}, 400, "token ids"),
+    (
+        "/v1/completions",
+        {"prompt": [[1] * 70], "max_tokens": 0, "echo": True, "logprobs": 1},
+        400,
+        "at most 65",
+    ),
     ("/v1/completions", {"prompt": "word " * 5000}, 400, "64"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}, 400, "chat template"),
     ("/v1/steps", {"model": "gpt", "text": "a", "layer": 9, "head": 0}, 400, "layer"),
@@ -285,6 +291,8 @@ def test_figures_count_what_was_answered(served: Served) -> None:
     figures = str(served.ask("/metrics").body)
     assert 'triptych:requests_total{path="/v1/completions",status="200"}' in figures
     assert 'vllm:num_requests_waiting{model_name="gpt"} 0.0' in figures
+    paths = served.ask("/spec").body["paths"]
+    assert paths["/translate"]["post"]["summary"].startswith("Translate a text or several")
     found = served.ask("/health", X_Request_ID="mine-1")
     assert found.headers["x-request-id"] == "mine-1"
 
@@ -305,7 +313,7 @@ class Doubling(Job):
 
 @contextmanager
 def worker_of(batch_items: int = 8, max_waiting: int = 8) -> Iterator[Worker]:
-    worker = Worker("test", batch_items, max_waiting)
+    worker = Worker("test", Limits(batch_items=batch_items, max_waiting=max_waiting, max_characters=12))
     try:
         yield worker
     finally:
@@ -327,6 +335,24 @@ def test_a_text_that_fails_fails_alone_and_one_that_nobody_waits_for_is_not_comp
             items[2].result.result(60)
         assert not items[3].result.done()
     assert job.batches == [1, 3, 1, 1, 1]
+
+
+def test_a_batch_holds_so_much_text_and_what_has_begun_is_not_told_twice() -> None:
+    job, told = Doubling(), list[str]()
+    with worker_of() as worker:
+        first = Item(job, "a")
+        worker.submit([first])
+        while worker.num_waiting:
+            time.sleep(0.01)
+        long = [Item(job, "x" * 12), Item(job, "y"), Item(job, "bad", told.append)]
+        long[2].say("begun")
+        worker.submit(long)
+        job.go_on.set()
+        assert [long[0].result.result(60), long[1].result.result(60)] == ["x" * 24, "yy"]
+        with pytest.raises(UsageError, match="bad"):
+            long[2].result.result(60)
+    assert job.batches == [1, 1, 2, 1]  # the long text alone; "bad" is not tried again
+    assert told == ["begun"]
 
 
 def test_a_queue_takes_in_so_much_and_no_more() -> None:

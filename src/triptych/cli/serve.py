@@ -50,16 +50,14 @@ def serve(
     named = dict(map(_named, models))
     if len(named) < len(models):
         raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
-    for name, value in limits.items():
-        if value <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be above 0")
+    allowed = Limits(**limits)
     opened: dict[str, Model] = {name: load(path, **opening) for name, path in named.items()}
     triptych.serve(
         opened,
         host=host,
         port=port,
         keys_file=keys_file,
-        limits=Limits(**limits),
+        limits=allowed,
         shutdown_timeout=shutdown_timeout,
         ready=lambda: say(f"serving {', '.join(opened)} at http://{host}:{port}"),
     )

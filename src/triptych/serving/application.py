@@ -1,9 +1,7 @@
 """The ASGI application: its routes, and what happens around each request."""
 
 import asyncio
-import json
 import re
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -14,22 +12,19 @@ from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from triptych.errors import TriptychError
 from triptych.serving import completions, records, translation
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.models import ServedModel
-from triptych.serving.server import Endpoint, Server
+from triptych.serving.server import Endpoint, Server, log
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
 # What needs no key.
 _OPEN = frozenset({"/health", "/frontend/settings", "/spec"})
-# The status of a request whose client has gone away, as nginx logs it.
-_GONE = 499
 
 
 def application(
@@ -76,7 +71,14 @@ def _answering(
         number = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         server.num_requests += 1
         try:
-            response = await _answered(server, path, endpoint, request)
+            if server.is_stopping and path != "/metrics":
+                raise RequestError(503, "the server is stopping", retry_after=5)
+            if path not in _OPEN and request.method == "GET":
+                server.check_key(request)
+            async with asyncio.timeout(server.limits.seconds):
+                response = await endpoint(server, request)
+        except Exception as error:  # noqa: BLE001 (the answer names no path and no line of the source)
+            response = _refusal(path, *server.explain(error), retry=getattr(error, "retry_after", None))
         finally:
             server.num_requests -= 1
         seconds = time.perf_counter() - started
@@ -84,44 +86,19 @@ def _answering(
         server.latency.labels(path).observe(seconds)
         response.headers["X-Request-ID"] = number
         record = {"time": round(time.time(), 3), "request": number, "method": request.method, "path": path}
-        print(
-            json.dumps({**record, "status": response.status_code, "seconds": round(seconds, 4)}),
-            file=sys.stderr,
-            flush=True,
-        )
+        log({**record, "status": response.status_code, "seconds": round(seconds, 4)})
         return response
 
+    answer.__doc__ = endpoint.__doc__
     return answer
 
 
-async def _answered(server: Server, path: str, endpoint: Endpoint, request: Request) -> Response:
-    retry: int | None = None
-    try:
-        if server.is_stopping and path != "/metrics":
-            raise RequestError(503, "the server is stopping", retry_after=5)
-        if path not in _OPEN and request.method == "GET":
-            server.check_key(request)
-        async with asyncio.timeout(server.limits.seconds):
-            return await endpoint(server, request)
-    except RequestError as error:
-        status, message, retry = error.status, error.message, error.retry_after
-    except TimeoutError:
-        status, message = 503, f"no answer within {server.limits.seconds:g} seconds"
-    except ClientDisconnect:
-        status, message = _GONE, "the client has gone away"
-    except TriptychError as error:  # of the request: its text is too long, its options do not go together
-        status, message = 400, str(error)
-    except Exception as error:  # noqa: BLE001 (the answer names no path and no line of the source)
-        print(json.dumps({"error": repr(error)[:500]}), file=sys.stderr, flush=True)
-        status, message = 500, "the server failed; its log says why"
-    for model in server.models.values():  # where a model lies is no business of a client
-        message = message.replace(model.model.name, model.name)
-    body: Any = message
-    if path.startswith("/v1/"):
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        body = {"message": message, "type": kind, "param": None, "code": None}
-    headers = {} if retry is None else {"Retry-After": str(retry)}
-    return JSONResponse({"error": body}, status, headers)
+def _refusal(path: str, status: int, message: str, *, retry: int | None) -> Response:
+    """An error in the form of OpenAI or of LibreTranslate."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    of_openai = {"message": message, "type": kind, "param": None, "code": None}
+    body = of_openai if path.startswith("/v1/") else message
+    return JSONResponse({"error": body}, status, {} if retry is None else {"Retry-After": str(retry)})
 
 
 async def _health(server: Server, request: Request) -> Response:
@@ -129,7 +106,7 @@ async def _health(server: Server, request: Request) -> Response:
     models = [
         {
             "name": model.name,
-            "can": list(model.model.can),
+            "can": list(model.can),
             "languages": model.languages,
             "batch_invariant": model.is_batch_invariant,
         }

@@ -6,18 +6,20 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions
-from triptych.errors import TriptychError
 from triptych.serving.limits import RequestError
 from triptych.serving.models import Continuing, Scored, Scoring, ServedModel
-from triptych.serving.server import Server, read_fields
+from triptych.serving.server import Server
 
 _MOST_SAMPLES, _MOST_LOGPROBS = 16, 20
+# Tokens of a prompt whose logits are held at once.
+_MOST_SCORED = 2048
 # What OpenAI's interface has and this one computes only with these values.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
@@ -52,20 +54,19 @@ async def list_models(server: Server, request: Request) -> Response:
 
 async def complete(server: Server, request: Request) -> Response:
     """Continue prompts, texts or token ids; with `echo`, `logprobs`, `n`, `seed`, `stop`, `stream`."""
-    fields = await read_fields(request, server.limits)
-    server.check_key(request, fields.get("api_key"))
+    fields = await server.fields(request)
     model = server.model(fields.get("model"), "generate")
     asked = _asked(server, model, fields, _prompts(server, model, fields.get("prompt")), "max_tokens", 16)
+    head = _head(model, "cmpl", "text_completion")
     if asked.stream:
-        return _streamed(server, request, asked, _completion_part)
+        return _streamed(server, request, asked, head, _completion_part)
     choices, usage = await _choices(server, request, asked)
-    return JSONResponse({**_head(asked.model, "cmpl", "text_completion"), "choices": choices, "usage": usage})
+    return JSONResponse({**head, "choices": choices, "usage": usage})
 
 
 async def chat(server: Server, request: Request) -> Response:
     """Answer a conversation, written as the chat template of the model's tokenizer says."""
-    fields = await read_fields(request, server.limits)
-    server.check_key(request, fields.get("api_key"))
+    fields = await server.fields(request)
     model, messages = server.model(fields.get("model"), "generate"), fields.get("messages")
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise RequestError(400, "messages: give a list of objects with role and content, a text each")
@@ -75,7 +76,8 @@ async def chat(server: Server, request: Request) -> Response:
     name = "max_tokens" if "max_tokens" in fields else "max_completion_tokens"
     asked = _asked(server, model, {**fields, "logprobs": None, "echo": False}, [ids], name, 512)
     if asked.stream:
-        return _streamed(server, request, asked, _chat_part)
+        head = _head(model, "chatcmpl", "chat.completion.chunk")
+        return _streamed(server, request, asked, head, _chat_part)
     found, usage = await _choices(server, request, asked)
     choices = [
         {
@@ -140,7 +142,7 @@ def _asked(
         sampling = SamplingOptions(
             _float(fields, "repetition_penalty", 1.0),
             _float(fields, "temperature", 1.0),
-            *(None if fields.get(name) is None else int(fields[name]) for name in ("top_k",)),
+            None if fields.get("top_k") is None else int(fields["top_k"]),
             *(None if fields.get(name) is None else float(fields[name]) for name in ("top_p", "min_p")),
         )
         # Without a seed every request draws its own; greedy requests draw nothing and are computed together.
@@ -174,6 +176,11 @@ async def _choices(
     """What the prompts are continued by, prompt by prompt, and what it took."""
     scored: list[Scored | None] = [None] * len(asked.prompts)
     if asked.echo and asked.logprobs is not None:
+        most = min(asked.model.generator.model.context or _MOST_SCORED, _MOST_SCORED)
+        if (longest := max(map(len, asked.prompts))) > most + 1:
+            raise RequestError(
+                400, f"prompt: {longest:,} tokens; with echo and logprobs at most {most + 1:,}"
+            )
         scored = await server.compute(request, Scoring(asked.model, max(asked.logprobs, 1)), asked.prompts)
     continued: list[list[Continuation]] = [[] for _ in asked.prompts]
     if asked.options is not None:
@@ -200,7 +207,6 @@ def _choice(
 
     prompt = tokenizer.decode([ids])[0] if asked.echo else ""
     text = prompt + ("" if one is None else one.text)
-    finish = "length" if one is None or one.finish in ("length", "positions") else "stop"
     logprobs = None
     if asked.logprobs is not None:
         pieces, found, tops = list[str](), list[float | None](), list[dict[str, float] | None]()
@@ -216,14 +222,14 @@ def _choice(
             pieces += own
             found += one.log_probs[: len(own)]
             tops += [{piece: value} for piece, value in zip(own, one.log_probs, strict=False)]
-        offsets = [sum(map(len, pieces[:place])) for place in range(len(pieces))]
+        offsets = [*accumulate(map(len, pieces), initial=0)][: len(pieces)]
         logprobs = {
             "tokens": pieces,
             "token_logprobs": found,
             "top_logprobs": tops,
             "text_offset": offsets,
         }
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish(one)}
 
 
 def _head(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
@@ -235,22 +241,20 @@ def _head(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
     }
 
 
-# From the fields that all parts have, a choice's number, its text and why it ends, to a part of a stream.
-_Part = Callable[[ServedModel, int, str, str | None], dict[str, Any]]
+# From a choice's number, its text and why it ends, to the choice in a part of a stream.
+_Part = Callable[[int, str, str | None], dict[str, Any]]
 
 
-def _completion_part(model: ServedModel, index: int, text: str, finish: str | None) -> dict[str, Any]:
-    choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
-    return {**_head(model, "cmpl", "text_completion"), "choices": [choice]}
+def _completion_part(index: int, text: str, finish: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 
-def _chat_part(model: ServedModel, index: int, text: str, finish: str | None) -> dict[str, Any]:
+def _chat_part(index: int, text: str, finish: str | None) -> dict[str, Any]:
     delta = {"role": "assistant", "content": text} if text else {}
-    choice = {"index": index, "delta": delta, "finish_reason": finish}
-    return {**_head(model, "chatcmpl", "chat.completion.chunk"), "choices": [choice]}
+    return {"index": index, "delta": delta, "finish_reason": finish}
 
 
-def _streamed(server: Server, request: Request, asked: _Asked, part: _Part) -> Response:
+def _streamed(server: Server, request: Request, asked: _Asked, head: dict[str, Any], part: _Part) -> Response:
     """Server-sent events: the text of every choice as it comes, then why each ended."""
     if asked.options is None:
         raise RequestError(400, "stream: give max_tokens of at least 1")
@@ -258,9 +262,11 @@ def _streamed(server: Server, request: Request, asked: _Asked, part: _Part) -> R
     parts: asyncio.Queue[tuple[int, int, str] | None] = asyncio.Queue()
     started = time.perf_counter()
 
+    def event(number: int, sample: int, text: str, finish: str | None = None) -> str:
+        return _event({**head, "choices": [part(number * asked.num_samples + sample, text, finish)]})
+
     async def events() -> AsyncIterator[str]:
-        head = part(asked.model, 0, "", None)
-        given: dict[tuple[int, int], str] = {}
+        given: dict[tuple[int, int], int] = {}  # characters
         computing = asyncio.ensure_future(
             server.compute(
                 request, job, asked.prompts, lambda number, told: parts.put_nowait((number, *told))
@@ -272,28 +278,29 @@ def _streamed(server: Server, request: Request, asked: _Asked, part: _Part) -> R
                 number, sample, text = arrived
                 if not given:
                     server.first.observe(time.perf_counter() - started)
-                given[number, sample] = given.get((number, sample), "") + text
-                index = number * asked.num_samples + sample
-                yield _event({**part(asked.model, index, text, None), "id": head["id"]})
+                given[number, sample] = given.get((number, sample), 0) + len(text)
+                yield event(number, sample, text)
             found: list[list[Continuation]] = await computing
-        except TriptychError as error:
-            yield _event({"error": {"message": str(error), "type": "invalid_request_error"}})
+        except Exception as error:  # noqa: BLE001 (the answer has begun, so that it says what happened)
+            status, message = server.explain(error)
+            yield _event({"error": {"message": message, "type": "server_error", "code": status}})
             return
         finally:
             computing.cancel()
         for number, of_prompt in enumerate(found):
             for sample in range(asked.num_samples):
                 one = of_prompt[min(sample, len(of_prompt) - 1)]
-                rest = one.text[len(given.get((number, sample), "")) :]
-                finish = "length" if one.finish in ("length", "positions") else "stop"
-                index = number * asked.num_samples + sample
-                if rest:
-                    yield _event({**part(asked.model, index, rest, None), "id": head["id"]})
-                yield _event({**part(asked.model, index, "", finish), "id": head["id"]})
+                if rest := one.text[given.get((number, sample), 0) :]:
+                    yield event(number, sample, rest)
+                yield event(number, sample, "", _finish(one))
         server.count_tokens(sum(map(len, asked.prompts)), sum(len(o.ids) for ones in found for o in ones))
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _finish(one: Continuation | None) -> str:
+    return "length" if one is None or one.finish in ("length", "positions") else "stop"
 
 
 def _event(record: dict[str, Any]) -> str:

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from triptych.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server.
+    """Limits of a server, each above 0.
 
     Attributes:
         max_characters: characters of text in a request.
@@ -24,6 +26,11 @@ class Limits:
     max_waiting: int = 1024
     batch_items: int = 32
     seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be above 0")
 
 
 class RequestError(Exception):

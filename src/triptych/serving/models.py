@@ -37,6 +37,7 @@ class ServedModel:
     Attributes:
         name: under which it is asked for.
         model: what `triptych.load` gave.
+        can: what it can do.
         languages: source and target of a translator.
         worker: computes what is asked of it.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
@@ -45,16 +46,15 @@ class ServedModel:
 
     def __init__(self, name: str, model: Model, limits: Limits | None = None) -> None:
         """Make a model ready to serve; `UsageError` if it does not run, or its name has no languages."""
-        limits = limits or Limits()
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} is no name to serve a model by: use letters, digits, '.', '_' and '-'"
             )
         if model.why_not_run:
             raise UsageError(f"{name} cannot be served: {model.why_not_run}")
-        self.name, self.model = name, model
+        self.name, self.model, self.can = name, model, model.can
         self.languages: tuple[str, str] | None = None
-        if self.translates:
+        if "translate" in self.can:
             found = _LANGUAGES.search(name)
             if found is None:
                 raise UsageError(
@@ -64,22 +64,14 @@ class ServedModel:
             self.languages = found[1], found[2]
         self.is_batch_invariant: bool | None = None
         self._translators: OrderedDict[int, Translator] = OrderedDict()
-        self.worker = Worker(name, limits.batch_items, limits.max_waiting)
-
-    @property
-    def translates(self) -> bool:
-        return "translate" in self.model.can
-
-    @property
-    def generates(self) -> bool:
-        return "generate" in self.model.can
+        self.worker = Worker(name, limits or Limits())
 
     @property
     def generator(self) -> TextGenerator:
         return self.model.generator()
 
     def translator(self, num_best: int) -> Translator:
-        """The translator that gives so many translations; the last ones asked for are kept."""
+        """The translator that gives this number of translations; the last ones used are kept."""
         if num_best not in self._translators:
             if len(self._translators) == _MOST_TRANSLATORS:
                 self._translators.popitem(last=False)[1].close()
@@ -91,9 +83,9 @@ class ServedModel:
     def check_batches(self) -> None:
         """Compare texts alone with the same texts in a batch, on this machine: `is_batch_invariant`."""
         job: ModelJob
-        if self.translates:
+        if "translate" in self.can:
             job, given = Translating(self, 1), list[Any](_PROBES)
-        elif self.generates:
+        elif "generate" in self.can:
             job = Continuing(self, GenerationOptions(max_new_tokens=8, sampling=SamplingOptions()))
             most = max(1, (self.generator.model.context or 64) // 2)
             given = [self.generator.encode(text)[:most] for text in _PROBES]
@@ -105,7 +97,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ModelJob(Job):
-    """A job of a model; those with the same options are equal."""
+    """A job of a model; jobs with the same options are equal."""
 
     model: ServedModel
 
@@ -137,8 +129,8 @@ class Continuing(ModelJob):
             if all(item.is_left for item in items):
                 raise AbandonedError
             number, sample = divmod(row, self.options.num_samples)
-            if text and (to := items[number].tell) is not None:
-                to((sample, text))
+            if text:
+                items[number].say((sample, text))
 
         texts = [item.given for item in items]
         return self.model.generator.continue_tokens(texts, self.options, tell)

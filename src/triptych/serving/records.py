@@ -11,7 +11,7 @@ from triptych.attending.saving import json_pieces
 from triptych.face import Model
 from triptych.serving.limits import RequestError
 from triptych.serving.models import Asking
-from triptych.serving.server import Server, read_fields
+from triptych.serving.server import Server
 
 
 async def attend(server: Server, request: Request) -> Response:
@@ -56,8 +56,7 @@ async def steps(server: Server, request: Request) -> Response:
 async def _answered(
     server: Server, request: Request, can: str, ask: Callable[[dict[str, Any]], Callable[[Model], str]]
 ) -> Response:
-    fields = await read_fields(request, server.limits)
-    server.check_key(request, fields.get("api_key"))
+    fields = await server.fields(request)
     model = server.model(fields.get("model"), can)
     (found,) = await server.compute(request, Asking(model), [ask(fields)])
     # Where the model lies is no business of a client.

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,12 +13,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from triptych.errors import UsageError
+from triptych.errors import TriptychError, UsageError
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.models import ModelJob, ServedModel
 from triptych.serving.worker import Item
 
-# Method, path and what answers it.
+# The status of a request whose client has gone away, as nginx logs it.
+_GONE = 499
+
 Endpoint = Callable[["Server", Request], Awaitable[Response]]
 
 
@@ -78,25 +81,44 @@ class Server:
         self.new_tokens.inc(new)
 
     def check_key(self, request: Request, given: object = None) -> None:
-        """Check the key of a request, of its header or of its body."""
-        if not self._keys:
-            return
+        """Check the key of a request, of its body or its header."""
         header = request.headers.get("authorization", "")
         key = str(given or header.removeprefix("Bearer ") or request.headers.get("x-api-key", ""))
-        if sum(hmac.compare_digest(key.encode(), own.encode()) for own in self._keys) == 0:
-            raise RequestError(
-                401 if not key else 403, "a key is needed: send api_key or Authorization: Bearer"
-            )
+        if self._keys and not sum(hmac.compare_digest(key.encode(), own.encode()) for own in self._keys):
+            raise RequestError(403 if key else 401, "a key is needed: send api_key or Authorization: Bearer")
+
+    async def fields(self, request: Request) -> dict[str, Any]:
+        """The fields of a request's body, whose key is checked."""
+        found = await _read_fields(request, self.limits)
+        self.check_key(request, found.get("api_key"))
+        return found
+
+    def explain(self, error: Exception) -> tuple[int, str]:
+        """The status and the line that an error is answered by, with no path of this machine."""
+        match error:
+            case RequestError():
+                return error.status, error.message
+            case TimeoutError():
+                return 503, f"no answer within {self.limits.seconds:g} seconds"
+            case ClientDisconnect():
+                return _GONE, "the client has gone away"
+            case TriptychError():  # of the request: its text is too long, its options do not go together
+                message = str(error)
+                for model in self.models.values():
+                    message = message.replace(model.model.name, model.name)
+                return 400, message
+        log({"error": repr(error)[:500]})
+        return 500, "the server failed; its log says why"
 
     def model(self, name: object, can: str) -> ServedModel:
         """The model that a request names, or the only one that can do what is asked."""
-        able = [model for model in self.models.values() if can in model.model.can]
+        able = [model for model in self.models.values() if can in model.can]
         if name is None and len(able) == 1:
             return able[0]
         if not isinstance(name, str) or name not in self.models:
             raise RequestError(404, f"model: give one of {', '.join(self.models)}")
         if self.models[name] not in able:
-            raise RequestError(400, f"{name} cannot {can}; it can {', '.join(self.models[name].model.can)}")
+            raise RequestError(400, f"{name} cannot {can}; it can {', '.join(self.models[name].can)}")
         return self.models[name]
 
     def check_texts(self, texts: Sequence[str]) -> None:
@@ -114,21 +136,17 @@ class Server:
         request: Request,
         job: ModelJob,
         given: Sequence[Any],
-        tell: Callable[[int, Any], None] | None = None,
+        tell: Callable[..., object] | None = None,
     ) -> list[Any]:
-        """What a job gives for each item; nothing is computed for a client that has gone away."""
+        """What a job gives for each item; nothing is computed for a client that has gone away.
+
+        `tell` gets the number of an item and each part of its result, where it comes in parts.
+        """
         loop = asyncio.get_running_loop()
-
-        def teller(number: int) -> Callable[[Any], None] | None:
-            if tell is None:
-                return None
-
-            def told(part: Any) -> None:
-                loop.call_soon_threadsafe(tell, number, part)
-
-            return told
-
-        items = [Item(job, one, teller(number)) for number, one in enumerate(given)]
+        items = [
+            Item(job, one, None if tell is None else partial(loop.call_soon_threadsafe, tell, number))
+            for number, one in enumerate(given)
+        ]
         job.model.worker.submit(items)
         found = asyncio.gather(*(asyncio.wrap_future(item.result) for item in items))
         gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
@@ -139,9 +157,9 @@ class Server:
             return await found
         finally:
             gone.cancel()
+            for item in items:
+                item.is_left = True
             if not found.done():
-                for item in items:
-                    item.is_left = True
                 found.add_done_callback(lambda over: over.cancelled() or over.exception())
                 found.cancel()
 
@@ -151,7 +169,7 @@ async def _disconnected(request: Request) -> None:
         await asyncio.sleep(0.1)
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
+async def _read_body(request: Request, limits: Limits) -> bytes:
     """The body of a request, up to the limit."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
@@ -162,9 +180,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return b"".join(parts)
 
 
-async def read_fields(request: Request, limits: Limits) -> dict[str, Any]:
+async def _read_fields(request: Request, limits: Limits) -> dict[str, Any]:
     """The fields of a body: JSON, whatever type it is sent as, or a form, whose fields may come twice."""
-    body = await read_body(request, limits)
+    body = await _read_body(request, limits)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body.lstrip().startswith(b"{") and kind in (
         "application/x-www-form-urlencoded",
@@ -184,3 +202,8 @@ async def read_fields(request: Request, limits: Limits) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestError(400, "the body is no JSON object")
     return found
+
+
+def log(record: Mapping[str, Any]) -> None:
+    """Write a line of the log, JSON on standard error."""
+    print(json.dumps(record), file=sys.stderr, flush=True)

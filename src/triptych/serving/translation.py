@@ -10,7 +10,7 @@ from triptych.decoding import Translation
 from triptych.serving.limits import RequestError
 from triptych.serving.markup import Markup
 from triptych.serving.models import ServedModel, Translating
-from triptych.serving.server import Server, read_fields
+from triptych.serving.server import Server
 
 _MOST_ALTERNATIVES = 8
 
@@ -20,8 +20,7 @@ async def translate(server: Server, request: Request) -> Response:
 
     `details` adds score, log-probability and tokens of each translation of a line.
     """
-    fields = await read_fields(request, server.limits)
-    server.check_key(request, fields.get("api_key"))
+    fields = await server.fields(request)
     texts, source, target = _texts(fields), _code(fields, "source"), _code(fields, "target")
     server.check_texts(texts)
     kind, alternatives = fields.get("format") or "text", _alternatives(fields)
@@ -78,8 +77,7 @@ async def languages(server: Server, request: Request) -> Response:
 
 async def detect(server: Server, request: Request) -> Response:
     """The language of a text, among those that are translated."""
-    fields = await read_fields(request, server.limits)
-    server.check_key(request, fields.get("api_key"))
+    fields = await server.fields(request)
     texts = _texts(fields)
     server.check_texts(texts)
     found = [
