@@ -92,9 +92,7 @@ def _call(line: str, where: str) -> str:
 
 def assert_shown(ran: Ran, where: str) -> None:
     """What a block printed is what the page shows: the same words, and nearly the same numbers."""
-    if ran.shown is None:
-        return
-    shown, printed = ran.shown, ran.printed
+    shown, printed = ran.shown or "", ran.printed
     if ran.block.language == "console":  # of a command's output, the lines that matter
         printed = _lines_like(shown, printed)
     masked = [_NUMBER.sub("#", text).split() for text in (shown, printed)]
@@ -104,10 +102,11 @@ def assert_shown(ran: Ran, where: str) -> None:
 
 
 def _lines_like(shown: str, printed: str) -> str:
-    left, kept = printed.splitlines(), []
+    """For each line shown the next printed one that differs from it in numbers only."""
+    left, kept = iter(printed.splitlines()), []
     for line in shown.splitlines():
         masked = _NUMBER.sub("#", line).split()
-        kept += [one for one in left if _NUMBER.sub("#", one).split() == masked][:1]
+        kept.append(next((one for one in left if _NUMBER.sub("#", one).split() == masked), ""))
     return "\n".join(kept)
 
 
