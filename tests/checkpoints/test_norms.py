@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def alike(names: str, expected: dict[str, str]) -> dict[str, dict[str, str]]:
-    """The same of several models, whose names stand between bars."""
+    """The same for several models, whose names are separated by bars."""
     return dict.fromkeys(names.split(" | "), expected)
 
 

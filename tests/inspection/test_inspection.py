@@ -338,6 +338,18 @@ def test_pictures_are_root_mean_squares_of_blocks_of_entries(width: int) -> None
     assert "pictures" not in Inspection.record(inspect(OneLayer(weights)))["layers"][0]
 
 
+def test_a_picture_has_no_more_blocks_than_a_narrow_memory_has_channels() -> None:
+    weights = MultiHeadAttention(144, 2, parameterisation("factored", d_k=4, d_v=12)).weights("cross")
+    k, v = (Link(getattr(weights, side)[0].weight[:, :10]) for side in "kv")
+    found = inspect(OneLayer(replace(weights, k=(k,), v=(v,)))).layers[0].pictures
+    assert {name: (len(rows), len(rows[0])) for name, (rows, _) in found.items()} == {
+        "q": (24, 4),
+        "k": (10, 4),
+        "v": (10, 12),
+        "qk": (24, 10),
+    }
+
+
 def test_an_inspection_writes_its_page_its_rows_and_everything(tmp_path: Path) -> None:
     found = inspected(gpt2(tmp_path / "model"))
     found.page(tmp_path / "page.html")

@@ -56,7 +56,7 @@ def frequencies(
     """The frequencies of `width` channels."""
     plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     match rope_type(scaling):
-        # "mrope" counts pictures' positions in three ways; those of text are all the same.
+        # "mrope" counts positions of pictures in three ways, which are the same for text.
         case "default" | "mrope":
             return Frequencies(plain, 1.0)
         case "dynamic":

@@ -48,7 +48,7 @@ class NormSpec(Spec):
     """A norm, of what the attention reads or of what other maps do."""
 
     # its module; of the attention's own norm, the one whose output the attention reads. With post-norm that
-    # is the last norm of what stands before it ("{previous}" is the layer before).
+    # is the last norm of what comes before it ("{previous}" is the layer before).
     at: str = ""
     kind: Literal["layer", "rms"] = "layer"
     # "pre"; "post" where it follows the residual sum; "sandwich" where there is one on both sides
@@ -78,8 +78,8 @@ class OtherNormSpec(Spec):
     # the maps in it that do, as patterns; a map's tensors are NAME.weight and NAME.bias, or where they hold
     # several maps NAME and NAME_bias.
     read_by: tuple[str, ...] = ()
-    transposed: tuple[str, ...] = ()  # those of the maps that are stored `[in, out]`, as patterns
-    # tensors beside them that do not read it, as patterns. What is neither is a reason not to fold.
+    transposed: tuple[str, ...] = ()  # the maps that are stored `[in, out]`, as patterns
+    # other tensors that do not read it, as patterns. What is neither is a reason not to fold.
     rest: tuple[str, ...] = ()
     # instead of all these, the map to logits, above the model's own names; not where its tensor is that of
     # the embedding, as `tie_word_embeddings` says
@@ -123,14 +123,14 @@ class PatchesSpec(Spec):
     """Tokens that are the patches of a picture, row by row, after some others."""
 
     image: Expression = "image_size"  # height and width of the picture in pixels, or one number for both
-    patch: Expression = "patch_size"  # height and width of a patch in pixels, likewise
-    # how many tokens stand before the patches, in parts that are added
+    patch: Expression = "patch_size"  # height and width of a patch in pixels, as `image`
+    # how many tokens come before the patches, in parts that are added
     before: Annotated[tuple[str, ...], EXPRESSION] = ("1",)
 
 
 @final
 class PositionSpec(Spec):
-    """How positions are told apart, on a condition.
+    """How positions are encoded, on a condition.
 
     Source: rotary: Su et al. 2021, arXiv 2104.09864; ALiBi: Press et al. 2021, arXiv 2108.12409; tables of
     distances: Raffel et al. 2019, arXiv 1910.10683; disentangled: He et al. 2020, arXiv 2006.03654.
@@ -154,7 +154,7 @@ class PositionSpec(Spec):
     base: Expression = "rope_parameters.rope_theta | rope_theta | 10000.0"
     # paths of the record that scales them, such as `rope_scaling`; the first that is one
     scaling: Annotated[tuple[str, ...], EXPRESSION] = ("rope_scaling", "rope_parameters")
-    # the length that a model was first trained on, where it lies beside the record that scales them; it
+    # the length that a model was first trained on, where it is outside the record that scales them; it
     # counts for more than the record's
     original: Expression = "original_max_position_embeddings"
     # what turned channels are multiplied by under a scaling, instead of what its kind makes it
@@ -180,7 +180,7 @@ class PositionSpec(Spec):
     # what positions are, if they are not places in a text. Rotary pairs turn by rows and columns, and a
     # distance table has an entry for each pair of them.
     patches: PatchesSpec | None = None
-    # disentangled: within the attention, the map of the distances that queries meet; likewise `query_map` of
+    # disentangled: within the attention, the map of the distances that queries meet; `query_map` is that of
     # those that keys meet
     key_map: str = ""
     query_map: str = ""
@@ -192,7 +192,7 @@ class PositionSpec(Spec):
 class LatentSpec(Spec):
     """Keys and values out of a narrow latent, perhaps queries too (DeepSeek-AI 2024, arXiv 2405.04434)."""
 
-    # modules within the attention; likewise the others. Queries have a single map where there is no `q_rank`.
+    # these six are modules within the attention. Queries have a single map where there is no `q_rank`.
     q_down: str = "q_a_proj"
     q_norm: str = "q_a_layernorm"
     q_up: str = "q_b_proj"
@@ -235,11 +235,11 @@ class AttentionSpec(Spec):
     lender: Expression = ""  # what such a layer and the earlier one, the last of its kind, have in common
     uses: Expression = "1"  # how often the model applies each of them, one time after the other
     at: str  # the module of a layer's attention
-    # words that are not in what stands before `at`: other stacks have the same names
+    # words that are not in the prefix of `at`: other stacks have the same names
     outside: tuple[str, ...] = ()
     # width of what is read and written; not looked at where the configuration does not say
     size: Expression = "hidden_size | d_model | n_embd | n_embed | dim"
-    q: str = "q_proj"  # its map; likewise `k`, `v`, `o`
+    q: str = "q_proj"  # the map of queries; `k`, `v` and `o` are the others
     k: str = "k_proj"
     v: str = "v_proj"
     o: str = "o_proj"
@@ -252,7 +252,7 @@ class AttentionSpec(Spec):
     # which of "q k v o" have one, the first choice whose condition holds; "k=FIELD" if the field is true. Not
     # looked at if there is none.
     biases: tuple[Choice, ...] = ()
-    q_bias: str = ""  # tensor of the bias of queries, beside `qkv`; likewise `v_bias`
+    q_bias: str = ""  # tensor of the bias of queries next to `qkv`; `v_bias` of values
     v_bias: str = ""
     transposed: bool = False  # whether maps are stored `[in, out]`
     heads: Expression = "num_attention_heads"  # number of query heads; `groups` of key heads
@@ -275,12 +275,12 @@ class AttentionSpec(Spec):
     other_norms: tuple[OtherNormSpec, ...] = ()  # norms that maps outside the attention read
     # how many keys a query sees, its own among them; all if no choice holds, or it gives nothing
     window: tuple[Choice, ...] = ()
-    chunk: tuple[Choice, ...] = ()  # tokens of the pieces of the text in which queries see keys, likewise
-    # what makes queries count for more the further they stand in a text; None for nothing
+    chunk: tuple[Choice, ...] = ()  # tokens of the pieces of the text in which queries see keys, as `window`
+    # what makes queries count for more the later they are in a text; None for nothing
     temperature: TemperatureSpec | None = None
     window_around: bool = False  # whether half of the window lies on either side of the query's own place
     soft_cap: Expression = ""  # c where scores s become c · tanh(s / c); none if it is empty or gives nothing
-    clip: Expression = ""  # c where queries, keys and values are limited to −c … c, likewise
+    clip: Expression = ""  # c where queries, keys and values are limited to −c … c, as `soft_cap`
     sinks: str = ""  # tensor `[heads]`, of scores that take part in the softmax and move nothing; "" without
     unwritten: str = ""  # why such layers cannot be rewritten; they can if empty
     known: tuple[str, ...] = ()  # tensors within the attention's module that are not maps, as patterns
@@ -308,7 +308,7 @@ class EmbeddedPositionsSpec(Spec):
     table: str = ""  # module of the learned rows; of sines and cosines, where files may have them
     rows: Expression = "max_position_embeddings"  # how many positions there are
     offset_rows: Expression = "0"  # rows of the table before that of position 0
-    # the token that does not count, where positions count the tokens that do: its own row stands before that
+    # the token that does not count, where positions count the tokens that do: its own row comes before that
     # of position 0; "" where positions count all tokens
     padding: Expression = ""
     layout: Literal["halves", "interleaved", "tensor2tensor"] = "interleaved"  # see `attention.sinusoidal`.
@@ -321,7 +321,7 @@ class FeedForwardSpec(Spec):
     when: Expression = ""  # on what condition of the configuration it is written so
     there: str = ""  # a tensor below `at` that the file has where it is written so
     at: str = "layers.{layer}.mlp"
-    inner: str = "up_proj"  # map to the inner width; likewise `gate`, "" without one, and `outer` back
+    inner: str = "up_proj"  # map to the inner width; so is `gate`, "" without one; `outer` leads back
     gate: str = ""
     outer: str = "down_proj"
     # what the rows of `inner` are where the gate is in the same tensor, one half after the other, or in turns
@@ -332,10 +332,10 @@ class FeedForwardSpec(Spec):
     bare: bool = False  # whether a map's tensors are NAME and NAME_bias
     size: Expression = "intermediate_size"  # the inner width
     activation: Expression = "hidden_act"  # its name in `transformers`
-    # on what condition the inner maps have biases; likewise `out_bias`, as `bias` if empty
+    # on what condition the inner maps have biases; `out_bias`: the outer map, as `bias` if empty
     bias: Expression = "false"
     out_bias: Expression = ""
-    beta: Expression = ""  # see `FeedForwardConfig`, likewise `offset` and `limit`
+    beta: Expression = ""  # see `FeedForwardConfig`, also for `offset` and `limit`
     offset: float = 0.0
     limit: Expression = ""
     # where this is the layer of each expert. Names of maps hold {expert} where each has tensors of its own;
@@ -370,7 +370,7 @@ class MaskedSpec(Spec):
     """Masked tokens whose rows count as 0; see `architecture.MaskedTokens`."""
 
     when: Expression = ""  # on what condition they do
-    token: Expression  # that stands for masked ones
+    token: Expression  # in the place of masked ones
     padding: Expression  # that is not counted
 
 
@@ -380,11 +380,11 @@ class HeadSpec(Spec):
 
     at: str = "lm_head"  # the output map, below the names of the attention or above them
     when: Expression = ""  # on what condition of the configuration there is such a head
-    # the map before it, likewise, and whether that has a bias (`map_bias`); "" without one
+    # the map before it, found in the same way, and whether it has a bias (`map_bias`); "" without one
     transform: str = ""
     map_bias: Expression = "true"
     activation: Expression = ""  # after that, by its name in `transformers`; "" for none
-    norm: tuple[NormSpec, ...] = ()  # after that, named likewise
+    norm: tuple[NormSpec, ...] = ()  # after that, named in the same way
     # tensors of the bias, if it is not the map's own; those in the file are all the same. Of a decoder they
     # may be missing, and have one row.
     bias_at: tuple[str, ...] = ()
@@ -444,9 +444,9 @@ class ModelSpec(Spec):
     attention_norm: tuple[NormSpec, ...] = ()
     attention_out_norm: tuple[NormSpec, ...] = ()  # of what the attention adds, before the sum
     cross_norm: tuple[NormSpec, ...] = ()  # of the attention to the encoder's output
-    # likewise of the feed-forward layer; where blocks are parallel and it has none, it reads the attention's
+    # the same for the feed-forward layer; where blocks are parallel and it has none, it reads the attention's
     feed_forward_norm: tuple[NormSpec, ...] = ()
-    feed_forward_out_norm: tuple[NormSpec, ...] = ()  # likewise
+    feed_forward_out_norm: tuple[NormSpec, ...] = ()  # as `attention_out_norm`
     feed_forward: tuple[FeedForwardSpec, ...] = Field(min_length=1)  # the first whose condition holds
     final_norm: tuple[NormSpec, ...] = ()  # after the last block
     head: HeadSpec = HeadSpec()  # to logits, of a decoder

@@ -203,7 +203,7 @@ class TranslatorCheckpoint:
     tokenizers: TokenizerPair  # of both sides
     num_beams: int | None  # with how many beams it is to be searched; None if its files do not say
     length_penalty: float  # the exponent of the length by which scores are to be divided
-    stops_when_full: bool  # whether the search ends when so many hypotheses have ended
+    stops_when_full: bool  # whether the search ends when `num_beams` hypotheses have ended
 
 
 def read_translator(

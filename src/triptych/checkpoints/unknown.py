@@ -34,7 +34,7 @@ _WITHIN_ATTENTION = re.compile(r"(.*?\{layer\}.*?(?:attn|attention)[^.]*)\.(.+)"
 _MOST_NAMES = 60
 _HEADER = """\
 # Complete each "?" and give this file with --family. The fields are those of AttentionSpec in
-# triptych/checkpoints/specs.py; families/*.toml beside it are examples.
+# triptych/checkpoints/specs.py; families/*.toml next to it are examples.
 name = "mine"
 """
 

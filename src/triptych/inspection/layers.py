@@ -27,7 +27,7 @@ from triptych.inspection.measures import LOSSES, MORE_OF_TOP
 FOLD = "fold stacked maps"
 
 
-# A picture has blocks of entries: of maps so many rows by so many columns, of W_QK rows by rows.
+# A picture shows blocks of entries: rows by columns of maps, rows by rows of W_QK.
 _PICTURE_ROWS, _PICTURE_COLUMNS = 24, 12
 
 # What is below this share of the largest singular value may be rounding of maps multiplied in float32.
@@ -265,7 +265,7 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
 
 def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
     """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
-    q, k, v = (W[list(chosen)].float() for W in (maps.W_Q, maps.W_K, maps.W_V))
+    q, k, v = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V))
     energies = {
         **{name: [*_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
         "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
@@ -280,7 +280,7 @@ def _energies(W: Tensor, columns: int) -> Tensor:
 
 def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
     """Mean squares of blocks of q kᵀ; of a narrow head by tr(qᵢᵀqᵢ kⱼᵀkⱼ), which never forms it."""
-    if q.shape[1] * _PICTURE_ROWS > q.shape[0]:
+    if q.shape[1] * _PICTURE_ROWS > min(len(q), len(k)):
         return _energies(q @ k.mT, _PICTURE_ROWS)
     one, other = (
         torch.stack([part.mT @ part / len(part) for part in side.tensor_split(_PICTURE_ROWS)]).flatten(1)

@@ -18,7 +18,7 @@ from triptych.reports.records import (
 
 Spec = dict[str, Any]
 
-# Colours are those of `page.css`, light or dark. A name has one colour on a page; grey means nothing.
+# Colours come from `page.css`, light or dark. A name has one colour on a page; grey means nothing.
 _INK, _MUTED, _LINE, _TRAINING, _VALIDATION = (
     f"var(--{name})" for name in ("ink", "muted", "line", "s1", "s2")
 )

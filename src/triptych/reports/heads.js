@@ -172,7 +172,7 @@ function drawHead() {
     make("h3", {}, `${report.models.length > 1 ? `${report.models[m].name}: ` : ""}${layer.name}, head ${layer.heads[h]}`),
     make("p", { class: "note" }, layer.about),
     make("div", { class: "pictures" }, ...Object.entries(layer.pictures).map(([side, of]) => picture(side, of[h]))),
-    make("p", { class: "note" }, `Root mean squares of blocks of entries, more colour for larger, each by its own largest. Rows are channels of the input; columns are channels of the head, and of W_QK those of the other input${ending}`),
+    make("p", { class: "note" }, `Root mean squares of blocks of entries, more colour for larger, each by its own largest. Rows are channels of the input; columns are channels of the head, or for W_QK of the other input${ending}`),
     make("div", { class: "groups" },
       plot("singular values over the largest", spectra, 1),
       ...(angles.length ? [plot("principal angles, degrees", angles, 90)] : [])),
