@@ -46,7 +46,7 @@ class RotaryPairs:
     first: tuple[int, ...]  # one channel of each pair
     second: tuple[int, ...]
     slow: tuple[bool, ...]  # whether a pair turns by less than a radian over the longest text
-    factor: float = 1.0  # what these channels of queries, and those of keys, are multiplied by besides
+    factor: float = 1.0  # what these channels of queries and of keys are multiplied by as well
 
     @classmethod
     def of(cls, rotation: RotaryEmbedding, longest: int) -> "RotaryPairs":

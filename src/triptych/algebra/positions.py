@@ -370,7 +370,7 @@ class DisentangledBias(ScoreBias):
     of_each_head = MappingProxyType({"keys": 0, "queries": 0})
     reads_content = True
     keys: Tensor | None  # of the distances, `[heads, 2 · span, d_k]`, read by queries; None if they are not
-    queries: Tensor | None  # of the distances, likewise, reading keys; None if they do not
+    queries: Tensor | None  # of the distances, reading keys; None if they do not
     span: int  # number of buckets to each side
     max_distance: int | None  # the longest distance that has a bucket of its own kind
     scale: float  # of both products

@@ -48,7 +48,7 @@ class LayerSteps:
     """Every value of one call, in the order of the computation; keys and values of every query head."""
 
     q: Float[Tensor, "batch heads query_len d_k"]  # queries as they meet the keys, after norms and rotation
-    k: Float[Tensor, "batch heads key_len d_k"]  # keys, likewise
+    k: Float[Tensor, "batch heads key_len d_k"]  # keys after norms and rotation
     v: Float[Tensor, "batch heads key_len d_v"]
     # `q kᵀ`; of other scores, what these make of queries and keys
     products: Float[Tensor, "batch heads query_len key_len"]

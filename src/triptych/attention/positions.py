@@ -28,8 +28,8 @@ class PositionIds(NamedTuple):
     # batch differ, as under padding on the left
     ids: Int[Tensor, "*rows length"]
     end: int  # above every id, known without looking at them
-    # so many tokens share each position, and key j has position j // sharing. None where `ids` of earlier
-    # calls say where keys stand: caches keep them for layers that compare positions
+    # the number of tokens that share each position: key j has position j // sharing. None where caches keep
+    # the positions of keys, for layers that compare positions
     sharing: int | None = None
 
     def of_slots(self, count: Any) -> Int[Tensor, " key_len"]:

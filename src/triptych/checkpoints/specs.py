@@ -229,7 +229,7 @@ class AttentionSpec(Spec):
     layers: Expression = "num_hidden_layers"
     inner: Expression = "1"
     more_layers: Expression = ""  # how many more there may be after them, where the file has them
-    # how many of them, the last ones, have no keys and values of their own, but those of an earlier layer,
+    # how many of them, the last ones, have no keys and values of their own, but use an earlier layer's,
     # made of what that one reads
     borrowing: Expression = ""
     lender: Expression = ""  # what such a layer and the earlier one, the last of its kind, have in common

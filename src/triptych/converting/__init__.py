@@ -1,4 +1,4 @@
-"""Conversion of models between our format and those of other libraries.
+"""Conversion of models between our format and the formats of other libraries.
 
 `convert` (`conversion.py`) takes a source and a target format, and gives a `Conversion`: what was
 written, and how far the result is from the model. `formats.py` says which model each format can hold;

@@ -31,7 +31,7 @@ class GenerationOptions:
     max_new_tokens: int = 128  # a continuation ends at this many tokens
     sampling: SamplingOptions = field(default_factory=SamplingOptions)  # how each token is chosen
     seed: int = 0  # of what is drawn
-    num_samples: int = 1  # continuations of each prompt; with a beam the best so many
+    num_samples: int = 1  # continuations of each prompt; with a beam, the best ones
     beam_size: int = 1  # 1, or the hypotheses of a beam search, which draws nothing
     alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none
     stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens

@@ -28,7 +28,7 @@ class Continuation:
     """What a prompt was continued by."""
 
     text: str  # of the continuation alone, up to a stop string if one ended it
-    ids: tuple[int, ...]  # its tokens, with those of the stop string
+    ids: tuple[int, ...]  # its tokens, the stop string's included
     pieces: tuple[str, ...]  # its tokens, readable
     log_probs: tuple[float, ...]  # of every token, and of the stop token if one ended it; see `NewToken`
     finish: Finish  # why it ended; see `NewToken`

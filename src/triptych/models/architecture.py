@@ -45,7 +45,7 @@ class FeedForwardConfig:
     # σ(beta x)`, "relu_squared" `max(0, x)²`
     activation: Activation = "relu"
     gated: bool = False  # whether there is a gate
-    bias: bool = True  # whether the inner maps have biases; `out_bias` likewise for W_2
+    bias: bool = True  # whether the inner maps have biases; `out_bias` is for W_2
     out_bias: bool = True
     dropout: float = 0.0  # on the inner activations, while training
     beta: float = 1.0  # of "swish"
@@ -111,7 +111,7 @@ class SublayerConfig:
     """The frame around attention or a feed-forward layer f."""
 
     norm: NormConfig | None = NormConfig()  # "pre": `x + f(norm(x))`; "post": `norm(x + f(x))`; None without
-    place: Literal["pre", "post"] = "pre"  # where `norm` stands
+    place: Literal["pre", "post"] = "pre"  # where `norm` is
     # of what f adds, before the sum; with a pre-norm, both together are a sandwich
     out_norm: NormConfig | None = None
     scale: float = 1.0  # what f adds is multiplied by this
@@ -143,7 +143,7 @@ class MaskedTokens:
     Source: `EsmEmbeddings` of github.com/huggingface/transformers.
     """
 
-    token: int  # that stands for masked ones
+    token: int  # in the place of masked ones
     padding: int  # that does not count as a token of the text
     trained: float = 0.15 * 0.8  # share of tokens that were masked in training
 
@@ -224,7 +224,7 @@ class EncoderDecoderArchitecture:
     encoder: tuple[BlockConfig, ...]  # its blocks
     decoder: tuple[BlockConfig, ...]  # its blocks, with cross-attention
     encoder_norm: NormConfig | None = None  # after the last block of the encoder; None without
-    decoder_norm: NormConfig | None = None  # likewise
+    decoder_norm: NormConfig | None = None
     tied: bool = True  # whether the output table is that of the decoder's tokens
     output_bias: bool = False  # whether every token has a bias
     logit_scale: float = 1.0  # logits are multiplied by this, before the bias

@@ -48,7 +48,7 @@ class Stack(NamedTuple):
 
     name: Literal["encoder", "decoder"]
     blocks: tuple[Block, ...]
-    # of what the first block reads; likewise `final_norm`, of what the last one gives
+    # of what the first block reads; `final_norm` is of what the last one gives
     embedding_norm: nn.Module
     final_norm: nn.Module
 

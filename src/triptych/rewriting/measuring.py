@@ -281,16 +281,19 @@ def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within:
         return None
-    if not math.isclose(one.scale, other.scale, rel_tol=1e-12) and not other.takes_up_scale:
-        return None
-    return _move_of_forms(one, other.with_scale(one.scale))
+    return _move_of_forms(one, _under(one.scale, other))
 
 
 def rounding_of_forms(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
     """The norm by which a form of a head moves if the changed numbers are rounded at random."""
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
     weights, scale = after.weights.to(torch.float64), before.weights.scale
-    return _move_of_forms(weights.with_scale(scale), again(weights).with_scale(scale))
+    return _move_of_forms(_under(scale, weights), _under(scale, again(weights)))
+
+
+def _under(scale: float, weights: AttentionWeights) -> AttentionWeights:
+    """The same scores under another scale, where the query map can take up the ratio."""
+    return weights.with_scale(scale) if weights.takes_up_scale else weights
 
 
 def _move_of_forms(one: AttentionWeights, other: AttentionWeights) -> float:

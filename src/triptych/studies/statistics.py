@@ -203,7 +203,7 @@ def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None
 
 @lru_cache(maxsize=256)
 def _power(effect: float, count: int, level: float) -> float:
-    """The chance that a test on so many pairs finds a normal effect of this size at a level."""
+    """The chance that a test on this number of pairs finds a normal effect of this size at a level."""
     from scipy.stats import nct, t
 
     if count <= _SIMULATED_SEEDS:

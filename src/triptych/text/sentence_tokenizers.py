@@ -143,7 +143,7 @@ def _difference_from_ours(inner: tokenizers.Tokenizer) -> str | None:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte that each character of the byte alphabet stands for."""
+    """The byte of each character of the byte alphabet."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     own = {chr(byte): byte for byte in printable}

@@ -30,8 +30,8 @@ class Tokenizer(ABC):
     pad_id: int | None  # fills rows up; None where there is none, as with all of these
     bos_id: int | None  # begins a text
     eos_id: int | None  # ends a text
-    unk_id: int | None = None  # stands for what is not in the vocabulary
-    mask_id: int | None = None  # stands for a hidden token
+    unk_id: int | None = None  # in the place of what is not in the vocabulary
+    mask_id: int | None = None  # in the place of a hidden token
 
     @property
     @abstractmethod

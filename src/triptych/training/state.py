@@ -3,7 +3,7 @@
 In one process one file, `state/last.safetensors`, holds weights, optimizer moments and random-number states,
 and in its header the counters; one file can be replaced at once, so a state is never half old, half new.
 Several processes write a folder of shards, `state/saved-NNNNNNNN/`, whose marker `complete.json` comes last
-(`sharded_state.py`). Checkpoints to be averaged lie beside it, named in its counters.
+(`sharded_state.py`). Checkpoints to be averaged lie next to it, named in its counters.
 """
 
 import json

@@ -52,8 +52,6 @@ _TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
     "of_patches": lambda weights: (
         (rotary := weights.semantics.rotary) is not None and rotary.places is not None
     ),
-    "post_norm": lambda weights: weights.norm_place == "post",
-    "sandwich": lambda weights: weights.norm_place == "sandwich",
     "no_output_bias": lambda weights: "o" not in weights.bias_slots,
 }
 # Queries, keys and values must stay the numbers that they are.
@@ -139,14 +137,6 @@ ROTARY_PAIRS_MEET = Need(
         "clip": _CLIPPED,
     },
     ("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-)
-# The residual does not pass through the norm.
-PRE_NORM = Need(
-    {
-        "post_norm": "the norm is a post-norm: the residual carries its gain, too",
-        "sandwich": "norms stand on both sides of the layer (sandwich)",
-    },
-    ("pre-norm",),
 )
 _OWN_BIAS = "{positions} positions add a bias of each head's own, which would stay in its place"
 # Positions add nothing of each head's own, which would stay in its place.

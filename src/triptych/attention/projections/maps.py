@@ -308,10 +308,10 @@ class LinkMap(HeadMap):
     its output; the next `passed` ones are its last as they are; any others are not read.
     """
 
-    d_in: int  # width read; likewise `d_out`, written
+    d_in: int  # width read; `d_out` is the width written
     d_out: int
     copies: int
-    read: int  # see above; likewise `written` and `passed`
+    read: int  # see above, also for `written` and `passed`
     written: int
     passed: int
     diagonal: bool  # whether each channel is scaled by itself
