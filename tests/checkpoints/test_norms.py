@@ -47,8 +47,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "distilbert": {"output_layer_norm": "! post"},
     **alike("albert | albert in groups", {"full_layer_layer_norm": "! post"}),
     **alike(
-        "gpt2 | gpt2, scaled by layer | gpt2, not scaled | gpt2, scaled by layer alone | gpt_neo | gpt_bigcode | "
-        "gpt_bigcode, a key each",
+        "gpt2 | gpt2, scaled by layer | gpt2, not scaled | gpt2, scaled by layer alone | gpt_neo | "
+        "gpt_bigcode | gpt_bigcode, a key each",
         {"ln_2": "c_fc", "ln_f": "! tied"},
     ),
     "openai-gpt": {"ln_2": "! post"},
