@@ -89,6 +89,8 @@ def write_translator(run: OpenedModel, folder: Path, quantization: Quantization)
     spec.optimize(quantization=quantization)
     spec.save(str(folder))
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
+    if run.shortlist is not None:
+        write_text(folder / "vmap.txt", run.shortlist.as_text(run.tokenizers))
     (folder / "README.md").write_text(_readme_of_translator(run, length), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     check = _check_translator(run, folder, quantization)
@@ -206,6 +208,7 @@ found = translator.translate_batch(
     length_penalty={alpha},
     suppress_sequences={never},
     max_decoding_length={length},
+    use_vmap={run.shortlist is not None},
 )
 print({text})
 ```

@@ -10,10 +10,12 @@ from triptych.decoding.engine import DecodingEngine, Engine
 from triptych.decoding.maps import Precision
 from triptych.decoding.plain_engine import PlainEngine, needs_plain
 from triptych.decoding.search import Hypothesis, SearchOptions, search
+from triptych.decoding.shortlisting import ShortlistEngine
 from triptych.decoding.workers import Searcher
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
+from triptych.text.shortlists import Shortlist
 
 # Time grows with the square of a text's length, and so do files that show all of its attention.
 LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
@@ -43,14 +45,21 @@ def batch_searcher(
     options: SearchOptions,
     precision: Precision,
     rules: OutputRules,
+    shortlist: Shortlist | None = None,
 ) -> Searcher:
     """A function from sentences, token ids without the end of sentence, to hypotheses for each."""
     engine: DecodingEngine
     if needs_plain(model):
+        what = "a model with changed values, or with attention that cannot be fused,"
         if precision != "fp32":
-            what = "a model with changed values, or with attention that cannot be fused,"
             raise UsageError(f"{what} runs in fp32, not in {precision}")
+        if shortlist is not None:
+            raise UsageError(f"{what} runs without a shortlist: leave it out")
         engine = PlainEngine(model, never=rules.never)
+    elif shortlist is not None:
+        if rules.no_repeat:
+            raise UsageError("a model that repeats no phrase is searched without a shortlist: leave it out")
+        engine = ShortlistEngine(model, shortlist, rules, precision)
     else:
         engine = Engine(model, precision, never=rules.never)
 

@@ -51,6 +51,10 @@ class DecodingEngine(ABC):
     def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row, in whole groups of `GROUP` columns."""
 
+    def columns(self, cache: Any) -> Int[Tensor, "batch columns"] | None:
+        """The token of each column of a sentence's logits, the end first; None if column i is token i."""
+        return None
+
 
 @final
 class Engine(DecodingEngine):
@@ -142,11 +146,17 @@ class Engine(DecodingEngine):
 
         Columns past the vocabulary, and those of the tokens never wanted, are −inf.
         """
+        logits = self.model.logits(self.decode(tokens, cache)).flatten(0, 1)
+        return logits.float() if self.dtype == torch.bfloat16 else logits
+
+    def decode(
+        self, tokens: Int[Tensor, " rows"], cache: "BeamCache"
+    ) -> Float[Tensor, "batch beam_size d_model"]:
+        """What the output layer reads; the cache takes the tokens in."""
         new = tokens.view(-1, cache.beam_size)
         x = self.model.decode(new, None, cache.memory_mask, cache.layers, cache.next_tokens())
         cache.advance()
-        logits = self.model.logits(x).flatten(0, 1)
-        return logits.float() if self.dtype == torch.bfloat16 else logits
+        return x
 
 
 class BeamCache(ABC):

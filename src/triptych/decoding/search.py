@@ -156,6 +156,7 @@ class _Beams:
         batch, k = src.shape[0], options.beam_size
         device = src.device
         self.cache = engine.start(src, k, fixed)
+        self.end = rules.end if engine.columns(self.cache) is None else 0  # its column
         self.steps = FixedSteps(cast(Engine, engine), cast(FixedBeamCache, self.cache)) if fixed else None
         most = engine.max_target_tokens
         if most is not None:  # the first tokens take positions too; `output_limits` counts one of them
@@ -185,6 +186,8 @@ class _Beams:
         log_probs = self._next_log_probs()
         # Twice the beam: even if half of it ends here, a full beam stays open.
         values, parents, tokens = self._best(log_probs, 2 * k if k > 1 else 1)
+        if (columns := self.engine.columns(self.cache)) is not None:
+            tokens = columns.gather(1, tokens)
         require_finite_logits(values[:, 0])
         ends = tokens == self.rules.end
         if bool(ends[:, :k].any()):
@@ -200,7 +203,7 @@ class _Beams:
         self._retire(values[:, 0])
 
     def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
-        rules, end = self.rules, self.rules.end
+        rules, end = self.rules, self.end
         log_probs = self._step(self.ids[:, :, -1].flatten()).log_softmax(dim=-1)
         log_probs = log_probs.view(len(self.sentences), self.options.beam_size, -1)
         length = self.ids.shape[2]
