@@ -88,6 +88,7 @@ VERBS = {
 }
 METHODS = {
     "distil": "distil",
+    "shortlist": "shortlist",
     "translate": "translator",
     "generate": "generate",
     "fill": "fill",
