@@ -88,6 +88,7 @@ VERBS = {
     "explore": ("serve",),
 }
 METHODS = {
+    "distil": "distil",
     "translate": "translator",
     "generate": "generate",
     "fill": "fill",
