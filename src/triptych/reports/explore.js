@@ -49,6 +49,7 @@ class Explorer {
   async start() {
     await this.tell(async () => {
       this.models = (await ask("models", {})).models;
+      byId("key-form").hidden = true;
       byId("model").replaceChildren(...this.models.map(({ name }) => make("option", { value: name }, name)));
       byId("model-choice").hidden = this.models.length < 2;
       this.fromHash();
@@ -60,6 +61,7 @@ class Explorer {
   async tell(work) {
     const began = performance.now();
     byId("problem").hidden = true;
+    byId("problem").textContent = "";
     byId("busy").textContent = "computing …";
     try {
       await work();
@@ -126,7 +128,6 @@ class Explorer {
     const data = await ask("view", this.asked);
     if (turn !== this.turn) return;
     await this.draw(data);
-    this.remember();
     this.showOutput();
     await this.showRow(turn);
     this.later(turn);
@@ -146,8 +147,13 @@ class Explorer {
   }
 
   // What takes longer: the text after a change, what heads do, the forms.
-  async later(turn) {
+  async later(turn, isChanged = false) {
     try {
+      if (isChanged) {
+        const data = await ask("view", this.asked);
+        if (turn !== this.turn) return;
+        await this.draw(data);
+      }
       await this.showAfter(turn);
       if (byId("forms").open) await this.showForms(turn);
       if (recorded && this.changes.length) return;
@@ -177,6 +183,7 @@ class Explorer {
     const about = this.model.layers.find(({ name }) => name === layer);
     const record = await ask("row", { ...this.asked, layer, head: head ?? 0, query: this.query });
     if (turn !== this.turn || chosen !== this.chosen) return;
+    this.remember();
     this.row.show(record, about);
     if (head === null) byId("row-name").textContent += " (the matrix shows the mean of the heads)";
     this.showEffect(record.next);
@@ -265,8 +272,13 @@ class Explorer {
     const before = this.changes;
     this.changes = changes;
     const turn = ++this.turn;
-    return this.tell(() => this.look(turn)).then((done) => {
-      if (done || turn !== this.turn) return;
+    // What is asked for is answered first, and drawn everywhere after.
+    return this.tell(() => this.showRow(turn)).then((done) => {
+      if (turn !== this.turn) return;
+      if (done) {
+        this.later(turn, true);
+        return;
+      }
       this.changes = before; // refused: the switch goes back
       this.drawSwitches();
     });
