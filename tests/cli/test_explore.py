@@ -252,6 +252,12 @@ def test_the_page_fits_and_asks_its_server_alone(tab: Page, served: Served, widt
     tab.point_at("#forms summary", click=True)
     wait_for(tab, "document.querySelectorAll('#head-forms table').length === 2")
     assert tab.value("document.documentElement.scrollWidth") <= width
+    tab.value("document.querySelector('#results canvas[data-term=output]').focus()")
+    for _ in range(2):
+        tab.press("ArrowRight")
+    at = tab.value("getComputedStyle(document.querySelector('#results canvas[data-term=output]')).width")
+    assert float(at.removesuffix("px")) % 8 == 0, "cells are drawn as they are pointed at"
+    assert text_of(tab, "#said").startswith("output[2] = ")
     found = tab.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(found[:3]) < 64
     assert tab.complaints == []

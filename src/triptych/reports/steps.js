@@ -156,7 +156,7 @@ class Row {
     const share = sum(output.map((value, i) => value * record.layer_output[i])) / Math.max(1e-30, sum(record.layer_output.map((value) => value * value)));
     const results = [
       make("div", { class: "vector" }, make("span", {}, `z [${d_v}]`), strip(z, "z", "z", narrow)),
-      make("div", { class: "vector" }, make("span", {}, `z W_O [${d}], ${percent(share)} of the layer's output`), strip(output, "output", "output")),
+      make("div", { class: "vector" }, make("span", {}, `z W_O [${d}], ${percent(share)} of the layer's output`), strip(output, "output", "output", { columns: clamp(8 * Math.floor((byId("row").clientWidth - 40) / 64), 8, 64) })),
     ];
     if (record.direct_effect) results.push(this.effects(record));
     byId("results").replaceChildren(...results);
@@ -167,7 +167,8 @@ class Row {
       const said = `${shortly(token)}: logit ${logit >= 0 ? "+" : ""}${digits(logit)}, probability ${probability >= 0 ? "+" : ""}${percent(probability)}`;
       return make("tr", { "data-term": "effect", "data-said": said, tabindex: "0" }, make("th", { scope: "row" }, shortly(token)), make("td", {}, `${logit >= 0 ? "+" : ""}${digits(logit)}`), make("td", {}, `${probability >= 0 ? "+" : ""}${percent(probability)}`));
     })));
-    const parts = [list("raises (logit, probability)", found.raises.slice(0, 5)), list("lowers", found.lowers.slice(0, 5))];
+    const isNothing = ![...found.raises, ...found.lowers].some(({ logit }) => logit);
+    const parts = isNothing ? [make("p", {}, "The head adds nothing.")] : [list("raises (logit, probability)", found.raises.slice(0, 5)), list("lowers", found.lowers.slice(0, 5))];
     if (next) parts.push(make("table", {}, make("caption", {}, "next token of the model"), make("tbody", {}, ...next.tokens.slice(0, 5).map(([token, , after]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, percent(after)))))));
     return make("div", {}, make("p", { class: "note" }, "What this head alone does to the next token (direct effect), and what the model says in all:"), make("div", { class: "effects" }, ...parts));
   }
