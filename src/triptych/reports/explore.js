@@ -36,9 +36,11 @@ class Explorer {
   // The layer and the head that are looked at; of the mean of heads none
   get place() {
     const { kind, layer, at } = this.viewer;
-    const name = this.model.layers.some((one) => one.name === String(layer.number)) ? String(layer.number) : `${kind.kind}.${layer.number}`;
+    const name = this.model.layers[0].name.includes(".") ? `${kind.kind}.${layer.number}` : String(layer.number);
     return { layer: name, head: at.head === MEAN ? null : layer.heads[at.head].number };
   }
+  // A layer that runs several times has a number for each time, and one name.
+  layer(named) { return this.model.layers.find(({ name }) => name === named) ?? this.model.layers[0]; }
   get query() {
     const { viewer } = this;
     const last = viewer.kind.queries.length - 1;
@@ -180,7 +182,7 @@ class Explorer {
     const { chosen } = this;
     this.drawSwitches();
     const { layer, head } = this.place;
-    const about = this.model.layers.find(({ name }) => name === layer);
+    const about = this.layer(layer);
     const record = await ask("row", { ...this.asked, layer, head: head ?? 0, query: this.query });
     if (turn !== this.turn || chosen !== this.chosen) return;
     this.remember();
@@ -227,7 +229,7 @@ class Explorer {
   }
   switches() {
     const { layer, head } = this.place;
-    const about = this.model.layers.find(({ name }) => name === layer);
+    const about = this.layer(layer);
     const place = `${layer}.${head}`;
     const others = [...Array(about.heads).keys()].filter((other) => other !== head).map((other) => `${layer}.${other}`).join(" ");
     const layers = this.everywhere ? this.stackOf(layer) : [layer];
@@ -252,7 +254,7 @@ class Explorer {
     const groups = this.switches().filter(([, switches]) => switches.length).map(([title, switches]) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title),
       ...switches.map(([name, calls, about]) => make("button", { type: "button", title: about, "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name))));
     const { layer, head } = this.place;
-    const about = this.model.layers.find(({ name }) => name === layer);
+    const about = this.layer(layer);
     if (head !== null) {
       const found = this.changes.find((call) => call.startsWith(`truncate(${layer}.${head}, `));
       const rank = found ? Number(found.match(/, (\d+)\)/)[1]) : about.d_k;

@@ -95,6 +95,8 @@ class Row {
       scores: { name: "score", about: `what the softmax takes${record.soft_cap ? `, after the soft cap ${digits(record.soft_cap)}` : ""}. Shape [${n}]` },
       visible: { name: "mask", about: `which keys this query may look at; the others get −∞. Shape [${n}]` },
       weights: { name: "softmax", about: `exp(score) over the sum of all that are seen${record.sink === null ? ": they add up to 1" : `, and of the sink, which takes ${percent(record.sink)}`}. Shape [${n}]` },
+      sink: { name: "sink", about: `a score of the head's own that takes part in the softmax and moves nothing: it takes ${percent(record.sink ?? 0)}` },
+      gate: { name: "gate", about: `what the mixed values are multiplied by: ${digits(record.gate ?? 1)}` },
       v: { name: "v", about: `the value of each token looked at: its stream times W_V${bias("W_V")}. Shape [${n} × ${d_v}]` },
       share: { name: "share of z", about: `how much of z each value gives, along its direction: weight times v; they add up to 1. Shape [${n}]` },
       z: { name: "z", about: `the sum of weight times value over all keys${record.gate === null ? "" : `, times the gate ${digits(record.gate)}`}. Shape [${d_v}]` },
@@ -118,7 +120,8 @@ class Row {
       ...scale, part("products", ...q_k),
       ...(record.biased ? [" + ", part("biased", ...sub(record.positions, "j"))] : []),
       ...(record.soft_cap ? [", ", part("scores", "capped")] : []),
-      " + ", part("visible", ...sub("mask", "j")), " ) ", part("v", ...sub("v", "j")), " ", part("output", "W", make("sub", {}, "O")),
+      " + ", part("visible", ...sub("mask", "j")), ...(record.sink === null ? [] : [" | ", part("sink", "sink")]), " ) ",
+      ...(record.gate === null ? [] : [part("gate", "gate"), " · "]), part("v", ...sub("v", "j")), " ", part("output", "W", make("sub", {}, "O")),
       make("span", { class: "note" }, `q = x W_Q, k = y W_K, v = y W_V${isCross ? "; x: translation, y: source" : ""}`));
     const narrow = { columns: 32 };
     byId("vectors").replaceChildren(make("div", { class: "vector" }, make("span", {}, `q [${d_k}]`), strip(q, "q", "q", narrow)));
