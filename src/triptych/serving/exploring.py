@@ -22,8 +22,8 @@ from triptych.errors import TriptychError, UsageError
 from triptych.face import Head, Model, RotaryForm, Run
 from triptych.models import EncoderDecoder
 
-# Models with what-ifs, and texts that they read, that are kept.
-_MOST_MODELS, _MOST_TEXTS = 8, 16
+# Models with what-ifs that are kept, each with what it generates with, and texts that they read.
+_MOST_MODELS, _MOST_TEXTS = 4, 16
 _MOST_KEYS = 32
 _MOST_NEXT = 8
 _MOST_NEW_TOKENS = 64
