@@ -16,6 +16,7 @@ from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fitting import Fitting, refuse, resizing, sizes_of
+from triptych.checkpoints.latents import latent_parts
 from triptych.checkpoints.layer import AttentionLayer, MapSizes
 from triptych.checkpoints.layer_map import LayerMap, layer_map
 
@@ -87,19 +88,28 @@ class _LayerWriter:
 
     def _maps(self, fitted: AttentionWeights, stored: LayerMap) -> dict[str, Tensor]:
         """The maps and their biases, zeros where the file has a place for a bias that is gone."""
-        ours: dict[str, Tensor] = {side: fitted.chain(side)[0].weight for side in SIDES}
-        for side in SIDES:
-            link = fitted.chain(side)[0]
-            bias, zeros = (
-                (fitted.o_bias, link.weight[0, 0]) if side == "o" else (link.bias, link.weight[:, 0])
-            )
-            if f"{side}.bias" in stored.parts:
-                ours[f"{side}.bias"] = torch.zeros_like(zeros) if bias is None else bias
-            elif bias is not None and bool(bias.any()):
+        if self.place.spec.latent:
+            ours = latent_parts(fitted)
+        else:
+            ours = {side: fitted.chain(side)[0].weight for side in SIDES[:3]}
+            biases = {f"{side}.bias": fitted.chain(side)[0].bias for side in SIDES[:3]}
+            ours |= {name: bias for name, bias in biases.items() if bias is not None}
+        ours["o"] = fitted.o[0].weight
+        if fitted.o_bias is not None:
+            ours["o.bias"] = fitted.o_bias
+        for name in stored.parts:
+            side = name.removesuffix(".bias")
+            if name != side and side in ours:
+                zeros = torch.zeros_like(ours[side][0, 0] if side == "o" else ours[side][:, 0])
+                ours.setdefault(name, zeros)
+        for name in ours.keys() - stored.parts:
+            if bool(ours[name].any()):
+                side = name.removesuffix(".bias")
                 refuse(
                     f"the map of {side} has a bias now, and the format has no place for one",
                     "leave out the step that makes it",
                 )
+            del ours[name]
         return ours
 
     def _norm(self) -> dict[str, Tensor]:
@@ -166,9 +176,9 @@ def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> Atten
     """The shapes of a layer with a bias wherever the file has a place for one."""
     chains = {}
     for side in SIDES[:3]:
-        (link,), there = fitted.chain(side), before.chain(side)[-1].bias
+        (*first, link), there = fitted.chain(side), before.chain(side)[-1].bias
         bias = None if there is None else link.weight.new_empty(link.copies, link.d_out)
-        chains[str(side)] = (replace(link, bias=bias),)
+        chains[str(side)] = (*first, replace(link, bias=bias))
     o_bias = None if before.o_bias is None else fitted.o[0].weight.new_empty(before.o_bias.shape)
     return replace(fitted, o_bias=o_bias, **chains)  # type: ignore[arg-type]
 

@@ -55,9 +55,8 @@ class FolderFormat:
         now: dict[str, MapSizes] = {}
         for site in source.sites:
             read = source.read(site)
-            now[site.name] = sizes_of(read.weights.multiplied_out())
-            # Reading the shapes needs one map a side, as a file has it.
-            wanted[site.name] = sizes_of(rewritten(read).multiplied_out())
+            now[site.name] = sizes_of(read.weights)
+            wanted[site.name] = sizes_of(rewritten(read))
             del read  # before the next one is read: layers may be large
         of_record: dict[str, list[str]] = {}
         for site in source.sites:

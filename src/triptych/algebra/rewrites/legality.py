@@ -201,6 +201,12 @@ def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "
             raise RewriteRefusedError(name, f"a norm stands after map {place} of {side}", advice)
 
 
+def require_last_map(name: str, side: Side, chain: Chain) -> None:
+    """Refuse to change the channels of a side where a norm stands and no learned map is behind it."""
+    if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
+        require_nothing_between(name, side, chain[:-1])
+
+
 def share_a_map(one: Chain, other: Chain) -> bool:
     """Whether two chains have a map in common."""
     return not {id(link) for link in one}.isdisjoint(id(link) for link in other)

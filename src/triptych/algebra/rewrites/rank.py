@@ -29,6 +29,7 @@ from triptych.algebra.rewrites.legality import (
     KEY_BIAS_BLIND,
     ONE_LATENT,
     require_finite,
+    require_last_map,
     require_nothing_between,
     require_one_each,
     require_whole_number,
@@ -211,7 +212,7 @@ def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given
     ranks = require_one_each(name, f"{form}_rank", given, groups, side, width, why)
     CHANNELS_FREE[form].require(name, weights, f"leave {form}_rank out", f"{form}: ")
     for side in SIDES_OF[form]:
-        require_nothing_between(name, side, weights.chain(side)[:-1])
+        require_last_map(name, side, weights.chain(side))
     return ranks
 
 
@@ -226,7 +227,7 @@ def _truncate_qk(
     weights: AttentionWeights, ranks: list[int], notes: list[str]
 ) -> tuple[AttentionWeights, list[int]]:
     """W_QK at those ranks, and the ranks that it had."""
-    q, k = (weights.multiplied(side) for side in ("q", "k"))
+    q, k = (weights.behind_norms().multiplied(side) for side in ("q", "k"))
     if not weights.k:
         k = k.of_heads(weights.num_heads)  # the input itself, in which each head now has its own channels
     own = q.of_heads(weights.num_heads).weight.reshape(k.copies, 1, -1, q.d_out)
@@ -240,7 +241,7 @@ def _truncate_ov(
     weights: AttentionWeights, ranks: list[int], rounding: float, notes: list[str]
 ) -> tuple[AttentionWeights, AttentionWeights, list[int]]:
     """W_OV at those ranks: what it was made from, the result, and the ranks that it had."""
-    v = weights.multiplied("v")
+    v = weights.behind_norms().multiplied("v")
     basis = joint_basis(weights.W_O.mT.reshape(v.copies, 1, -1, v.d_out), v.weight[:, None], "common")
     cut = basis.of_widths(ranks)
 
