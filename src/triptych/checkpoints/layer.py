@@ -224,7 +224,7 @@ class Place:
         spec, latent = self.spec, self.spec.latent
         heads = self.count(spec.heads)
         if latent:
-            width = self.count(latent.plain) + self.count(latent.turned)
+            width = self.settings.whole(latent.plain, self.layer) + self.count(latent.turned)
             q_rank = None if self.value(latent.q_rank) is None else self.count(latent.q_rank)
             return MapSizes(heads, heads, width, self.count(latent.value), self.count(latent.rank), q_rank)
         width, groups = self.count(spec.width), self.count(self.chosen(spec.groups) or spec.heads)

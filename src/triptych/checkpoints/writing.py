@@ -5,7 +5,7 @@ dtype in which each tensor is stored. What a format cannot hold is refused.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.checkpoints.as_latent import as_latent
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fitting import Fitting, refuse, resizing, sizes_of
-from triptych.checkpoints.latents import latent_parts
+from triptych.checkpoints.latents import is_latent, latent_parts
 from triptych.checkpoints.layer import AttentionLayer, MapSizes
 from triptych.checkpoints.layer_map import LayerMap, layer_map
 
@@ -33,6 +34,8 @@ class WrittenLayer:
     settings: dict[str, Any]
     # the layer as the format has it, with what is filled up (on the "meta" device), for its costs
     shapes: AttentionWeights
+    # tensors that go, with those that come in their place
+    replaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def write_layer(
@@ -74,6 +77,8 @@ class _LayerWriter:
             return WrittenLayer({}, {}, self.before.mapped(_to_meta))
         if why := self.place.spec.why_kept:
             refuse(why, "leave this layer out")
+        if is_latent(self.after) and not self.place.spec.latent:
+            return self._as_latent()
         fitted = self.fitting.fitted()
         old, new = sizes_of(self.before), sizes_of(fitted)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
@@ -85,6 +90,14 @@ class _LayerWriter:
         tensors = {name: tensor for name, tensor in changed if tensor is not None}
         shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
         return WrittenLayer(tensors, found.settings if found else {}, shapes)
+
+    def _as_latent(self) -> WrittenLayer:
+        found = as_latent(self.checkpoint, self.layer, self.after)
+        changed = (
+            (name, self._changed(name, full)) for name, full in found.stored.write(found.parts | self._norm())
+        )
+        tensors = {name: tensor for name, tensor in changed if tensor is not None}
+        return WrittenLayer(tensors, found.settings, found.weights.mapped(_to_meta), found.replaced)
 
     def _maps(self, fitted: AttentionWeights, stored: LayerMap) -> dict[str, Tensor]:
         """The maps and their biases, zeros where the file has a place for a bias that is gone."""
@@ -150,6 +163,8 @@ class _LayerWriter:
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
         """A tensor as it is to be stored; None if that is how it is stored already."""
+        if name not in self.tensors.infos:  # a tensor of another format, in the dtype of the maps
+            return full.to(self.before.dtype).contiguous()
         dtype = self.tensors.infos[name].dtype
         new, old = full.to(dtype).contiguous(), self.tensors.read(name)
         if torch.equal(new, old):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
-from triptych.algebra.rewrites.channels import NAMES, in_working_precision, move, one_map
+from triptych.algebra.rewrites.channels import FORMS, NAMES, in_working_precision, move, one_map
 from triptych.algebra.rewrites.legality import (
     DECOUPLED,
     ONE_LATENT,
@@ -32,7 +32,7 @@ from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
-# Of the norm of a latent in DeepSeek's models, and how far what it divides by may be from a constant, relatively.
+# Of the norm of a latent in DeepSeek's models; and how far what it divides by may be from a constant.
 NORM_EPS, NORM_ERROR = 1e-6, 2.0**-30
 
 
@@ -125,39 +125,36 @@ def decouple(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten
     rotation = weights.semantics.rotary
     assert rotation is not None
     notes: list[str] = []
-    heads = weights.num_heads
+    heads, pad = weights.num_heads, torch.nn.functional.pad
     q, k, v, o = (one_map(weights.to(torch.float64), side, notes) for side in SIDES)
+    q, groups = q.of_heads(heads), torch.arange(heads) // (heads // k.copies)
     first, second = rotation.pairs
     plain = sorted({*range(q.d_out)} - {*first, *second})
-    beside = torch.cat([part.transpose(0, 1).flatten(1) for part in (k.weight[..., plain], v.weight)], dim=1)
-    full = beside.shape[1]
+    beside = torch.cat([_side_by_side(k.weight[..., plain]), _side_by_side(v.weight)], dim=1)
     rank = min(beside.shape) if rank is None else rank
     _require_latent_rank(rank, *beside.shape)
+    require_finite("to_latent", weights)
     W_D, U, needed = _product_of_rank(beside, rank)
     U_K, U_V = (
-        part.unflatten(1, (copies, -1)).transpose(0, 1).repeat_interleave(heads // copies, dim=0)  # type: ignore[no-untyped-call]
-        for part, copies in zip(
-            U.split([k.copies * len(plain), v.copies * v.d_out], dim=1), (k.copies, v.copies), strict=True
+        part.reshape(rank, copies, -1).transpose(0, 1).repeat_interleave(heads // copies, dim=0)
+        for part, copies in (
+            (U[:, : k.copies * len(plain)], k.copies),
+            (U[:, k.copies * len(plain) :], v.copies),
         )
     )
-    turned = torch.cat([k.weight[..., side].transpose(0, 1).flatten(1) for side in (first, second)], dim=1)
-    own = torch.zeros(heads, k.copies, dtype=q.weight.dtype)
-    own[torch.arange(heads), torch.arange(heads) // (heads // k.copies)] = 1.0
-    q = q.of_heads(heads)
-    spread = [(q.weight[..., None, side] * own[:, None, :, None]).flatten(2) for side in (first, second)]
+    turned = torch.cat([_side_by_side(k.weight[..., side]) for side in (first, second)], dim=1)
+    own = torch.nn.functional.one_hot(groups, k.copies).to(q.weight.dtype)
+    spread = [(own[:, None, :, None] * q.weight[:, :, None, side]).flatten(2) for side in (first, second)]
     small, error = _smallness(weights, W_D)
     norm = HeadNorm(NORM_EPS, W_D.new_full((rank,), NORM_EPS**0.5 / small), channels=rank)
     down = Link(torch.cat([W_D * small, turned], dim=1)[None], norm=norm)
-    passed = torch.nn.functional.pad(torch.eye(turned.shape[1], dtype=W_D.dtype), (0, 0, rank, 0))
-    k_up = torch.cat(
-        [torch.nn.functional.pad(U_K, (0, 0, 0, len(passed) - rank)), passed.expand(heads, -1, -1)], dim=2
-    )
-    v_up = torch.nn.functional.pad(U_V, (0, 0, 0, len(passed) - rank))
+    passed = pad(torch.eye(turned.shape[1], dtype=W_D.dtype), (0, 0, rank, 0)).expand(heads, -1, -1)
+    more = (0, 0, 0, turned.shape[1])
     result = replace(
         weights.to(torch.float64),
         q=(Link(torch.cat([q.weight[..., plain], *spread], dim=2)),),
-        k=(down, Link(k_up)),
-        v=(down, Link(v_up)),
+        k=(down, Link(torch.cat([pad(U_K, more), passed], dim=2))),
+        v=(down, Link(pad(U_V, more))),
         o=(o.of_heads(heads),),
         semantics=replace(weights.semantics, rotary=_repeated(rotation, k.copies, len(plain))),
     )
@@ -172,11 +169,15 @@ def decouple(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten
         weights,
         result.to(weights.dtype),
         checked=DECOUPLED.checked,
-        choice=f"a latent of {rank} for {full} channels of rank {needed}, and a rotary key of "
+        choice=f"a latent of {rank} for {beside.shape[1]} channels of rank {needed}, and a rotary key of "
         f"{turned.shape[1]} for all heads; the norm divides by a constant but for {error:.1e}",
         notes=tuple(notes),
         bound=max(float(one.max()) for one in moves),
     )
+
+
+def _side_by_side(maps: Float[Tensor, "copies d width"]) -> Float[Tensor, "d all"]:
+    return maps.transpose(0, 1).flatten(1)
 
 
 def _smallness(weights: AttentionWeights, W_D: Float[Tensor, "d rank"]) -> tuple[float, float]:
@@ -205,53 +206,43 @@ def _repeated(rotation: RotaryEmbedding, times: int, start: int) -> RotaryEmbedd
 def narrow_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten:
     """A normalised latent of fewer channels: those that do most for the keys and values of all heads.
 
-    Keys and values n U of the normalised latent n are best kept by the first left singular vectors P of U, if n
-    has no preferred direction. The norm then takes the mean over what is left of the latent: c P / rms(c P) is
-    n P but for a factor that differs from token to token, and is 1 on average.
+    What is made of the normalised latent n, n U, is best kept by the first left singular vectors P of U, if
+    n has no preferred direction. The norm then takes the mean over what is left: c P / rms(c P) is n P but
+    for a factor that differs from token to token and is about 1.
     """
-    down = weights.k[0]
-    norm = down.norm
+    norm, down = weights.k[0].norm, weights.k[0]
     if norm is None or norm.channels is None or len(weights.k) != 2 or len(weights.v) != 2:
-        raise RewriteRefusedError(
-            "to_latent", "a norm stands after map 1 of k, and it is not that of a latent"
-        )
+        raise RewriteRefusedError("to_latent", "the norm after map 1 of k is not that of a latent")
     had = norm.channels
     if rank is None or rank >= had:
         return unchanged("to_latent", weights, f"keys and values have one latent, of {had}")
     wide = weights.to(torch.float64).behind_norms()
     (k_up,), (v_up,) = wide.k, wide.v
     turned = down.d_out - had
-    plain = k_up.d_out - turned
-    beside = torch.cat(
-        [part[:, :had].transpose(0, 1).flatten(1) for part in (k_up.weight[..., :plain], v_up.weight)], dim=1
-    )
-    P = torch.linalg.svd(beside, full_matrices=False).U[:, :rank]
-    own = weights.k[0].weight.to(P.dtype)
-    bias = down.bias
-    into = torch.block_diag(P, torch.eye(turned, dtype=P.dtype))
-    new = replace(
-        down,
-        weight=own @ into,
-        bias=None if bias is None else bias.to(P.dtype) @ into,
-        norm=replace(norm, weight=None, channels=rank),
-    )
+    used = (k_up.weight[:, :had, : k_up.d_out - turned], v_up.weight[:, :had])
+    made = torch.cat([_side_by_side(part) for part in used], dim=1)
+    P = torch.linalg.svd(made, full_matrices=False).U[:, :rank]
+    kept = torch.eye(down.d_out, rank + turned, dtype=P.dtype).roll(had - rank, 0)
+    kept[:had] = torch.nn.functional.pad(P, (0, turned))
+    bias = None if down.bias is None else down.bias.to(P.dtype) @ kept
+    bare = replace(norm, weight=None, channels=rank)
+    new = Link(down.weight.to(P.dtype) @ kept, bias, bare)
+    through = {"k": (Link(kept @ kept.mT @ k_up.weight),), "v": (Link(kept @ kept.mT @ v_up.weight),)}
+    moves = [move(wide, replace(wide, **through), form).whole for form in FORMS]  # type: ignore[arg-type]
     result = replace(
         weights.to(torch.float64),
-        k=(new, Link(into.mT @ k_up.weight)),
-        v=(new, Link(into.mT @ v_up.weight)),
+        k=(new, Link(kept.mT @ k_up.weight, k_up.bias)),
+        v=(new, Link(kept.mT @ v_up.weight, v_up.bias)),
     )
-    lost = beside - P @ (P.mT @ beside)
-    through = [Link(into @ into.mT @ up.weight) for up in (k_up, v_up)]
-    moved = replace(wide, k=(through[0],), v=(through[1],))
+    lost = float((made - P @ (P.mT @ made)).norm() / made.norm())
     return rewritten(
         "to_latent",
         "bounded",
         weights,
         result.to(weights.dtype),
-        checked=("a norm without a mean or bias stands after the latent",),
-        choice=f"a latent of {rank} of {had}, which leaves out {float(lost.norm() / beside.norm()):.3g} of what is "
-        "made of it",
-        bound=max(float(move(wide, moved, form).whole.max()) for form in ("qk", "ov")),
+        checked=("the norm of the latent has no bias and takes no mean off",),
+        choice=f"a latent of {rank} of {had}, which leaves out {lost:.3g} of what is made of it",
+        bound=max(float(one.max()) for one in moves),
     )
 
 
