@@ -1,19 +1,22 @@
-"""DeepSeek's layers rewritten: `transformers` computes of them what it does of changes made by hand."""
+"""DeepSeek's layers rewritten, and layers rewritten into DeepSeek's: `transformers` is the oracle of both."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from triptych import load
 from triptych.algebra.rewrites import EXACT, RewriteRefusedError
+from triptych.checkpoints.models import load_language_model
 from triptych.rewriting.certificate import Certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
+from triptych.storage.copying import CERTIFICATE
+from triptych.storage.shards import tensor_hash
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -147,3 +150,129 @@ def test_what_the_norm_of_a_latent_forbids_is_refused(tmp_path: Path, do: str, w
     with pytest.raises(RewriteRefusedError, match=why):
         rewritten(small(tmp_path / "original"), do)
     assert not (tmp_path / "rewritten").exists()
+
+
+@pytest.mark.parametrize("layers", ["", ", layers=[1]"])
+def test_a_narrower_latent_is_its_best_part_normalised_by_itself(original: Path, layers: str) -> None:
+    target, certificate = rewritten(original, f"to_latent(rank=8{layers})")
+    assert certificate.settings == ({} if layers else {"kv_lora_rank": 8})
+
+    def narrow(attention: Any) -> None:
+        norm = attention.kv_a_layernorm
+        P = torch.linalg.svd(norm.weight[:, None] * attention.kv_b_proj.weight.mT).U[:, :8]
+
+        def normalised(c: Tensor) -> Tensor:
+            kept = c @ P
+            scale = (kept.square().mean(dim=-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+            return norm.weight * ((kept * scale) @ P.mT)
+
+        if not layers or attention.layer_idx == 1:
+            norm.forward = normalised
+
+    torch.testing.assert_close(logits(target), logits(original, narrow), atol=1e-4, rtol=0)
+
+
+_SCALED = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+
+
+def grouped(
+    folder: Path, kind: str = "Llama", shard: str = "5GB", dtype: Any = None, **settings: Any
+) -> Path:
+    torch.manual_seed(6)
+    sizes: dict[str, Any] = {
+        "hidden_size": D, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "num_hidden_layers": 2, "vocab_size": 60, "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **settings})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "shard": "12KB"},
+        {"num_key_value_heads": 1, "rope_parameters": _SCALED},
+        {"kind": "Mistral", "sliding_window": None, "rms_norm_eps": 1e-5, "initializer_range": 0.5},
+    ],
+    ids=["grouped", "every head its own, in shards", "one group, stretched", "mistral"],
+)
+def test_a_rotary_model_is_written_in_deepseeks_format_and_computes_the_same(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    original = grouped(tmp_path / "original", **settings)
+    target, certificate = rewritten(original, "fold_norm", "to_latent(format='deepseek_v3')")
+    torch.testing.assert_close(logits(target), logits(original), atol=1e-4, rtol=0)
+    assert transformers.AutoConfig.from_pretrained(target).model_type == "deepseek_v3"
+    assert certificate.after.kv_bytes_per_token <= certificate.before.kv_bytes_per_token
+    assert all(layer.measured and layer.measured.error_ratio < 2 for layer in certificate.layers)
+    assert 0 < max(step.bound for step in certificate.layers[0].steps) < 1e-6
+    with torch.no_grad():
+        ours = load_language_model(target).model(torch.arange(48).view(2, 24)).logits
+    torch.testing.assert_close(ours, logits(target), atol=1e-4, rtol=0)
+
+
+def test_values_of_a_latent_of_a_lower_rank_are_the_nearest_side_by_side(tmp_path: Path) -> None:
+    original = grouped(tmp_path / "original")
+    target, certificate = rewritten(original, "to_latent(format='deepseek_v3', rank=10)")
+    assert certificate.after.kv_bytes_per_token < certificate.before.kv_bytes_per_token
+
+    def truncate(attention: Any) -> None:
+        U, S, Vh = torch.linalg.svd(attention.v_proj.weight, full_matrices=False)
+        attention.v_proj.weight.copy_((U[:, :10] * S[:10]) @ Vh[:10])
+
+    torch.testing.assert_close(logits(target), logits(original, truncate), atol=1e-4, rtol=0)
+
+
+def test_bfloat16_is_written_to_its_own_rounding(tmp_path: Path) -> None:
+    original = grouped(tmp_path / "original", dtype=torch.bfloat16)
+    target, certificate = rewritten(original, "to_latent(format='deepseek_v3')")
+    assert {tensor.dtype for tensor in tensors_of(target).values()} == {torch.bfloat16}
+    assert all(layer.measured and layer.measured.error_ratio < 2 for layer in certificate.layers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "do", "why"),
+    [
+        ({"attention_bias": True}, "", "no place for one of the queries"),
+        ({"kind": "Qwen3"}, "", "norm of queries and keys"),
+        ({"kind": "Mistral", "sliding_window": 8}, "", "window"),
+        ({"kind": "Gemma"}, "", "embeddings of the model"),
+        ({"mlp_bias": True}, "", "rest of the model"),
+        ({"dtype": torch.float16}, "", "do not fit float16"),
+        ({}, ", layers=[0]", "a file has one format"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "",
+            "with the length",
+        ),
+    ],
+)
+def test_what_deepseeks_format_cannot_say_is_refused(
+    settings: dict[str, Any], do: str, why: str, tmp_path: Path
+) -> None:
+    original = grouped(tmp_path / "original", **settings)
+    with pytest.raises(RewriteRefusedError, match=why):
+        rewritten(original, f"to_latent(format='deepseek_v3'{do})")
+    assert not (tmp_path / "rewritten").exists()
+
+
+def test_a_number_changed_after_the_rewrite_is_found(tmp_path: Path) -> None:
+    original = grouped(tmp_path / "original")
+    target, certificate = rewritten(original, "to_latent(format='deepseek_v3')")
+    tensors = tensors_of(target)
+    name = AT.format(0) + "kv_b_proj.weight"
+    tensors[name][0, 0] *= 1.01
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    record = certificate.tensors[name].model_copy(update={"written": tensor_hash(tensors[name])})
+    forged = certificate.model_copy(update={"tensors": {**certificate.tensors, name: record}}).sealed()
+    (target / CERTIFICATE).write_bytes(forged.as_json())
+    assert [claim.claim for claim in verify(target, original) if claim.held is False]

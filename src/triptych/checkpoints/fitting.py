@@ -168,7 +168,10 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
             return False
     if old.groups != new.groups and gains_of_heads:
         return False
-    if spec.latent or old.width == new.width:
+    if spec.latent:
+        # transformers reads what V2 turns as complex numbers, which have to begin at even places.
+        return not ((new.rank or 0) % 2 or new.width % 2)
+    if old.width == new.width:
         return True
     return norm is None and position not in ("rotary", "disentangled")
 
