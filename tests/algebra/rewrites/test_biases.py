@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from heads import (
+    KINDS,
     LENGTH,
+    NAMES,
     Untouched,
     assert_same_function,
-    make_layer,
+    make,
     output_of,
     random_input,
     storages,
@@ -20,16 +22,9 @@ from heads import (
 from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadGate, HeadNorm
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention.projections import PARAMETERISATIONS
+from triptych.algebra.weights import Link
 
-KINDS = ("self", "causal", "cross")
-NAMES = tuple(PARAMETERISATIONS)
 WITHOUT_KEY_MAP = ("bilinear", "direct")
-
-
-def make(name: str, kind: Any = "self", *, biased: bool = True) -> AttentionWeights:
-    return make_layer(name, biased=biased).weights(kind)
 
 
 # Keys.
