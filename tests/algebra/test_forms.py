@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from made import Made
 from tolerances import assert_same
 from triptych.algebra import BilinearForm
 
@@ -445,30 +445,12 @@ CALLS: dict[str, Callable[[BilinearForm], object]] = {
 }
 
 
-class LargeArrays(TorchDispatchMode):
-    """Notes the shape of every tensor that comes out of an operation and is as large as A."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_seen = 0
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.num_seen += 1
-                if tensor.numel() >= D * D:
-                    self.shapes.append(tuple(tensor.shape))
-        return out
-
-
 def large_arrays_of(call: Callable[[BilinearForm], object]) -> list[tuple[int, ...]]:
     form = make_form(Shape(D, D, R), (BATCH,), torch.float32)
-    with LargeArrays() as arrays:
+    with Made() as made:
         call(form)
-    assert arrays.num_seen or call is CALLS["transpose"]
-    return arrays.shapes
+    assert made.names or call is CALLS["transpose"]
+    return [shape for shape in made.shapes if math.prod(shape) >= D * D]
 
 
 def test_every_public_method_is_measured_for_its_size() -> None:
