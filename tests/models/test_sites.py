@@ -11,7 +11,6 @@ from torch import nn
 from tolerances import assert_same
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
-    PARAMETERISATIONS,
     Factored,
     MultiHeadAttention,
     RotaryPositions,
@@ -315,24 +314,6 @@ def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
 
 
 # Files
-
-
-@pytest.mark.parametrize("name", PARAMETERISATIONS)
-def test_a_model_of_any_parameterisation_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
-    site = AttentionConfig(projections=name, o_bias=True)
-    model = EncoderDecoder.of(
-        make_config(
-            encoder=EncoderConfig(num_layers=1, attention=site),
-            decoder=DecoderConfig(num_layers=1, attention=site, cross_attention=site),
-        ),
-        VOCAB,
-        VOCAB,
-        PAD,
-    ).eval()
-    write_model(model, tmp_path)
-    read = read_model(tmp_path)
-    assert read.config == model.config
-    assert_same(read(SRC, TGT), model(SRC, TGT), kind="exact")
 
 
 def test_a_model_with_layers_of_their_own_is_read_as_it_was_written(tmp_path: Path) -> None:
