@@ -47,85 +47,54 @@ class HeadNote(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedHead:
-    """One head.
+    """One head."""
 
-    Attributes:
-        number: of the head in its layer.
-        map: its weights.
-        note: what is said of it.
-    """
-
-    number: int
-    map: HeadMap
-    note: HeadNote
+    number: int  # of the head in its layer
+    map: HeadMap  # its weights
+    note: HeadNote  # what is said of it
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedLayer:
-    """The heads of one layer, in order.
+    """The heads of one layer, in order."""
 
-    Attributes:
-        number: of the layer.
-        heads: at least one.
-    """
-
-    number: int
-    heads: tuple[ViewedHead, ...]
+    number: int  # of the layer
+    heads: tuple[ViewedHead, ...]  # at least one
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedKind:
-    """All layers of one kind of attention over one text.
+    """All layers of one kind of attention over one text."""
 
-    Attributes:
-        kind: "encoder" (source tokens look at source tokens), "decoder" or "cross" (target at source).
-        query_tokens: the tokens that look, as they are to be read.
-        key_tokens: the tokens that are looked at.
-        layers: at least one.
-        first_generated_query: index of the first query token that the model wrote; None if it wrote none.
-        first_generated_key: the same of the key tokens.
-    """
-
-    kind: Kind
-    query_tokens: tuple[str, ...]
-    key_tokens: tuple[str, ...]
-    layers: tuple[ViewedLayer, ...]
+    kind: Kind  # "encoder" (source tokens look at source tokens), "decoder" or "cross" (target at source)
+    query_tokens: tuple[str, ...]  # the tokens that look, as they are to be read
+    key_tokens: tuple[str, ...]  # the tokens that are looked at
+    layers: tuple[ViewedLayer, ...]  # at least one
+    # index of the first query token that the model wrote; None if it wrote none
     first_generated_query: int | None = None
-    first_generated_key: int | None = None
+    first_generated_key: int | None = None  # the same of the key tokens
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedText:
-    """One text, or one pair of source and target.
+    """One text, or one pair of source and target."""
 
-    Attributes:
-        title: what to call it: the text itself, its line number.
-        kinds: the kinds of attention of the model, at least one.
-    """
-
-    title: str
-    kinds: tuple[ViewedKind, ...]
+    title: str  # what to call it: the text itself, its line number
+    kinds: tuple[ViewedKind, ...]  # the kinds of attention of the model, at least one
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionPage:
-    """Everything that the page shows.
+    """Everything that the page shows."""
 
-    Attributes:
-        title: the heading.
-        texts: at least one; the reader chooses.
-        facts: name and value: the model, the command.
-        notes: sentences below the heading.
-    """
-
-    title: str
-    texts: tuple[ViewedText, ...]
-    facts: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
+    title: str  # the heading
+    texts: tuple[ViewedText, ...]  # at least one; the reader chooses
+    facts: tuple[tuple[str, str], ...] = ()  # name and value: the model, the command
+    notes: tuple[str, ...] = ()  # sentences below the heading
 
 
 def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
