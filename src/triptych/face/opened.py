@@ -16,6 +16,7 @@ from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
+from triptych.converting.conversion import can_convert
 from triptych.decoding import Precision
 from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change
@@ -139,7 +140,7 @@ class Opened:
             and model.head.config.outputs is None
         ):
             found.append("generate" if model.causal else "fill")
-        if not changes and (not opened.translates or opened.encoder_decoder.recipe is not None):
+        if not changes and can_convert(opened):
             found.append("convert")
         return tuple(found)
 
