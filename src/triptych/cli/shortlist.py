@@ -33,8 +33,8 @@ def shortlist(
         target: Its translations, line by line.
 
     Examples:
+        triptych shortlist runs/mine --out shortlist.txt
         triptych shortlist runs/mine --source train.de --target train.en --out shortlist.txt
-        triptych translate runs/mine test.de --shortlist shortlist.txt
     """
     read = [Path(model), *(path for path in (source, target) if path is not None)]
     require_free([Output(out, is_remembered)], read, force=force)

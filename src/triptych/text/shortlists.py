@@ -2,6 +2,9 @@
 
 The file is CTranslate2's vocabulary map: on each line a source token, a tab, and target tokens with a space
 between. The line without a source token has the target tokens of every sentence.
+
+Source: Brown et al. 1993, aclanthology.org/J93-2003 (IBM Model 1); Moore 2004, aclanthology.org/P04-1066, for
+what is added to its counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,20 +80,11 @@ class Shortlist:
 def learn_shortlist(
     source: TokenSequences, target: TokenSequences, tokenizers: TokenizerPair, most: int, frequent: int
 ) -> tuple[Shortlist, Coverage]:
-    """Learn a shortlist from pairs, and measure it on some that are held out, by IBM Model 1.
+    """Learn a shortlist from pairs, and measure it on some that are held out.
 
-    P(t | s) ∝ Σ over pairs with s and t of P(t | s) / Σ_{s'} P(t | s'), in five rounds from equal ones; s'
-    goes over the tokens of the source and one that stands for none of them.
-
-    Args:
-        source: tokens of the source sentences.
-        target: tokens of their translations.
-        tokenizers: what made them. A token that both vocabularies have may stay as it is.
-        most: target tokens kept of each source token, the most probable ones.
-        frequent: number of target tokens that every sentence may use, the most frequent ones.
-
-    Source: Brown et al. 1993, aclanthology.org/J93-2003; Moore 2004, aclanthology.org/P04-1066, for what is
-    added to the counts.
+    P(t | s) is IBM Model 1's: in each round ∝ Σ over the pairs with s and t of P(t | s) / Σ_{s'} P(t | s'), where
+    s' goes over the source tokens and one that stands for none of them. A source token has its `most` probable
+    target tokens, and the one of its own name; every sentence has the `frequent` most frequent ones.
     """
     if len(source) < _HELD_OUT:
         raise DataError(f"{len(source)} pairs are too few for a shortlist: give at least {_HELD_OUT}")
