@@ -82,9 +82,9 @@ def learn_shortlist(
 ) -> tuple[Shortlist, Coverage]:
     """Learn a shortlist from pairs, and measure it on some that are held out.
 
-    P(t | s) is IBM Model 1's: in each round ∝ Σ over the pairs with s and t of P(t | s) / Σ_{s'} P(t | s'), where
-    s' goes over the source tokens and one that stands for none of them. A source token has its `most` probable
-    target tokens, and the one of its own name; every sentence has the `frequent` most frequent ones.
+    P(t | s) is IBM Model 1's: in each round ∝ Σ over the pairs with s and t of P(t | s) / Σ_{s'} P(t | s'),
+    where s' goes over the source tokens and one that stands for none of them. A source token has its `most`
+    probable target tokens, and the one of its own name; every sentence has the `frequent` most frequent ones.
     """
     if len(source) < _HELD_OUT:
         raise DataError(f"{len(source)} pairs are too few for a shortlist: give at least {_HELD_OUT}")
