@@ -17,6 +17,7 @@ from heads import (
     assert_layers_agree,
     assert_same_function,
     dense,
+    gathered,
     make,
     random_input,
     with_semantics,
@@ -24,7 +25,6 @@ from heads import (
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
-from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites.heads import SortHeads, permute_heads, repeat_kv_heads, taken
 from triptych.algebra.rewrites.merging import merge_kv_heads
@@ -35,28 +35,17 @@ from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
 
-
-def served(copies: int) -> int:
-    return NUM_HEADS // copies
-
-
 # Permuting.
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_order_of_heads_does_not_matter(name: str, kind: str, biased: bool) -> None:
-    weights = make(name, kind, biased=biased)
-    order = [3, 2, 0, 1]
-    with Untouched(weights):
-        permuted, record = permute_heads(weights, order)
+def test_heads_come_in_another_order(name: str) -> None:
+    weights, order = make(name), [3, 2, 0, 1]
+    permuted, record = permute_heads(weights, order)
     assert record.tier == "bit-exact"
     assert record.choice == "order 3, 2, 0, 1"
     for side in ("W_Q", "W_K", "W_V", "W_O"):
         assert torch.equal(getattr(permuted, side), getattr(weights, side)[order])
-    assert_same_function(weights, permuted)
-    assert_layers_agree(weights, permuted)
     assert record.after == writing_cost(permuted)
     if all(link.learned for link in weights.links()):
         assert record.before == record.after
@@ -332,11 +321,8 @@ def without_head(weights: AttentionWeights, head: int) -> AttentionWeights:
 
 @pytest.mark.parametrize("name", ["factored", "grouped", "stacked", "bilinear"])
 def test_importance_on_a_text_is_what_the_output_loses_with_the_head(name: str) -> None:
-    weights, gatherer = make(name), MomentsGatherer()
-    texts = [random_input(LENGTH), random_input(9) + 1.0]
-    for x in texts:
-        gatherer.add(weights, x)
-    found = measure_importance(weights, gatherer.result())
+    weights, texts = make(name), [random_input(LENGTH), random_input(9) + 1.0]
+    found = measure_importance(weights, gathered(weights, *texts))
     for head in range(NUM_HEADS):
         lost = [(attend(weights, x) - attend(without_head(weights, head), x)).flatten(0, 1) for x in texts]
         assert float(found[head]) == pytest.approx(float(torch.cat(lost).square().sum(-1).mean().sqrt()))
@@ -352,23 +338,19 @@ def test_importance_without_a_text_is_the_bound_of_leaving_a_head_out(name: str)
 
 
 def test_importance_by_the_moments_of_another_layer_is_refused() -> None:
-    gatherer = MomentsGatherer()
-    gatherer.add(make("factored", d_v=5), random_input(LENGTH))
+    moments = gathered(make("factored", d_v=5), random_input(LENGTH))
     reason = "the moments are of 4 × 5 channels of mixed values, the layer has 4 × 6; gather them"
     with pytest.raises(RewriteRefusedError, match=f"^measure_importance refused: {reason}"):
-        measure_importance(make("factored"), gatherer.result())
+        measure_importance(make("factored"), moments)
 
 
 # Repeating.
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_every_head_gets_a_copy_of_its_own(groups: int, kind: str, biased: bool) -> None:
-    weights = make("grouped", kind, biased=biased, num_kv_heads=groups)
-    with Untouched(weights):
-        repeated, record = repeat_kv_heads(weights)
+def test_every_head_gets_a_copy_of_its_own(groups: int) -> None:
+    weights = make("grouped", num_kv_heads=groups)
+    repeated, record = repeat_kv_heads(weights)
     assert record.tier == "bit-exact"
     assert repeated.k[0].copies == repeated.v[0].copies == 4
     for side in ("W_Q", "W_K", "W_V", "W_O"):
@@ -378,8 +360,6 @@ def test_every_head_gets_a_copy_of_its_own(groups: int, kind: str, biased: bool)
         assert one.weight.untyped_storage().nbytes() == one.weight.numel() * 8
     assert record.after.cached_numbers == record.before.cached_numbers * 4 // groups
     assert record.notes == (f"{groups} maps of keys became 4", f"{groups} maps of values became 4")
-    assert_same_function(weights, repeated)
-    assert_layers_agree(weights, repeated)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("grouped", "collaborative")])
@@ -396,5 +376,4 @@ def test_heads_that_weigh_one_key_map_are_multiplied_out() -> None:
     repeated, record = repeat_kv_heads(weights)
     assert record.tier == "rounding-exact"
     assert record.notes == ("1 maps of keys became 4", "the maps of queries were multiplied out")
-    assert_same_function(weights, repeated)
-    assert_layers_agree(weights, repeated)
+    assert repeated.k[0].copies == NUM_HEADS

