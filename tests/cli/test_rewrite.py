@@ -258,7 +258,7 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
         ([], "nothing to do: give --exact, --do REWRITE"),
         (["--exact", "NO OUT"], "give the output folder with --out"),
         (["--rank", "3", "--energy", "0.5"], "give one of rank, energy and budget (given: rank and energy)"),
-        (["--exact", "--do", "fold_norm"], "--exact does fold_norm already"),
+        (["--exact", "--do", "fold_norm"], "exact does fold_norm already"),
         (["--recipe", "RECIPE", "--exact"], "--recipe cannot be combined"),
         (["--recipe", "RECIPE", "--layers", "0"], "--recipe cannot be combined"),
         (["--recipe", "nothing.toml"], "nothing.toml: No such file"),

@@ -73,8 +73,18 @@ class Link:
         bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
         return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
 
+    @property
+    def gain(self) -> Tensor | None:
+        """`[d_out]`, what the norm after it multiplies its channels with; None for 1."""
+        weight = None if self.norm is None else self.norm.weight
+        if weight is None or weight.ndim > 1 or len(weight) > self.d_out:
+            return None
+        return torch.nn.functional.pad(weight.to(self.weight.dtype), (0, self.d_out - len(weight)), value=1.0)
+
     def then(self, other: "Link") -> "Link":
-        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`."""
+        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`; of a norm between them only its gain is kept."""
+        if (gain := self.gain) is not None:
+            other = Link(gain[None]).then(other)
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
             # One product with all copies beside each other, instead of one with a copy of this map for each.
@@ -172,6 +182,8 @@ class AttentionWeights:
             yield link.weight
             if link.bias is not None:
                 yield link.bias
+            if link.norm is not None:
+                yield from link.norm.tensors().values()
         if self.o_bias is not None:
             yield self.o_bias
         for norm in (self.norm, self.memory_norm):
@@ -216,8 +228,8 @@ class AttentionWeights:
     def multiplied(self, side: Side) -> Link:
         """The chain of a side as one link per head (or group); the identity for an empty chain.
 
-        What stands between two links (`Link.norm`) is passed over: whoever replaces the chain by its
-        product has to look.
+        Of a norm between two links only the gain is kept: whoever replaces the chain by its product
+        has to look.
 
         For the output side the bias is None: `o_bias` belongs to all heads together.
         """
@@ -231,6 +243,19 @@ class AttentionWeights:
         if whole.diagonal:
             whole = replace(whole, weight=torch.diag_embed(whole.weight))
         return whole
+
+    def behind_norms(self) -> "AttentionWeights":
+        """Of queries, keys and values the maps behind their last norm alone, which read what it divides."""
+        chains: dict[str, Chain] = {}
+        for side in SIDES[:3]:
+            chain = self.chain(side)
+            last = max(
+                (place for place, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0
+            )
+            chains[side] = chain[last:]
+            if last and (gain := chain[last - 1].gain) is not None:
+                chains[side] = (Link(gain[None]).then(chain[last]), *chain[last + 1 :])
+        return replace(self, **chains)  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -318,8 +343,10 @@ class AttentionWeights:
         """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
 
         def of_link(link: Link) -> Link:
-            bias = None if link.bias is None else change(link.bias)
-            return replace(link, weight=change(link.weight), bias=bias)
+            bias, norm = None if link.bias is None else change(link.bias), link.norm
+            if norm is not None:
+                norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
+            return replace(link, weight=change(link.weight), bias=bias, norm=norm)
 
         def of_norm(norm: Norm | None) -> Norm | None:
             if norm is None:

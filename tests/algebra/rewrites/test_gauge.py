@@ -22,6 +22,7 @@ from heads import (
     with_semantics,
 )
 from triptych.algebra.cost import writing_cost
+from triptych.algebra.function import attend
 from triptych.algebra.rewrites.gauge import gauge_fix
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm
@@ -265,12 +266,18 @@ def test_the_other_form_can_be_fixed() -> None:
         gauge_fix(both)
 
 
-def test_something_between_two_maps_of_a_chain_is_refused() -> None:
+def test_maps_behind_a_norm_are_fixed_and_a_norm_behind_which_none_is_refused() -> None:
     weights = make("stacked")
-    parted = replace(weights, k=(replace(weights.k[0], norm=HeadNorm(1e-6)), weights.k[1]))
-    with pytest.raises(RewriteRefusedError, match=r"^gauge_fix refused: a norm stands after map 1 of k"):
-        gauge_fix(parted)
-    assert gauge_fix(parted, forms=("ov",)).record.bound == 0.0
+    gain = torch.rand(weights.k[0].d_out, dtype=torch.float64) + 0.5
+    parted = replace(weights, k=(replace(weights.k[0], norm=HeadNorm(1e-6, gain)), weights.k[1]))
+    fixed, x = gauge_fix(parted).weights, random_input(LENGTH)
+    torch.testing.assert_close(attend(fixed, x), attend(parted, x))
+    assert not torch.equal(fixed.k[1].weight, parted.k[1].weight)
+    behind = Link(torch.eye(weights.k[1].d_out, dtype=torch.float64)[None], learned=False)
+    last = replace(weights, k=(*weights.k[:1], replace(weights.k[1], norm=HeadNorm(1e-6)), behind))
+    with pytest.raises(RewriteRefusedError, match=r"^gauge_fix refused: a norm stands after map 2 of k"):
+        gauge_fix(last)
+    assert gauge_fix(last, forms=("ov",)).record.bound == 0.0
 
 
 def test_a_form_that_is_not_is_named() -> None:

@@ -29,7 +29,8 @@ from heads import (
     with_semantics,
 )
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.rewrites.rank import to_latent, truncate
+from triptych.algebra.rewrites.latent import to_latent
+from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
@@ -285,8 +286,9 @@ def test_the_other_form_can_be_truncated() -> None:
     with pytest.raises(RewriteRefusedError, match="neither qk_rank nor ov_rank is given"):
         truncate(turned)
     weights = make("stacked")
-    parted = replace(weights, v=(replace(weights.v[0], norm=HeadNorm(1e-6)), weights.v[1]))
-    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of v"):
+    behind = Link(torch.eye(weights.v[1].d_out, dtype=weights.dtype)[None], learned=False)
+    parted = replace(weights, v=(*weights.v[:1], replace(weights.v[1], norm=HeadNorm(1e-6)), behind))
+    with pytest.raises(RewriteRefusedError, match="a norm stands after map 2 of v"):
         truncate(parted, ov_rank=3)
     assert truncate(parted, qk_rank=3).weights.v is not None
 
