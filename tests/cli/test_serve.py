@@ -23,13 +23,13 @@ import uvicorn
 
 from command import Command
 from small_checkpoints import gpt2_that_runs
-from triptych.decoding import score_continuations
+from triptych.decoding import GenerationOptions, SamplingOptions, score_continuations
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.serving.application import application
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup
-from triptych.serving.models import ServedModel
+from triptych.serving.models import Continuing, ServedModel
 from triptych.serving.worker import Item, Job, Worker
 
 
@@ -295,6 +295,40 @@ def test_figures_count_what_was_answered(served: Served) -> None:
     assert paths["/translate"]["post"]["summary"].startswith("Translate a text or several")
     found = served.ask("/health", X_Request_ID="mine-1")
     assert found.headers["x-request-id"] == "mine-1"
+
+
+def test_a_text_joins_what_is_being_decoded_and_one_that_nobody_waits_for_leaves(
+    language_model: Model,
+) -> None:
+    served = ServedModel("gpt", language_model)
+    long = GenerationOptions(40, SamplingOptions(temperature=1.0), seed=3)
+    jobs = [Continuing(served, options) for options in (long, long, GenerationOptions(2))]
+    given = [served.generator.encode(text) for text in ("Once upon a time", "The dog", "The cat")]
+    alone = [job.compute([Item(job, ids)])[0] for job, ids in zip(jobs, given, strict=True)]
+    over, told = list[Item](), [0, 0]
+
+    def tell(part: object) -> None:
+        """Other texts join when this one has begun; the first of them goes away."""
+        told[0] += 1
+        if told[0] == 3:
+            served.worker.submit(items[1:])
+
+    def tell_and_leave(part: object) -> None:
+        told[1] += 1
+        items[1].is_left = True
+
+    items = [
+        Item(job, ids, tell_)
+        for job, ids, tell_ in zip(jobs, given, (tell, tell_and_leave, None), strict=True)
+    ]
+    for item in items:
+        item.result.add_done_callback(lambda _, item=item: over.append(item))  # type: ignore[misc]
+    served.worker.submit(items[:1])
+    assert items[0].result.result(60) == alone[0]
+    assert items[2].result.result(60) == alone[2]
+    served.worker.close()
+    assert over.index(items[2]) < over.index(items[0])
+    assert told[1] == 1
 
 
 class Doubling(Job):
