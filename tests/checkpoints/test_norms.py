@@ -47,7 +47,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "distilbert": {"output_layer_norm": "! post"},
     **alike("albert | albert in groups", {"full_layer_layer_norm": "! post"}),
     **alike(
-        "gpt2 | gpt2, scaled by layer | gpt2, not scaled | gpt2, scaled by layer alone | gpt_neo",
+        "gpt2 | gpt2, scaled by layer | gpt2, not scaled | gpt2, scaled by layer alone | gpt_neo | "
+        "gpt_bigcode | gpt_bigcode, a key each",
         {"ln_2": "c_fc", "ln_f": "! tied"},
     ),
     "openai-gpt": {"ln_2": "! post"},
@@ -70,7 +71,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     ),
     **alike(
         "llama | llama 3 | llama, biases | mistral | qwen2 | qwen3 | granite | ministral | "
-        "ministral3 | llama4, text | llama4, stretched | llama4 | helium | deepseek_v2 | "
+        "seed_oss | ministral3 | llama4, text | llama4, stretched | llama4 | helium | deepseek_v2 | "
         "deepseek_v2, queries whole | deepseek_v2, stretched",
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
     ),
@@ -103,7 +104,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike("cohere | cohere2", {"input_layernorm": "gate_proj up_proj", "norm": "! tied"}),
     "gpt_oss": {"post_attention_layernorm": "gate_up_proj router", "norm": "lm_head"},
     **alike(
-        "deepseek_v3 | deepseek_v3, halves | deepseek_v3, stretched",
+        "deepseek_v3 | deepseek_v3, halves | deepseek_v3, stretched | glm4_moe",
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "! more tokens"},
     ),
     **alike(

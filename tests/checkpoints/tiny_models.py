@@ -190,6 +190,8 @@ TINY: dict[str, Tiny] = {
         max_relative_positions=6,
     ),
     "gpt2": tiny("GPT2LMHeadModel", "GPT2Config", _GPT),
+    "gpt_bigcode": tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT),
+    "gpt_bigcode, a key each": tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT, multi_query=False),
     "gpt2, scaled by layer": tiny(
         "GPT2LMHeadModel", "GPT2Config", _GPT, scale_attn_by_inverse_layer_idx=True
     ),
@@ -277,6 +279,7 @@ TINY: dict[str, Tiny] = {
         use_sliding_window=True,
         sliding_window=4,
     ),
+    "seed_oss": tiny("SeedOssForCausalLM", "SeedOssConfig", _NARROW, attention_out_bias=True, mlp_bias=True),
     "granite": tiny(
         "GraniteForCausalLM",
         "GraniteConfig",
@@ -303,6 +306,17 @@ TINY: dict[str, Tiny] = {
     ),
     "glm": tiny("GlmForCausalLM", "GlmConfig", _NARROW, head_dim=12),
     "glm4": tiny("Glm4ForCausalLM", "Glm4Config", _NARROW, head_dim=12),
+    "glm4_moe": tiny(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        _GROUPED,
+        head_dim=12,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+    ),
     "nemotron": tiny(
         "NemotronForCausalLM", "NemotronConfig", _NARROW, head_dim=12, attention_bias=True, mlp_bias=True
     ),
