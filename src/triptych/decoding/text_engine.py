@@ -6,6 +6,7 @@ from typing import cast, final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from triptych.algebra.semantics import Semantics
 from triptych.attention import MultiHeadAttention
@@ -84,7 +85,8 @@ class TextEngine:
     def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in."""
         if cache.ids is not None and self._starts_anew is not None:
-            cache.ids = ids = torch.cat([cache.ids, tokens[:, None]], dim=1)
+            cache.ids = ids = F.pad(cache.ids, (0, 1))
+            ids[torch.arange(len(ids), device=self.device), cache.lengths] = tokens
             if ids.shape[1] > self._starts_anew:
                 cache.restart(cache.lengths + 1)
                 return self._read(ids, cache)
