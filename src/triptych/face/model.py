@@ -75,7 +75,7 @@ from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
-from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
+from triptych.rewriting.recipe import RewriteRecipe, recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
 from triptych.training import Recipe, read_recipe, require_translation
@@ -952,7 +952,7 @@ class Model:
 
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
-        recipe = _recipe(steps, calibration, skip_refused)
+        recipe = recipe_of(steps, calibration, skip_refused=skip_refused)
         with self._files() as source:
             return plan_rewrite(source, recipe, family=self._opened.options.family)
 
@@ -971,7 +971,8 @@ class Model:
             model.rewrite("fold_value_bias", "truncate(rank=6)").save("smaller")
 
         Args:
-            steps: rewrites, as calls or as records, in order; or a recipe, or its file.
+            steps: rewrites, as calls or as records, in order; "exact" for all exact ones; or a recipe, or its
+                file.
             out: the folder to write; a temporary one, which `save` copies, if None.
             calibration: a text to run the model on first, for the rewrites that look at one; of translators
                 source, tab, target.
@@ -992,7 +993,7 @@ class Model:
                 rewrite_checkpoint(
                     source,
                     target,
-                    _recipe(steps, calibration, skip_refused),
+                    recipe_of(steps, calibration, skip_refused=skip_refused),
                     family=self._opened.options.family,
                     text=None if text is None else Path(text),
                     compare=compare,
@@ -1161,14 +1162,3 @@ def _said(places: str | Sequence[str]) -> str:
 
 def _ignoring_position(function: Callable[[Tensor], Tensor]) -> Edit:
     return lambda value, first: function(value)
-
-
-def _recipe(steps: Sequence[Step], calibration: str | Path | None, skip_refused: bool) -> RewriteRecipe:
-    if len(steps) == 1 and isinstance(steps[0], RewriteRecipe | Path):
-        if calibration is not None or skip_refused:
-            raise UsageError("calibration and skip_refused are the recipe's: leave them out")
-        return read_rewrite_recipe(steps[0]) if isinstance(steps[0], Path) else steps[0]
-    record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
-    if calibration is not None:
-        record["calibration"] = str(calibration)
-    return rewrite_recipe_of(record, Path(), "rewrite")
