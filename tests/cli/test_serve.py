@@ -18,10 +18,12 @@ from typing import Any
 import libretranslatepy
 import openai
 import pytest
+import torch
+import transformers
 
 from command import Command
 from served import Served
-from small_checkpoints import gpt2_that_runs
+from small_checkpoints import bert_that_runs, gpt2_that_runs
 from triptych.decoding import GenerationOptions, SamplingOptions, score_continuations
 from triptych.errors import UsageError
 from triptych.face import Model, load
@@ -125,6 +127,25 @@ def test_openais_client_gets_the_models_own_continuations(served: Served, langua
             ends += [event.choices[0].finish_reason] if event.choices[0].finish_reason else []
         assert list(parts.values()) == [one.text for one in own]
         assert ends == ["length", "length"]
+
+
+def test_openais_client_gets_the_mean_of_an_encoders_last_layer(tmp_path: Path) -> None:
+    folder = bert_that_runs(tmp_path)
+    other = transformers.BertModel.from_pretrained(folder).eval()
+    texts = [[2, 5, 9, 3], [2, 7, 3]]
+    with torch.no_grad():
+        means = [other(torch.tensor([ids])).last_hidden_state[0].mean(dim=0) for ids in texts]
+    expected = [(mean / mean.norm()).tolist() for mean in means]
+    with Served({"bert": load(folder)}) as served, client_of(served) as client:
+        for form in ("float", openai.omit):  # without a form, the client asks for base64
+            found = client.embeddings.create(model="bert", input=texts, encoding_format=form)
+            for one, vector in zip(found.data, expected, strict=True):
+                assert one.embedding == pytest.approx(vector, abs=1e-6)
+        alone = client.embeddings.create(model="bert", input=texts[1], encoding_format="float")
+        again = client.embeddings.create(model="bert", input=texts, encoding_format="float")
+        assert alone.data[0].embedding == again.data[1].embedding
+        assert alone.usage.prompt_tokens == 3
+        assert served.ask("/v1/completions", {"model": "bert", "prompt": "a"}).status == 400
 
 
 def test_a_stop_string_ends_a_completion_and_is_no_part_of_it(served: Served, language_model: Model) -> None:
