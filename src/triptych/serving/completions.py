@@ -16,7 +16,6 @@ from triptych.decoding import Continuation, GenerationOptions, SamplingOptions
 from triptych.serving.limits import RequestError
 from triptych.serving.models import Continuing, Scored, Scoring, ServedModel
 from triptych.serving.server import Server
-from triptych.text import Tokenizer
 
 _MOST_SAMPLES, _MOST_LOGPROBS = 16, 20
 # Tokens of a prompt whose logits are held at once.
@@ -100,11 +99,13 @@ def _is_message(message: Any) -> bool:
 
 def _prompts(server: Server, model: ServedModel, fields: dict[str, Any]) -> list[list[int]]:
     generator = model.generator
-    return read_texts(server, fields.get("prompt"), "prompt", generator.tokenizer, generator.encode)
+    return read_texts(
+        server, fields.get("prompt"), "prompt", generator.encode, generator.tokenizer.vocab_size
+    )
 
 
 def read_texts(
-    server: Server, given: Any, name: str, tokenizer: Tokenizer, encode: Callable[[str], list[int]]
+    server: Server, given: Any, name: str, encode: Callable[[str], list[int]], vocab_size: int
 ) -> list[list[int]]:
     """A text or token ids, or several of either, as token ids."""
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
@@ -115,14 +116,18 @@ def read_texts(
         )
     texts = [one for one in given if isinstance(one, str)]
     server.check_texts(texts)
-    most, found = tokenizer.vocab_size, []
+    found = []
     for one in given:
         if isinstance(one, str):
             found.append(encode(one))
-        elif isinstance(one, list) and one and all(type(token) is int and 0 <= token < most for token in one):
+        elif (
+            isinstance(one, list)
+            and one
+            and all(type(token) is int and 0 <= token < vocab_size for token in one)
+        ):
             found.append(one)
         else:
-            raise RequestError(400, f"{name}: token ids are numbers from 0 to {most - 1}")
+            raise RequestError(400, f"{name}: token ids are numbers from 0 to {vocab_size - 1}")
     if sum(map(len, found)) > server.limits.max_characters:
         raise RequestError(413, f"{name}: at most {server.limits.max_characters:,} tokens in a request")
     return found

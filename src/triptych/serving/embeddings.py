@@ -32,12 +32,13 @@ async def embed(server: Server, request: Request) -> Response:
         raise RequestError(400, f"encoding_format: {form} is none of float and base64")
     if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):
         raise RequestError(400, f"dimensions: {model.name} has {width}; leave it out")
+    tokenizer = opened.tokenizer
     texts = read_texts(
         server,
         fields.get("input"),
         "input",
-        opened.tokenizer,
-        lambda text: opened.tokenizer.encode([text], add_special=True)[0],
+        lambda text: tokenizer.encode([text], add_special=True)[0],
+        tokenizer.vocab_size,
     )
     for ids in texts:
         check_length("input", len(ids), opened.language_model.max_tokens, None, LONGEST_SHOWN, "the limit")
