@@ -129,6 +129,30 @@ def test_openais_client_gets_the_models_own_continuations(served: Served, langua
         assert ends == ["length", "length"]
 
 
+def test_lm_evals_client_gets_the_likelihoods_of_triptychs_harness(
+    served: Served, language_model: Model, tmp_path: Path
+) -> None:
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    harness = pytest.importorskip("triptych.harness")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    folder = gpt2_that_runs(tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    remote = models.LocalCompletionsAPI(
+        base_url=f"{served.address}/v1/completions",
+        model="gpt",
+        tokenizer=str(folder),
+        tokenizer_backend="huggingface",
+        batch_size=2,
+        max_length=64,
+    )
+    pairs = [("The cat", " sat"), ("Once upon a", " time"), ("a", "b")]
+    asked = [instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    own = harness.HarnessModel(str(folder)).loglikelihood(asked)
+    for (found, is_greedy), (expected, is_best) in zip(remote.loglikelihood(asked), own, strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+        assert is_greedy == is_best
+
+
 def test_openais_client_gets_the_mean_of_an_encoders_last_layer(tmp_path: Path) -> None:
     folder = bert_that_runs(tmp_path)
     other = transformers.BertModel.from_pretrained(folder).eval()
