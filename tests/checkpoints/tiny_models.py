@@ -145,6 +145,14 @@ _LLAMA4: dict[str, Any] = {
 }
 _PIXTRAL = {**_PICTURES, "model_type": "pixtral", "hidden_size": 16, "head_dim": 4, "num_hidden_layers": 1}
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 4, "mamba_expand": 2, "mamba_chunk_size": 4}
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
+
 TINY: dict[str, Tiny] = {
     "bert": tiny("BertModel", "BertConfig", _COMMON),
     "bert with cross-attention": tiny(
@@ -477,6 +485,78 @@ TINY: dict[str, Tiny] = {
         num_local_experts=2,
         num_experts_per_tok=1,
         sliding_window=4,
+    ),
+    "qwen3_next": tiny(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        _GROUPED,
+        **_DELTA_NET,
+        num_hidden_layers=4,
+        head_dim=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        attention_bias=True,
+    ),
+    "qwen3_5": tiny(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        _GROUPED,
+        **_DELTA_NET,
+        head_dim=16,
+        layer_types=["full_attention", "linear_attention"],
+    ),
+    "granitemoehybrid": tiny(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _GROUPED,
+        **_MAMBA,
+        **_TWO_EXPERTS,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        attention_multiplier=0.7,
+        shared_intermediate_size=8,
+    ),
+    "lfm2": tiny("Lfm2ForCausalLM", "Lfm2Config", _GROUPED, num_hidden_layers=3, full_attn_idxs=[1]),
+    "falcon_h1": tiny(
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        _GROUPED,
+        **_MAMBA,
+        mamba_d_ssm=48,
+        key_multiplier=0.7,
+        attention_in_multiplier=1.3,
+        attention_out_multiplier=0.6,
+    ),
+    "nemotron_h": tiny(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {name: value for name, value in _NARROW.items() if name != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "full_attention", "moe", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=6,
+        ssm_state_size=4,
+        n_groups=2,
+        chunk_size=4,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=8,
+    ),
+    "jamba": tiny(
+        "JambaForCausalLM",
+        "JambaConfig",
+        _GROUPED,
+        num_hidden_layers=4,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=4,
+    ),
+    "bamba": tiny(
+        "BambaForCausalLM", "BambaConfig", _GROUPED, **_MAMBA, attn_layer_indices=[1], hidden_size=32
     ),
     "deepseek_v2": tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
     "deepseek_v2, queries whole": tiny(

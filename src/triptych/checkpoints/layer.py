@@ -83,6 +83,7 @@ class AttentionSource(ABC):
     num_tensors: int  # there are in all
     left_over: tuple[str, ...]  # tensors that are no attention, as far as their names tell
     unread: dict[str, str]  # tensors of attention that is known and not read, and why
+    others: str = ""  # which layers are attention and what the others are, in a sentence; "" if all are
     absent: tuple[str, ...] = ()  # stacks that the configuration has and the tensors have not
     warnings: tuple[str, ...] = ()  # sentences on fields of the configuration that are set and not followed
 

@@ -228,6 +228,9 @@ class AttentionSpec(Spec):
     # how many there are; `inner` how many there are within each, one after the other
     layers: Expression = "num_hidden_layers"
     inner: Expression = "1"
+    # in words, what each of them mixes tokens with: 'attention', or what the others have in its place; all
+    # have attention if not given
+    mixers: tuple[Choice, ...] = ()
     more_layers: Expression = ""  # how many more there may be after them, where the file has them
     # how many of them, the last ones, have no keys and values of their own, but use an earlier layer's,
     # made of what that one reads
@@ -243,6 +246,9 @@ class AttentionSpec(Spec):
     k: str = "k_proj"
     v: str = "v_proj"
     o: str = "o_proj"
+    # whether the map of queries has, after the rows of each head's queries, as many of gates, one for each
+    # channel of what the head moves
+    gated_queries: bool = False
     qkv: str = ""  # one map to all three instead
     # of its rows: all queries, then all keys, then all values; or group by group of heads, the queries of a
     # group, its key, its value; or four parts one after the other, each with a fourth of the queries, of the
