@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoints.oracle import has_experts
 from checkpoints.tiny_models import TINY
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
@@ -40,7 +41,7 @@ def made(name: str, folder: Path) -> Any:
     model.save_pretrained(folder)
     # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
     how = {"attn_implementation": "sdpa" if name.startswith("falcon,") else "eager"}
-    if any(hasattr(config, f"{number}_experts") for number in ("num_local", "n_routed", "num")):
+    if has_experts(config):
         how["experts_implementation"] = "eager"  # the others have no float64
     return type(model).from_pretrained(folder, **how).double().eval()
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints.oracle import apart, changed, fields_not_understood, in_float64, pairs, saved
+from checkpoints.oracle import apart, changed, fields_not_understood, has_experts, in_float64, pairs, saved
 from checkpoints.tiny_models import TINY
 from triptych.attention import PositionIds
 from triptych.checkpoints.checkpoint import Checkpoint
@@ -94,7 +94,7 @@ def made(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Any:
         config = getattr(transformers, tiny.config)(**settings)
         # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
         config._attn_implementation = "sdpa" if name.startswith("falcon") else "eager"
-        if hasattr(config, "num_local_experts") or hasattr(config, "n_routed_experts"):
+        if has_experts(config):
             config._experts_implementation = "eager"
         return config
 

@@ -92,7 +92,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
     ),
     **alike(
-        "gemma3n | gemma2 | gemma3, text | gemma3, both ways",
+        "gemma3n | gemma4, text | gemma2 | gemma3, text | gemma3, both ways",
         {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
     ),
     "gemma3": {"pre_feedforward_layernorm": "! sandwich", "layer_norm2": "fc1", "norm": "! tied"},

@@ -145,7 +145,14 @@ _LLAMA4: dict[str, Any] = {
 }
 _PIXTRAL = {**_PICTURES, "model_type": "pixtral", "hidden_size": 16, "head_dim": 4, "num_hidden_layers": 1}
 
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 4, "mamba_expand": 2, "mamba_chunk_size": 4}
+_STEPS = {"time_step_limit": [0.0, 10.0]}  # whose infinity no configuration reads back from a record
+_MAMBA: dict[str, Any] = {
+    **_STEPS,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 4,
+}
 _DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -391,6 +398,21 @@ TINY: dict[str, Tiny] = {
         laurel_rank=4,
         attention_bias=True,
     ),
+    "gemma4, text": tiny(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        _NARROW,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=4,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=40,
+        use_double_wide_mlp=True,
+    ),
     "gemma": tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
     "gemma2": tiny(
         "Gemma2ForCausalLM",
@@ -533,6 +555,7 @@ TINY: dict[str, Tiny] = {
         "NemotronHForCausalLM",
         "NemotronHConfig",
         {name: value for name, value in _NARROW.items() if name != "num_hidden_layers"},
+        **_STEPS,
         layers_block_type=["linear_attention", "full_attention", "moe", "mlp"],
         mamba_num_heads=8,
         mamba_head_dim=6,

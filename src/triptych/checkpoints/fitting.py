@@ -101,7 +101,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     found: dict[str, int] = {}
     for old, new, expression in (
         (here.heads, wanted.heads, spec.heads),
-        (here.width, wanted.width, spec.width),
+        (here.width, wanted.width, place.width),
     ):
         if old != new:
             field = _field_read(expression, settings, place.layer)

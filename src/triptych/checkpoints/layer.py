@@ -218,6 +218,11 @@ class Place:
         return next((record for record in found if record and isinstance(record, dict)), {})
 
     @property
+    def width(self) -> str:
+        """The expression of the width of queries and keys."""
+        return self.spec.width if isinstance(self.spec.width, str) else self.chosen(self.spec.width)
+
+    @property
     def sizes(self) -> MapSizes:
         """The sizes that the configuration gives."""
         spec, latent = self.spec, self.spec.latent
@@ -225,7 +230,7 @@ class Place:
         if latent:
             width = self.count(latent.plain) + self.count(latent.turned)
             return MapSizes(heads, heads, width, self.count(latent.value))
-        width, groups = self.count(spec.width), self.count(self.chosen(spec.groups) or spec.heads)
+        width, groups = self.count(self.width), self.count(self.chosen(spec.groups) or spec.heads)
         value_width = self.count(spec.value_width) if spec.value_width else width
         if heads % groups:
             raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")

@@ -282,7 +282,8 @@ def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
 
 def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec = place.spec
-    for module, (side, rows, copies) in zip((spec.q, spec.k, spec.v), _rows(sizes), strict=True):
+    of_values = spec.k if place.holds(spec.key_value) else spec.v
+    for module, (side, rows, copies) in zip((spec.q, spec.k, of_values), _rows(sizes), strict=True):
         gated = spec.gated_queries and side == "q"
         for part, stored in module_map(place, tensors, side, module, (2 * rows if gated else rows, None)):
             if gated:

@@ -249,6 +249,8 @@ class AttentionSpec(Spec):
     # whether the map of queries has, after the rows of each head's queries, as many of gates, one for each
     # channel of what the head moves
     gated_queries: bool = False
+    # on what condition the map of keys makes values, too, before the norms of either
+    key_value: Expression = "false"
     qkv: str = ""  # one map to all three instead
     # of its rows: all queries, then all keys, then all values; or group by group of heads, the queries of a
     # group, its key, its value; or four parts one after the other, each with a fourth of the queries, of the
@@ -264,7 +266,7 @@ class AttentionSpec(Spec):
     heads: Expression = "num_attention_heads"  # number of query heads; `groups` of key heads
     groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
     # of queries and keys; `value_width` of values, if it is another
-    width: Expression = "head_dim | hidden_size / num_attention_heads"
+    width: Annotated[str | tuple[Choice, ...], EXPRESSION] = "head_dim | hidden_size / num_attention_heads"
     value_width: Expression = ""
     # the scores are multiplied by 1/√ of this, the width of queries if no choice holds; "1" for nothing
     scale: Annotated[str | tuple[Choice, ...], EXPRESSION] = ()

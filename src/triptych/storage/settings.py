@@ -5,7 +5,8 @@ rope_parameters.rope_theta | 10000       the first alternative that is there and
 hidden_size / num_attention_heads        a product or quotient
 #layers_block_type                       how many entries a list has, or letters a text
 hidden_act | 'silu'                      a text in quotes stands for itself
-layer_types[]                            the entry of this layer in a list, or its letter in a text
+layer_types[]                            the entry of this layer in a list, its letter in a text, or what a
+                                         record has under its number
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        whether a field is there and not null
 slow_but_exact and pretraining_tp >= 2   several conditions, all of which must hold
@@ -180,9 +181,12 @@ class Settings:
                 return _MISSING
             found = found[name]
             if of_layer:
-                if not isinstance(found, list | str) or layer >= len(found):
+                if isinstance(found, dict):
+                    found = found.get(str(layer), _MISSING)
+                elif isinstance(found, list | str) and layer < len(found):
+                    found = found[layer]
+                else:
                     return _MISSING
-                found = found[layer]
         return found
 
 
