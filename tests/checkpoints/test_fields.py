@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
 from checkpoints.oracle import has_experts
+from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
 from checkpoints.tiny_models import TINY
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import families

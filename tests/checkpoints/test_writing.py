@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from checkpoints.test_families import inputs, made, running
 from checkpoints.oracle import has_experts
+from checkpoints.test_families import inputs, made, running
 from checkpoints.tiny_models import TINY, most
 from heads import with_semantics
 from triptych.algebra.function import attend
