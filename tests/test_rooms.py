@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
             "decoding",
             "inspection",
         ),
-        *("models", "opening", "rewriting", "storage", "text"),
+        *("models", "opening", "rewriting", "storage", "text", "training"),
     },
     "reports": set(),
     "inspection": {"algebra", "checkpoints", "reports"},

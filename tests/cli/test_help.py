@@ -87,6 +87,7 @@ VERBS = {
     "serve": ("serve",),
 }
 METHODS = {
+    "distil": "distil",
     "translate": "translator",
     "generate": "generate",
     "fill": "fill",

@@ -57,6 +57,7 @@ from triptych.face.cost import ModelCost, cost_of
 from triptych.face.engines import (
     EngineName,
     evaluate_text,
+    hash_of,
     make_generator,
     make_translator,
     require_ctranslate2,
@@ -79,6 +80,10 @@ from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
+from triptych.training import Recipe, read_recipe, require_translation
+from triptych.training.distilling import Distilled, distil_text
+from triptych.training.processes import launched
+from triptych.training.progress import Display, LineDisplay
 from triptych.user_code import use_code
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -406,6 +411,71 @@ class Model:
             workers=workers,
             device=given.device,
         )
+
+    def distil(
+        self,
+        recipe: Recipe | str | Path,
+        out: str | Path,
+        *,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        interpolate: bool = False,
+        originals: float = 0.0,
+        workers: int = 1,
+        display: Display | None = None,
+        progress: Progress = untold,
+    ) -> Distilled:
+        """Translate a recipe's training text, and write a recipe that trains a student on the translations.
+
+        The same call goes on with what was interrupted. Processes of `torchrun` share the work.
+
+            student = triptych.load("teacher").distil("multi30k-student", "out")
+            triptych.train(student.recipe, "out/student")
+
+        Args:
+            recipe: of the student, its file, or the name of a built-in one.
+            out: the folder to make: `train.jsonl`, `student.toml`, and `distillation.json`, which says where
+                they come from.
+            beam_size: beam size of the teacher. Default: the recipe's or the checkpoint's.
+            alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
+            num_best: number of translations of each sentence that the student learns from.
+            interpolate: of the n best, keep the one with the highest sentence BLEU against the reference.
+            originals: share of the original pairs that the student learns from as well, from 0 to 1.
+            workers: number of processes that translate in parallel, one thread each. CPU only.
+            display: told what is read; lines on standard error if None.
+            progress: told what is done, how many sentences, and of how many.
+
+        Raises:
+            UsageError: the model or the recipe does not translate, options that do not go together, or the
+                folder has other files or was begun in another way.
+        """
+        if not isinstance(recipe, Recipe):
+            recipe = require_translation(read_recipe(recipe), recipe)
+        options = self._opened.options
+        with (
+            launched(options.device) as world,
+            self.translator(beam_size=beam_size, alpha=alpha, num_best=num_best, workers=workers) as teacher,
+        ):
+            sides = teacher.tokenizers.source, teacher.tokenizers.target
+            known_by = {
+                "name": self.name,
+                "sha256": hash_of(teacher.model, [side.to_json() for side in sides]),
+                "changes": list(self.changes),
+                "engine": options.engine,
+                "precision": options.precision,
+            }
+            return distil_text(
+                teacher,
+                known_by,
+                recipe,
+                Path(out),
+                world,
+                display or LineDisplay(),
+                progress,
+                interpolate=interpolate,
+                originals=originals,
+            )
 
     def generate(
         self,

@@ -13,7 +13,7 @@ asks has one answer, so exact match is a fair measure.
 | modular-addition | two residues modulo 59 | their sum |
 
 Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927); modular addition is
-from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/explanation/questions.md`.
+from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/explanation/questions/one-matrix.md`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
