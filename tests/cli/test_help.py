@@ -85,6 +85,7 @@ VERBS = {
     "plan": ("plan",),
     "cost": ("cost", "measure_times"),
     "serve": ("serve",),
+    "explore": ("serve",),
 }
 METHODS = {
     "distil": "distil",

@@ -67,6 +67,7 @@ WRITES: dict[str, list[list[str]]] = {
     ],
     "generate": [],
     "serve": [],
+    "explore": [],
     "report": [["{run}", "--html", "notes.txt"], ["{run}", "--html", "source.de"]],
     "fill": [],
     "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],

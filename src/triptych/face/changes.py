@@ -15,7 +15,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triptych.algebra.weights import AttentionWeights, Link, Side
-from triptych.attention import Activation, MultiHeadAttention
+from triptych.attention import (
+    Activation,
+    LearnedPositions,
+    MultiHeadAttention,
+    NoPositions,
+    SinusoidalPositions,
+)
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block
@@ -73,10 +79,7 @@ class WeightChange(Change):
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         for number in self.layers:
             site = sites[number]
-            weights = self.of_weights(number, site.layer.weights(site.kind))
-            new = MultiHeadAttention.from_weights(weights, site.layer.dropout)
-            new.tap = site.layer.tap
-            put_layer(model, site, new.train(site.layer.training))
+            put_weights(model, site, self.of_weights(number, site.layer.weights(site.kind)))
 
 
 @final
@@ -178,6 +181,38 @@ class Steering(Change):
         target.bias = nn.Parameter(bias.detach() + self.vector.to(bias))
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class PositionsOff(Change):
+    """No layer knows positions, and none are added to the embeddings.
+
+    Attributes:
+        words: what it is.
+        layers: numbers in order of the layers that know positions themselves.
+    """
+
+    words: str
+    layers: tuple[int, ...]
+    unsayable: str = "it leaves out positions, which no weights say"
+
+    def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        if layer not in self.layers:
+            return weights
+        return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
+
+    def changes_layer(self, layer: int) -> bool:
+        return layer in self.layers
+
+    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+        for number in self.layers:
+            site = sites[number]
+            put_weights(model, site, self.of_weights(number, site.layer.weights(site.kind)))
+        for module in list(model.modules()):
+            for name, part in module.named_children():
+                if isinstance(part, LearnedPositions | SinusoidalPositions):
+                    setattr(module, name, NoPositions())
+
+
 def sum_of(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one + other
 
@@ -193,6 +228,15 @@ def changed_copy(
     for change in changes:
         change.apply(copied, order(copied))
     return copied
+
+
+def put_weights(
+    model: LanguageModel | EncoderDecoder, site: AttentionSite, weights: AttentionWeights
+) -> None:
+    """Put a layer of these weights in the place of another one."""
+    new = MultiHeadAttention.from_weights(weights, site.layer.dropout)
+    new.tap = site.layer.tap
+    put_layer(model, site, new.train(site.layer.training))
 
 
 def put_layer(model: LanguageModel | EncoderDecoder, site: AttentionSite, layer: MultiHeadAttention) -> None:

@@ -16,7 +16,7 @@ from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.worth import Instead
-from triptych.attention import ACTIVATIONS, Activation
+from triptych.attention import ACTIVATIONS, Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
@@ -41,6 +41,7 @@ from triptych.face.changes import (
     SIDE_OF,
     Change,
     Edit,
+    PositionsOff,
     Steering,
     ValueChange,
     WeightChange,
@@ -935,6 +936,22 @@ class Model:
         for number in numbers:
             changed.layers[number].weights  # noqa: B018
         return changed
+
+    def without_positions(self) -> "Model":
+        """The model without positions: nothing turns queries and keys, or is added to scores or embeddings.
+
+        Raises:
+            UsageError: nothing tells positions apart, besides the causal mask.
+        """
+        own = tuple(
+            number for number, layer in enumerate(self.layers) if layer.outline.semantics.positions != "none"
+        )
+        added = any(
+            isinstance(part, LearnedPositions | SinusoidalPositions) for part in self.opened.model.modules()
+        )
+        if not own and not added:
+            raise UsageError(f"{self.name} has no positions to leave out")
+        return self._changed(PositionsOff("without_positions()", own))
 
     def sweep(
         self,

@@ -62,7 +62,7 @@ class InspectedLayer:
             infinite.
         spectra: singular values of "qk" and "ov", one list per head.
         angles: principal angles in degrees of "qk", "qv" and "kv", one list per head.
-        pictures: of "q", "k", "v" and "qk" the rows of a picture, one list per head; see `_pictures`.
+        pictures: of "q", "k", "v", "qk" and "ov" the rows of a picture, one list per head; see `_pictures`.
         cut: parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the
             first, second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are
             left out.
@@ -266,10 +266,11 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
 
 def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
     """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
-    q, k, v = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V))
+    q, k, v, o = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O))
     energies = {
         **{name: [*_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
         "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
+        "ov": [_energies_of_form(one, other) for one, other in zip(v, o.mT, strict=True)],
     }
     return {name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()}
 
