@@ -108,6 +108,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     },
     "qwen3_5": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
     "granitemoehybrid": {"post_attention_layernorm": "input_linear layer", "norm": "lm_head"},
+    "granitemoehybrid, all attention": {"post_attention_layernorm": "input_linear", "norm": "lm_head"},
+    "nanochat": {"none": "! none"},
     "lfm2": {"ffn_norm": "w1 w3", "embedding_norm": "! tied"},
     **alike("falcon_h1 | bamba", {"pre_ff_layernorm": "gate_proj up_proj", "final_layernorm": "lm_head"}),
     "jamba": {"pre_ff_layernorm": "gate_proj router up_proj", "final_layernorm": "lm_head"},

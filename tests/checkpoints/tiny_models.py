@@ -540,6 +540,18 @@ TINY: dict[str, Tiny] = {
         attention_multiplier=0.7,
         shared_intermediate_size=8,
     ),
+    "granitemoehybrid, all attention": tiny(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _GROUPED,
+        **_MAMBA,
+        layer_types=["full_attention"] * 2,
+        position_embedding_type="rope",
+        attention_multiplier=0.7,
+        shared_intermediate_size=8,
+        num_local_experts=0,
+    ),
+    "nanochat": tiny("NanoChatForCausalLM", "NanoChatConfig", _GROUPED),
     "lfm2": tiny("Lfm2ForCausalLM", "Lfm2Config", _GROUPED, num_hidden_layers=3, full_attn_idxs=[1]),
     "falcon_h1": tiny(
         "FalconH1ForCausalLM",

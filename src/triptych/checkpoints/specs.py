@@ -145,6 +145,7 @@ class PositionSpec(Spec):
     when: Expression = ""  # on what condition; the first position of a list whose condition holds counts
     # which channels of a head turn together: i and i + n/2 of n ("halves"), or 2i and 2i + 1
     pairing: Literal["halves", "interleaved"] = "halves"
+    backwards: bool = False  # whether they turn by minus their angle, the other way round
     width: Expression = ""  # number of channels turned; all of a head if empty. `start` is the first of them.
     start: Expression = "0"
     # of the width that is turned, rounded down (an odd number is refused); all of it if not given, whatever
