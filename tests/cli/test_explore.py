@@ -2,20 +2,28 @@
 
 import json
 import math
+import re
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
+from urllib.request import urlopen
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from browser import Page, found_browser, page_in
+from command import Command
 from served import Served
 from small_checkpoints import gpt2_that_runs
 from triptych.face import Model, load
-from triptych.serving.page import rounded
+from triptych.serving.exploring import change_model, rounded
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
@@ -174,6 +182,20 @@ def test_what_the_page_cannot_show_is_said_in_one_line(served: Served, fields: A
     assert (found.status in (400, 413), says in message, "\n" in message) == (True, True, False), found
 
 
+def test_states_that_the_docs_link_to_are_changes_that_models_take(language_model: Model) -> None:
+    pages = (Path(__file__).parents[2] / "docs" / "explanation" / "questions").glob("*.md")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    states = re.findall(r"http://127\.0\.0\.1:8000/#([^)]+)\)", text)
+    assert len(states) >= 10
+    for state in states:
+        place, _, rest = state.partition("&")
+        assert re.fullmatch(r"(decoder|cross)\.0\.0", place), state
+        changed = language_model
+        for call in parse_qs(rest).get("if", []):
+            changed = change_model(changed, call)
+        assert len(changed.run(TEXT).tokens) > 1
+
+
 # The page in a browser.
 
 
@@ -275,6 +297,50 @@ def test_numbers_are_reached_by_keys_and_light_up_their_part_of_the_formula(
     named = "one.textContent.trim() || one.ariaLabel || one.labels?.length || !one.offsetParent"
     unnamed = f"{controls}.filter((one) => !({named}))"
     assert tab.value(f"{unnamed}.map((node) => node.outerHTML)") == []
+
+
+def test_a_file_of_one_text_answers_without_a_server(
+    tab: Page, triptych: Command, language_model: Model, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    done = triptych("explore", language_model.name, "--text", "The cat sat", "--html", page)
+    assert (done.code, done.out) == (0, f"written: {page}\n")
+    tab.complaints.clear()
+    tab.requests.clear()
+    tab.open(page)
+    wait_for(tab, SETTLED)
+    place = text_of(tab, "#row-name").split()[6]
+    tab.point_at(f"[data-calls='[\"ablate({place})\"]']", click=True)
+    wait_for(tab, "document.getElementById('after-text') !== null && " + SETTLED)
+    assert f'model.ablate("{place}")' in text_of(tab, "#effect")
+    tab.point_at("[data-remove]", click=True)
+    wait_for(tab, "document.querySelector('[data-remove]') === null && " + SETTLED)
+    other = '.glance a[data-at]:not([aria-current]):not([data-at$="-1"])'
+    tab.point_at(other, click=True)
+    wait_for(tab, f"!document.getElementById('row-name').textContent.includes('head {place} ')")
+    assert (text_of(tab, "#problem"), tab.complaints) == ("", [])
+    assert {url.split(":")[0] for url in tab.requests} <= {"file", "data"}
+    missing = triptych("explore", language_model.name, "--html", page)
+    assert (missing.code, "give --text" in missing.err) == (2, True)
+
+
+def test_the_command_serves_its_page_and_says_where(language_model: Model) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "triptych", "explore", language_model.name, "--no-open"]
+    process = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert f"http://127.0.0.1:{port}/ (Ctrl-C ends it)" in process.stderr.readline()
+        with urlopen(f"http://127.0.0.1:{port}/") as answer:
+            assert "connect-src 'self'" in answer.headers["Content-Security-Policy"]
+            assert b'id="explore"' in answer.read()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (0, 130)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")

@@ -67,7 +67,7 @@ WRITES: dict[str, list[list[str]]] = {
     ],
     "generate": [],
     "serve": [],
-    "explore": [],
+    "explore": [["{run}", "--text", "twelve", "--html", name] for name in ("notes.txt", "source.de")],
     "report": [["{run}", "--html", "notes.txt"], ["{run}", "--html", "source.de"]],
     "fill": [],
     "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],

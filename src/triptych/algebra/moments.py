@@ -7,8 +7,12 @@ never one per pair of input channels, and never a text twice.
 from dataclasses import dataclass, replace
 from typing import final
 
+<<<<<<< HEAD
 import torch
 from jaxtyping import Bool, Float
+=======
+from jaxtyping import Float
+>>>>>>> main
 from torch import Tensor
 
 from triptych.algebra.function import channels, gated, of_heads, probabilities
@@ -63,19 +67,24 @@ class MomentsGatherer:
         weights: AttentionWeights,
         x: Float[Tensor, "batch query_len d_model"],
         memory: Float[Tensor, "batch key_len d_memory"] | None = None,
-        mask: Bool[Tensor, "..."] | None = None,
-        *,
-        tokens: Bool[Tensor, "batch query_len"] | None = None,
-        memory_tokens: Bool[Tensor, "batch key_len"] | None = None,
     ) -> None:
         """Take a batch in."""
         q, k, v = channels(weights, x, memory)
+<<<<<<< HEAD
         served = _served(weights, x if memory is None else memory, k, v) if self._served else None
         p = probabilities(weights, q, k, mask)
         mixed = gated(weights, x, p @ of_heads(v, weights.num_heads))
         y, y_tokens = (x, tokens) if memory is None else (memory, memory_tokens)
         q, mixed, inputs = (_counted(t, tokens) for t in (q, mixed, x[:, None]))
         k, asked = (_counted(t, y_tokens) for t in (k, y[:, None]))
+=======
+        mixed = gated(weights, x, probabilities(weights, q, k) @ of_heads(v, weights.num_heads))
+        y = x if memory is None else memory
+        # `[heads, tokens, width]`, the tokens of all texts of the batch one after the other.
+        q, k, mixed, inputs, asked = (
+            t.transpose(0, 1).double().flatten(1, 2) for t in (q, k, mixed, x[:, None], y[:, None])
+        )
+>>>>>>> main
         sums = [
             q.mT @ q,
             k.mT @ k,
@@ -86,10 +95,14 @@ class MomentsGatherer:
             inputs.square().mean(dim=-1).sum(),
             asked.square().mean(dim=-1).sum(),
         ]
+<<<<<<< HEAD
         if served is not None:
             beside = _counted(served, y_tokens)[0]
             sums.append(beside.mT @ beside)
         self._longest = max(self._longest, x.shape[1], 0 if memory is None else memory.shape[1])
+=======
+        self._longest = max(self._longest, x.shape[1], y.shape[1])
+>>>>>>> main
         self._counts = [self._counts[0] + q.shape[1], self._counts[1] + k.shape[1]]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
@@ -117,6 +130,7 @@ class MomentsGatherer:
             y_square=float(y_square) / key_count,
             served=served[0] / key_count if served else None,
         )
+<<<<<<< HEAD
 
 
 def _served(
@@ -136,3 +150,5 @@ def _counted(t: Tensor, tokens: Tensor | None) -> Float[Tensor, "heads count wid
     """`[batch, heads, length, width]`, the tokens of all texts of the batch one after the other."""
     rows = t.transpose(0, 1).double()
     return rows.flatten(1, 2) if tokens is None else rows[:, tokens]
+=======
+>>>>>>> main

@@ -136,35 +136,22 @@ class AttentionWeights:
         out = Σ_i chain_o(softmax(scale · q_i k_iᵀ + …) v_i) + o_bias
 
     With its `semantics` it is all that `algebra.function.attend` needs.
-
-    Attributes:
-        d_model: width of the input.
-        num_heads: number of query heads.
-        q: chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
-        o: chain of maps from each head's output, summed over heads; its links have no bias.
-        o_bias: `[d_out]`, added once.
-        semantics: what the layer does besides its maps.
-        norm: the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be
-            seen by `fold_norm`.
-        memory_norm: the same for the memory of a cross-attention.
-        norm_place: where the residual's norm stands.
-        other_norm_readers: what else reads the norm's output, besides this layer ("" if nothing).
-        bias_slots: the maps whose bias the target format can hold.
     """
 
-    d_model: int
-    num_heads: int
-    q: Chain
+    d_model: int  # width of the input
+    num_heads: int  # number of query heads
+    q: Chain  # chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
     k: Chain
     v: Chain
-    o: Chain
-    semantics: Semantics
-    o_bias: Float[Tensor, " d_out"] | None = None
+    o: Chain  # chain of maps from each head's output, summed over heads; its links have no bias
+    semantics: Semantics  # what the layer does besides its maps
+    o_bias: Float[Tensor, " d_out"] | None = None  # `[d_out]`, added once
+    # the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be seen by `fold_norm`
     norm: Norm | None = None
-    memory_norm: Norm | None = None
-    norm_place: Literal["pre", "post", "sandwich"] = "pre"
-    other_norm_readers: str = ""
-    bias_slots: frozenset[str] = frozenset(SIDES)
+    memory_norm: Norm | None = None  # the same for the memory of a cross-attention
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm stands
+    other_norm_readers: str = ""  # what else reads the norm's output, besides this layer ("" if nothing)
+    bias_slots: frozenset[str] = frozenset(SIDES)  # the maps whose bias the target format can hold
 
     def __post_init__(self) -> None:
         for side in SIDES:

@@ -17,15 +17,10 @@ from triptych.opening import AttentionKind, LayerCall, Reader, TextIds
 @final
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """The attention of one layer on one text. Weights are computed when they are asked for.
+    """The attention of one layer on one text. Weights are computed when they are asked for."""
 
-    Attributes:
-        number: of the layer in its stack; a layer that runs several times has a number for each.
-        call: the layer and its inputs, batch size 1.
-    """
-
-    number: int
-    call: LayerCall
+    number: int  # of the layer in its stack; a layer that runs several times has a number for each
+    call: LayerCall  # the layer and its inputs, batch size 1
 
     @property
     def num_heads(self) -> int:
@@ -118,17 +113,11 @@ class Stack:
 
 
 class Part(NamedTuple):
-    """Some heads of a layer.
+    """Some heads of a layer."""
 
-    Attributes:
-        stack: that the layer is of.
-        layer: the layer.
-        heads: their numbers, at least one.
-    """
-
-    stack: Stack
-    layer: LayerAttention
-    heads: tuple[int, ...]
+    stack: Stack  # that the layer is of
+    layer: LayerAttention  # the layer
+    heads: tuple[int, ...]  # their numbers, at least one
 
     @property
     def num_weights(self) -> int:

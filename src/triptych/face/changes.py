@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, final
 
 import torch
@@ -259,16 +260,22 @@ def blocks_of(model: LanguageModel | EncoderDecoder, stack: str) -> list[Block]:
 # Weights.
 
 
-def without_heads(
-    weights: AttentionWeights,
-    heads: Sequence[int],
-    mean: Mapping[int, Float[Tensor, " d_v"]] | None = None,
+def ablation(
+    words: str, heads: Mapping[int, Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]]
+) -> WeightChange:
+    """Heads off, by the number of their layer; with values, each gives the mean of its own everywhere."""
+    return WeightChange(words, {layer: partial(_without_heads, heads=own) for layer, own in heads.items()})
+
+
+def _without_heads(
+    weights: AttentionWeights, heads: Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]
 ) -> AttentionWeights:
-    """The layer without what some heads add to its output."""
+    """The layer without what some heads add to its output; the mean of what they added becomes a bias."""
     whole = weights.multiplied("o").of_heads(weights.num_heads)
     W_O, o_bias = whole.weight.detach().clone(), weights.o_bias
-    if mean is not None:
-        added = sum((mean[head].to(W_O) @ W_O[head] for head in heads), torch.zeros_like(W_O[0, 0]))
+    if isinstance(heads, Mapping):
+        means = [values.mean(dim=0).to(W_O) @ W_O[head] for head, values in heads.items()]
+        added = sum(means, torch.zeros_like(W_O[0, 0]))
         o_bias = added if o_bias is None else o_bias + added
     W_O[list(heads)] = 0.0
     return replace(weights, o=(Link(W_O),), o_bias=o_bias)
@@ -327,7 +334,13 @@ def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
 # Values.
 
 
-def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
+def resampling(words: str, heads: Mapping[int, Mapping[int, Float[Tensor, "tokens d_v"]]]) -> ValueChange:
+    """Heads that give what they gave on another text, by the number of their layer."""
+    edits = {layer: {head: _resampled(z) for head, z in own.items()} for layer, own in heads.items()}
+    return ValueChange(words, "z", edits)
+
+
+def _resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
     """What a head gave on another text, position by position; from its start again past its end."""
 
     def edit(z: Tensor, first: int) -> Tensor:

@@ -17,7 +17,6 @@ from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation, LearnedPositions, SinusoidalPositions
-from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.source import Source, find_source
@@ -45,12 +44,12 @@ from triptych.face.changes import (
     Steering,
     ValueChange,
     WeightChange,
+    ablation,
     changed_copy,
     patched,
-    resampled,
+    resampling,
     tied_map,
     with_map,
-    without_heads,
 )
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
@@ -64,14 +63,12 @@ from triptych.face.engines import (
     require_ctranslate2,
 )
 from triptych.face.heads import Head, Layer, Layers, Stack
-from triptych.face.opened import ChangedSource, Opened, Options, open_source
+from triptych.face.opened import ChangedSource, Opened, Options, open_source, summary_of
 from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.inspection import Inspection, inspect
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, Reader
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
@@ -174,27 +171,7 @@ class Model:
     @property
     def can(self) -> tuple[str, ...]:
         """What works: read, run, rewrite, translate, generate, fill, convert."""
-        source, found = self._opened.attention, ["read"]
-        writable = not isinstance(source, Checkpoint) or any(
-            not source.place(site).spec.why_kept for site in source.sites
-        )
-        if writable and not any(change.unsayable for change in self._changes):
-            found.append("rewrite")
-        if self._opened.why_not_run:
-            return tuple(found)
-        model = self._opened.model
-        found.append("run")
-        if model.is_searched:
-            found.append("translate")
-        elif (
-            isinstance(model.model, LanguageModel)
-            and model.model.head is not None
-            and model.model.head.config.outputs is None
-        ):
-            found.append("generate" if model.model.causal else "fill")
-        if not self._changes and (not model.translates or model.encoder_decoder.recipe is not None):
-            found.append("convert")
-        return tuple(found)
+        return self._opened.can(self._changes)
 
     @property
     def why_not_run(self) -> str:
@@ -209,11 +186,7 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Of all tensors of the files."""
-        source = self._opened.attention
-        tensors = getattr(source, "tensors", None)
-        if tensors is None:
-            return sum(parameter.numel() for parameter in source.model.parameters())  # type: ignore[attr-defined]
-        return sum(torch.Size(info.shape).numel() for info in tensors.infos.values())
+        return self._opened.num_parameters
 
     @cached_property
     def certificate(self) -> Certificate | None:
@@ -763,7 +736,7 @@ class Model:
         reader = self.reader
         ids = reader.encode(texts, targets)
         reader.check(ids)
-        sites = self._sites(reader.model)
+        sites = self._opened.sites_of(reader.model)
         order = {number: site.name for number, site in enumerate(sites)}
         if grad:
             with torch.enable_grad(), recorded_graph(sites) as graph:
@@ -794,31 +767,20 @@ class Model:
         Raises:
             UsageError: there is no such head, or a text is missing.
         """
-        chosen = self._heads(heads)
-        words = f"ablate({_said(heads)}{'' if by == 'zero' else f', by={by}'})"
-        if by == "zero":
-            if text is not None:
-                raise UsageError('a text goes with by="mean" or by="resample"')
-            return self._changed(
-                WeightChange(
-                    words, {number: partial(without_heads, heads=own) for number, own in chosen.items()}
-                )
-            )
-        if text is None:
+        if by == "zero" and text is not None:
+            raise UsageError('a text goes with by="mean" or by="resample"')
+        if by != "zero" and text is None:
             raise UsageError(f'by="{by}" needs a text: ablate({_said(heads)!r}, by="{by}", text=…)')
+        chosen, words = self._heads(heads), f"ablate({_said(heads)}{'' if by == 'zero' else f', by={by}'})"
+        if text is None:
+            return self._changed(ablation(words, chosen))
         runs = self.run([text] if isinstance(text, str) else list(text))
         values = {
-            number: {head: self._values(runs, number, head) for head in own} for number, own in chosen.items()
+            number: {head: torch.cat([run[f"{name}.{head}"].z.detach() for run in runs]) for head in own}
+            for number, own in chosen.items()
+            for name in [self._places.names[number]]
         }
-        if by == "mean":
-            means = {n: {head: z.mean(dim=0) for head, z in own.items()} for n, own in values.items()}
-            return self._changed(
-                WeightChange(
-                    words, {n: partial(without_heads, heads=chosen[n], mean=means[n]) for n in chosen}
-                )
-            )
-        edits = {n: {head: resampled(z) for head, z in own.items()} for n, own in values.items()}
-        return self._changed(ValueChange(words, "z", edits))
+        return self._changed(ablation(words, values) if by == "mean" else resampling(words, values))
 
     def patch(
         self,
@@ -885,7 +847,7 @@ class Model:
         Raises:
             UsageError: there is no such place, or the vector has another width.
         """
-        stack, block = self._residual(place)
+        stack, block = self._places.residual(place)
         width = self.layers[0].d_model
         if vector.shape != (width,):
             raise UsageError(f"the vector has shape {list(vector.shape)}, and the stream is [{width}]")
@@ -1104,7 +1066,7 @@ class Model:
             raise
         if not self._changes:
             return opened
-        return opened.with_model(changed_copy(opened.model, self._changes, self._sites))
+        return opened.with_model(changed_copy(opened.model, self._changes, self._opened.sites_of))
 
     def _has_heads(self) -> bool:
         try:
@@ -1139,41 +1101,11 @@ class Model:
             raise UsageError(f"{self.name} has no {name}: it has {', '.join(self._places.stacks)}")
         return Stack(name, self.name, Layers(found))
 
-    def _sites(self, model: LanguageModel | EncoderDecoder) -> list[AttentionSite]:
-        """The layers of a module in the order of `layers`."""
-        sites = attention_sites(model)
-        if isinstance(model, LanguageModel):
-            return sites
-        by_place = {(str(site.stack), site.block): site for site in sites}
-        return [by_place[stack_of(site), site.layer] for site in self._opened.attention.sites]
-
     def _heads(self, heads: str | Sequence[str]) -> dict[int, tuple[int, ...]]:
         return self._places.heads(heads, [layer.num_heads for layer in self.layers])
 
     def _changed(self, *changes: Change) -> "Model":
         return Model(self._opened, (*self._changes, *changes))
-
-    def _values(self, runs: Sequence[Run], number: int, head: int) -> Float[Tensor, "tokens d_v"]:
-        place = f"{self._places.names[number]}.{head}"
-        return torch.cat([run[place].z.detach() for run in runs])
-
-    def _residual(self, place: str) -> tuple[str, int]:
-        word, _, rest = place.partition(".")
-        stack, _, number = rest.rpartition(".")
-        stacks = [stack for stack in self._places.stacks if stack != "cross"]
-        if word != "residual" or not number.isdigit():
-            raise UsageError(
-                f'"{place}" is no place in the residual stream: write residual.3, or residual.encoder.3'
-            )
-        if not stack and len(stacks) > 1:
-            raise UsageError(
-                f"{place} could be of {' or '.join(stacks)}: write residual.{stacks[0]}.{number}"
-            )
-        stack = stack or stacks[0]
-        count = sum(stack_of(site) == stack for site in self._opened.attention.sites)
-        if stack not in stacks or int(number) > count:
-            raise UsageError(f"{self.name} has no {place}: {stack} has residual.0 to residual.{count}")
-        return stack, int(number)
 
     def _continued(
         self, generator: TextGenerator, prompts: Sequence[str], options: GenerationOptions, chat: bool
@@ -1205,37 +1137,21 @@ class Model:
             source.name = ", ".join((self.name, *self.changes))
             yield source
 
+    @property
+    def _summary(self) -> str:
+        return summary_of(self._opened, self.layers, self._places)
+
     def __repr__(self) -> str:
         source = self._opened.attention
-        rows = [f"Model {self.name}: {self._summary(source)}"]
+        rows = [f"Model {self.name}: {self._summary}"]
         rows += [f"  changed: {', '.join(self.changes)}"] if self._changes else []
         rows += [f"  {note}" for note in source.warnings[:2]]
         if source.absent:
             rows.append(f"  absent from the files: {', '.join(source.absent)}")
         return "\n".join(rows)
 
-    def _summary(self, source: AttentionSource) -> str:
-        stacks: dict[str, list[Layer]] = {}
-        for layer, site in zip(self.layers, source.sites, strict=True):
-            stacks.setdefault(stack_of(site), []).append(layer)
-        parts = []
-        for stack, layers in stacks.items():
-            if stack != "cross":
-                name = stack if len(self._places.stacks) > 1 else ""
-                parts.append(f"{name} {len(layers)} layers × {layers[0].num_heads} heads".strip())
-        first = self.layers[0]
-        dtype = str(next(first.outline.tensors()).dtype).removeprefix("torch.")
-        kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"
-        d_k = first.outline.multiplied("q").d_out
-        millions = self.num_parameters / 1e6
-        size = f"{millions:,.1f} M" if millions >= 0.1 else f"{self.num_parameters:,}"
-        return (
-            f"{source.written_as}{kind}, {', '.join(parts)}, d_model {first.d_model}, d_k {d_k}, "
-            f"{size} parameters ({dtype})"
-        )
-
     def _repr_html_(self) -> str:
-        rows = [("model", self._summary(self._opened.attention)), ("found at", self._opened.where)]
+        rows = [("model", self._summary), ("found at", self._opened.where)]
         rows += [("changed", ", ".join(self.changes))] if self._changes else []
         return table_html(self.name, rows)
 

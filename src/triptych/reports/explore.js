@@ -7,7 +7,8 @@ async function ask(name, fields) {
   if (recorded) {
     const found = recorded[`${name} ${JSON.stringify(fields)}`];
     if (found) return found;
-    throw new Error("This file has no answer to that: it is computed by `triptych explore MODEL`.");
+    const refused = fields.changes?.map((call) => recorded[`why ${call}`]).find(Boolean);
+    throw new Error(refused ?? "This file has no answer to that: triptych explore MODEL computes it.");
   }
   const key = byId("key").value;
   const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -149,11 +150,13 @@ class Explorer {
     try {
       await this.showAfter(turn);
       if (byId("forms").open) await this.showForms(turn);
+      if (recorded && this.changes.length) return;
       const data = await ask("gallery", this.asked);
       if (turn !== this.turn) return;
       await this.draw(data);
-    } catch { /* the page goes without */ }
-    document.body.dataset.settled = turn;
+    } catch { /* the page goes without */ } finally {
+      document.body.dataset.settled = turn;
+    }
   }
 
   // Another head or token
@@ -222,7 +225,7 @@ class Explorer {
     const others = [...Array(about.heads).keys()].filter((other) => other !== head).map((other) => `${layer}.${other}`).join(" ");
     const layers = this.everywhere ? this.stackOf(layer) : [layer];
     const tie = (name, to) => layers.map((one) => `tie(${one}, ${name}, ${to})`);
-    const of = this.everywhere ? "every layer" : `layer ${layer}`;
+    const of = this.everywhere ? "Every layer" : `Layer ${layer}`;
     return [
       [`Head ${place}`, head === null ? [] : [
         ["head off", [`ablate(${place})`], "What the head gives W_O is 0."],

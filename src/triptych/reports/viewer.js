@@ -214,7 +214,7 @@ class Viewer {
     const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
     const { queries, keys } = this.kind;
     const sizes = this.isOneSided ? many(queries.length, "token") : `${many(queries.length, "token")} looking at ${keys.length.toLocaleString("en")}`;
-    this.part("about").textContent = [...this.text.notes, `${many(this.kind.layers.length, "layer")}, ${sizes}.`].join(" ");
+    this.part("about").textContent = `${many(this.kind.layers.length, "layer")}, ${sizes}.`;
     this.part("layer").replaceChildren(...this.kind.layers.map((layer, l) => make("option", { value: l }, layer.number)));
     this.root.querySelector(".generated-note").hidden = this.kind.generated_query === null && this.kind.generated_key === null;
   }

@@ -276,7 +276,8 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
 def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
-    Forms are compared under the scale of the original: heads of fewer channels may have another one.
+    Forms are compared under the scale of the original where the query map can take up the ratio; no rewrite
+    changes the scale of other layers.
     """
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within or other.norms_within:

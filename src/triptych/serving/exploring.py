@@ -288,6 +288,15 @@ class Explorer:
         }
 
 
+def rounded(found: Any, digits: int = 6) -> Any:
+    """A record with numbers as a page shows them."""
+    if isinstance(found, float):
+        return float(f"{found:.{digits}g}")
+    if isinstance(found, dict):
+        return {name: rounded(value, digits) for name, value in found.items()}
+    return [rounded(value, digits) for value in found] if isinstance(found, list | tuple) else found
+
+
 def _readable(piece: str) -> str:
     return piece.replace("▁", " ")
 

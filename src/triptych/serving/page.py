@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from triptych.reports import render
-from triptych.serving.exploring import Asked, Explorer
+from triptych.serving.exploring import Asked, Explorer, rounded
 from triptych.serving.limits import RequestError
 from triptych.serving.models import Asking
 from triptych.serving.server import Endpoint, Server
@@ -81,15 +81,6 @@ class Fields:
     @property
     def asked(self) -> Asked:
         return Asked(self.words("text"), self.words("target", ""), self.changes)
-
-
-def rounded(found: Any) -> Any:
-    """A record with numbers as a page shows them: six digits."""
-    if isinstance(found, float):
-        return float(f"{found:.6g}")
-    if isinstance(found, dict):
-        return {name: rounded(value) for name, value in found.items()}
-    return [*map(rounded, found)] if isinstance(found, list | tuple) else found
 
 
 def _json(found: Any) -> Response:
