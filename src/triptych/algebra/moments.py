@@ -7,12 +7,8 @@ never one per pair of input channels, and never a text twice.
 from dataclasses import dataclass, replace
 from typing import final
 
-<<<<<<< HEAD
 import torch
-from jaxtyping import Bool, Float
-=======
 from jaxtyping import Float
->>>>>>> main
 from torch import Tensor
 
 from triptych.algebra.function import channels, gated, of_heads, probabilities
@@ -70,21 +66,13 @@ class MomentsGatherer:
     ) -> None:
         """Take a batch in."""
         q, k, v = channels(weights, x, memory)
-<<<<<<< HEAD
-        served = _served(weights, x if memory is None else memory, k, v) if self._served else None
-        p = probabilities(weights, q, k, mask)
-        mixed = gated(weights, x, p @ of_heads(v, weights.num_heads))
-        y, y_tokens = (x, tokens) if memory is None else (memory, memory_tokens)
-        q, mixed, inputs = (_counted(t, tokens) for t in (q, mixed, x[:, None]))
-        k, asked = (_counted(t, y_tokens) for t in (k, y[:, None]))
-=======
         mixed = gated(weights, x, probabilities(weights, q, k) @ of_heads(v, weights.num_heads))
         y = x if memory is None else memory
+        served = _served(weights, y, k, v).double().flatten(0, 1) if self._served else None
         # `[heads, tokens, width]`, the tokens of all texts of the batch one after the other.
         q, k, mixed, inputs, asked = (
             t.transpose(0, 1).double().flatten(1, 2) for t in (q, k, mixed, x[:, None], y[:, None])
         )
->>>>>>> main
         sums = [
             q.mT @ q,
             k.mT @ k,
@@ -95,14 +83,9 @@ class MomentsGatherer:
             inputs.square().mean(dim=-1).sum(),
             asked.square().mean(dim=-1).sum(),
         ]
-<<<<<<< HEAD
         if served is not None:
-            beside = _counted(served, y_tokens)[0]
-            sums.append(beside.mT @ beside)
-        self._longest = max(self._longest, x.shape[1], 0 if memory is None else memory.shape[1])
-=======
+            sums.append(served.mT @ served)
         self._longest = max(self._longest, x.shape[1], y.shape[1])
->>>>>>> main
         self._counts = [self._counts[0] + q.shape[1], self._counts[1] + k.shape[1]]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
@@ -130,25 +113,15 @@ class MomentsGatherer:
             y_square=float(y_square) / key_count,
             served=served[0] / key_count if served else None,
         )
-<<<<<<< HEAD
 
 
 def _served(
     weights: AttentionWeights, y: Tensor, k: Tensor, v: Tensor
-) -> Float[Tensor, "batch 1 key_len served"]:
+) -> Float[Tensor, "batch key_len served"]:
     down, rotary = weights.k[0], weights.semantics.rotary
     if down.norm is not None and down.norm.channels is not None:
         bare = replace(down, norm=replace(down.norm, weight=None))
-        return bare(y[:, None])[..., : down.norm.channels]
+        return bare(y[:, None])[:, 0, :, : down.norm.channels]
     turned = set[int]() if rotary is None else {*rotary.pairs[0], *rotary.pairs[1]}
     plain = [channel for channel in range(k.shape[-1]) if channel not in turned]
-    beside = [part.transpose(1, 2).flatten(2) for part in (k[..., plain], v)]
-    return torch.cat(beside, dim=-1)[:, None]
-
-
-def _counted(t: Tensor, tokens: Tensor | None) -> Float[Tensor, "heads count width"]:
-    """`[batch, heads, length, width]`, the tokens of all texts of the batch one after the other."""
-    rows = t.transpose(0, 1).double()
-    return rows.flatten(1, 2) if tokens is None else rows[:, tokens]
-=======
->>>>>>> main
+    return torch.cat([part.transpose(1, 2).flatten(2) for part in (k[..., plain], v)], dim=-1)
