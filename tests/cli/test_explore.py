@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 from urllib.request import urlopen
 
 import pytest
@@ -23,7 +23,7 @@ from command import Command
 from served import Served
 from small_checkpoints import gpt2_that_runs
 from triptych.face import Model, load
-from triptych.serving.exploring import change_model, rounded
+from triptych.serving.exploring import Asked, Explorer, change_model, rounded
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
@@ -182,6 +182,19 @@ def test_what_the_page_cannot_show_is_said_in_one_line(served: Served, fields: A
     assert (found.status in (400, 413), says in message, "\n" in message) == (True, True, False), found
 
 
+def test_the_gallery_says_what_heads_do_over_the_text_that_was_given(language_model: Model) -> None:
+    over = language_model.attend_over([TEXT * 2, TEXT[::-1]])
+    data = Explorer(language_model, over).view(Asked(TEXT), measured=True)
+    found = {
+        ("decoder", layer["number"], head["number"]): (head["label"], head["facts"])
+        for layer in data["texts"][0]["kinds"][0]["layers"]
+        for head in layer["heads"]
+    }
+    assert found == {
+        place: (note.label, [list(fact) for fact in note.facts]) for place, note in over.notes().items()
+    }
+
+
 def test_states_that_the_docs_link_to_are_changes_that_models_take(language_model: Model) -> None:
     pages = (Path(__file__).parents[2] / "docs" / "explanation" / "questions").glob("*.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
@@ -239,6 +252,12 @@ def test_the_page_fits_and_asks_its_server_alone(tab: Page, served: Served, widt
     tab.point_at("#forms summary", click=True)
     wait_for(tab, "document.querySelectorAll('#head-forms table').length === 2")
     assert tab.value("document.documentElement.scrollWidth") <= width
+    tab.value("document.querySelector('#results canvas[data-term=output]').focus()")
+    for _ in range(2):
+        tab.press("ArrowRight")
+    at = tab.value("getComputedStyle(document.querySelector('#results canvas[data-term=output]')).width")
+    assert float(at.removesuffix("px")) % 8 == 0, "cells are drawn as they are pointed at"
+    assert text_of(tab, "#said").startswith("output[2] = ")
     found = tab.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(found[:3]) < 64
     assert tab.complaints == []
@@ -299,6 +318,50 @@ def test_numbers_are_reached_by_keys_and_light_up_their_part_of_the_formula(
     assert tab.value(f"{unnamed}.map((node) => node.outerHTML)") == []
 
 
+@pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
+def test_a_word_of_the_output_says_what_it_came_from_and_alternatives_can_be_read(tab: Page) -> None:
+    translator, text = load(CHECKPOINTS / "marian-multi30k", device="cpu"), "A man in a blue shirt."
+    own = translator.translate(text, num_best=4, beam_size=4).candidates
+    with Served({"multi30k": translator}) as served:
+        opened(tab, served, f"#cross.1.0&{urlencode({'text': text})}")
+        assert text_of(tab, "#output").strip() == own[0].text
+        tab.point_at("#output [data-query='1']")
+        largest = text_of(tab, "#from").split("came from: ")[1].split(" · ")[0]
+        row = translator.attend(text, own[0].text)["cross.1", 0][1]
+        assert float(largest.split(" ")[-1]) == pytest.approx(float(row.max()), abs=1e-3)
+        tab.point_at("[data-candidate='1']", click=True)
+        wait_for(tab, f"document.getElementById('output').textContent.trim() === {json.dumps(own[1].text)}")
+        wait_for(tab, SETTLED)
+        assert parse_qs(tab.value("location.hash"))["target"] == [own[1].text]
+
+
+def test_a_rank_of_a_form_is_chosen_by_keys(tab: Page, served: Served) -> None:
+    opened(tab, served, "#decoder.1.0.2&model=gpt&text=The+cat+sat")
+    tab.value("document.getElementById('rank').focus()")
+    most = int(tab.value("document.getElementById('rank').max"))
+    for rank in (most - 1, most - 2):
+        tab.press("ArrowLeft")
+        wait_for(tab, f"document.body.dataset.row === '1.0 2 truncate(1.0, {rank})'")
+    assert tab.value("document.activeElement.id") == "rank"
+    assert text_of(tab, "#switches output") == f" {most - 2} of {most}"
+
+
+def test_a_page_whose_server_needs_a_key_asks_for_it(tab: Page, language_model: Model) -> None:
+    with Served({"gpt": language_model}, keys=["one"]) as locked:
+        tab.visit("about:blank")
+        tab.visit(f"{locked.address}/#&text=The+cat")
+        wait_for(tab, "document.getElementById('key-form')?.hidden === false")
+        assert "a key is needed" in text_of(tab, "#problem")
+        tab.value("document.getElementById('key').focus()")
+        tab.write("one")
+        tab.press("Tab")
+        wait_for(tab, SETTLED)
+        assert (text_of(tab, "#problem"), tab.value("document.getElementById('key-form').hidden")) == (
+            "",
+            True,
+        )
+
+
 def test_a_file_of_one_text_answers_without_a_server(
     tab: Page, triptych: Command, language_model: Model, tmp_path: Path
 ) -> None:
@@ -352,6 +415,11 @@ def test_a_click_on_gpt2_is_answered(tab: Page, record_property: Callable[[str, 
             tab.point_at(f'.glance [data-at="3 {head}"]', click=True)
             wait_for(tab, f"document.body.dataset.row.startsWith('3.{head} ')")
             times.append(int(text_of(tab, "#busy").removeprefix("answered in ").removesuffix(" ms")))
+        for call in ("ablate(3.5)", "even(3.5)", "unscaled(3.5)"):
+            tab.point_at(f"[data-calls='[\"{call}\"]']", click=True)
+            wait_for(tab, f"document.body.dataset.row.endsWith('{call}')")
+            times.append(int(text_of(tab, "#busy").removeprefix("answered in ").removesuffix(" ms")))
+            wait_for(tab, SETTLED)
         record_property("milliseconds", times)
-        print(f"clicks on heads of gpt2 were answered in {times} ms")
+        print(f"five clicks on heads of gpt2 and three on switches were answered in {times} ms")
         assert all(map(math.isfinite, times))

@@ -36,9 +36,11 @@ class Explorer {
   // The layer and the head that are looked at; of the mean of heads none
   get place() {
     const { kind, layer, at } = this.viewer;
-    const name = this.model.layers.some((one) => one.name === String(layer.number)) ? String(layer.number) : `${kind.kind}.${layer.number}`;
+    const name = this.model.layers[0].name.includes(".") ? `${kind.kind}.${layer.number}` : String(layer.number);
     return { layer: name, head: at.head === MEAN ? null : layer.heads[at.head].number };
   }
+  // A layer that runs several times has a number for each time, and one name.
+  layer(named) { return this.model.layers.find(({ name }) => name === named) ?? this.model.layers[0]; }
   get query() {
     const { viewer } = this;
     const last = viewer.kind.queries.length - 1;
@@ -49,6 +51,7 @@ class Explorer {
   async start() {
     await this.tell(async () => {
       this.models = (await ask("models", {})).models;
+      byId("key-form").hidden = true;
       byId("model").replaceChildren(...this.models.map(({ name }) => make("option", { value: name }, name)));
       byId("model-choice").hidden = this.models.length < 2;
       this.fromHash();
@@ -60,6 +63,7 @@ class Explorer {
   async tell(work) {
     const began = performance.now();
     byId("problem").hidden = true;
+    byId("problem").textContent = "";
     byId("busy").textContent = "computing …";
     try {
       await work();
@@ -126,7 +130,6 @@ class Explorer {
     const data = await ask("view", this.asked);
     if (turn !== this.turn) return;
     await this.draw(data);
-    this.remember();
     this.showOutput();
     await this.showRow(turn);
     this.later(turn);
@@ -146,8 +149,13 @@ class Explorer {
   }
 
   // What takes longer: the text after a change, what heads do, the forms.
-  async later(turn) {
+  async later(turn, isChanged = false) {
     try {
+      if (isChanged) {
+        const data = await ask("view", this.asked);
+        if (turn !== this.turn) return;
+        await this.draw(data);
+      }
       await this.showAfter(turn);
       if (byId("forms").open) await this.showForms(turn);
       if (recorded && this.changes.length) return;
@@ -174,9 +182,10 @@ class Explorer {
     const { chosen } = this;
     this.drawSwitches();
     const { layer, head } = this.place;
-    const about = this.model.layers.find(({ name }) => name === layer);
+    const about = this.layer(layer);
     const record = await ask("row", { ...this.asked, layer, head: head ?? 0, query: this.query });
     if (turn !== this.turn || chosen !== this.chosen) return;
+    this.remember();
     this.row.show(record, about);
     if (head === null) byId("row-name").textContent += " (the matrix shows the mean of the heads)";
     this.showEffect(record.next);
@@ -220,7 +229,7 @@ class Explorer {
   }
   switches() {
     const { layer, head } = this.place;
-    const about = this.model.layers.find(({ name }) => name === layer);
+    const about = this.layer(layer);
     const place = `${layer}.${head}`;
     const others = [...Array(about.heads).keys()].filter((other) => other !== head).map((other) => `${layer}.${other}`).join(" ");
     const layers = this.everywhere ? this.stackOf(layer) : [layer];
@@ -245,7 +254,7 @@ class Explorer {
     const groups = this.switches().filter(([, switches]) => switches.length).map(([title, switches]) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title),
       ...switches.map(([name, calls, about]) => make("button", { type: "button", title: about, "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name))));
     const { layer, head } = this.place;
-    const about = this.model.layers.find(({ name }) => name === layer);
+    const about = this.layer(layer);
     if (head !== null) {
       const found = this.changes.find((call) => call.startsWith(`truncate(${layer}.${head}, `));
       const rank = found ? Number(found.match(/, (\d+)\)/)[1]) : about.d_k;
@@ -265,8 +274,13 @@ class Explorer {
     const before = this.changes;
     this.changes = changes;
     const turn = ++this.turn;
-    return this.tell(() => this.look(turn)).then((done) => {
-      if (done || turn !== this.turn) return;
+    // What is asked for is answered first, and drawn everywhere after.
+    return this.tell(() => this.showRow(turn)).then((done) => {
+      if (turn !== this.turn) return;
+      if (done) {
+        this.later(turn, true);
+        return;
+      }
       this.changes = before; // refused: the switch goes back
       this.drawSwitches();
     });

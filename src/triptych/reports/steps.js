@@ -95,6 +95,8 @@ class Row {
       scores: { name: "score", about: `what the softmax takes${record.soft_cap ? `, after the soft cap ${digits(record.soft_cap)}` : ""}. Shape [${n}]` },
       visible: { name: "mask", about: `which keys this query may look at; the others get −∞. Shape [${n}]` },
       weights: { name: "softmax", about: `exp(score) over the sum of all that are seen${record.sink === null ? ": they add up to 1" : `, and of the sink, which takes ${percent(record.sink)}`}. Shape [${n}]` },
+      sink: { name: "sink", about: `a score of the head's own that takes part in the softmax and moves nothing: it takes ${percent(record.sink ?? 0)}` },
+      gate: { name: "gate", about: `what the mixed values are multiplied by: ${digits(record.gate ?? 1)}` },
       v: { name: "v", about: `the value of each token looked at: its stream times W_V${bias("W_V")}. Shape [${n} × ${d_v}]` },
       share: { name: "share of z", about: `how much of z each value gives, along its direction: weight times v; they add up to 1. Shape [${n}]` },
       z: { name: "z", about: `the sum of weight times value over all keys${record.gate === null ? "" : `, times the gate ${digits(record.gate)}`}. Shape [${d_v}]` },
@@ -118,7 +120,8 @@ class Row {
       ...scale, part("products", ...q_k),
       ...(record.biased ? [" + ", part("biased", ...sub(record.positions, "j"))] : []),
       ...(record.soft_cap ? [", ", part("scores", "capped")] : []),
-      " + ", part("visible", ...sub("mask", "j")), " ) ", part("v", ...sub("v", "j")), " ", part("output", "W", make("sub", {}, "O")),
+      " + ", part("visible", ...sub("mask", "j")), ...(record.sink === null ? [] : [" | ", part("sink", "sink")]), " ) ",
+      ...(record.gate === null ? [] : [part("gate", "gate"), " · "]), part("v", ...sub("v", "j")), " ", part("output", "W", make("sub", {}, "O")),
       make("span", { class: "note" }, `q = x W_Q, k = y W_K, v = y W_V${isCross ? "; x: translation, y: source" : ""}`));
     const narrow = { columns: 32 };
     byId("vectors").replaceChildren(make("div", { class: "vector" }, make("span", {}, `q [${d_k}]`), strip(q, "q", "q", narrow)));
@@ -156,7 +159,7 @@ class Row {
     const share = sum(output.map((value, i) => value * record.layer_output[i])) / Math.max(1e-30, sum(record.layer_output.map((value) => value * value)));
     const results = [
       make("div", { class: "vector" }, make("span", {}, `z [${d_v}]`), strip(z, "z", "z", narrow)),
-      make("div", { class: "vector" }, make("span", {}, `z W_O [${d}], ${percent(share)} of the layer's output`), strip(output, "output", "output")),
+      make("div", { class: "vector" }, make("span", {}, `z W_O [${d}], ${percent(share)} of the layer's output`), strip(output, "output", "output", { columns: clamp(8 * Math.floor((byId("row").clientWidth - 40) / 64), 8, 64) })),
     ];
     if (record.direct_effect) results.push(this.effects(record));
     byId("results").replaceChildren(...results);
@@ -167,7 +170,8 @@ class Row {
       const said = `${shortly(token)}: logit ${logit >= 0 ? "+" : ""}${digits(logit)}, probability ${probability >= 0 ? "+" : ""}${percent(probability)}`;
       return make("tr", { "data-term": "effect", "data-said": said, tabindex: "0" }, make("th", { scope: "row" }, shortly(token)), make("td", {}, `${logit >= 0 ? "+" : ""}${digits(logit)}`), make("td", {}, `${probability >= 0 ? "+" : ""}${percent(probability)}`));
     })));
-    const parts = [list("raises (logit, probability)", found.raises.slice(0, 5)), list("lowers", found.lowers.slice(0, 5))];
+    const isNothing = ![...found.raises, ...found.lowers].some(({ logit }) => logit);
+    const parts = isNothing ? [make("p", {}, "The head adds nothing.")] : [list("raises (logit, probability)", found.raises.slice(0, 5)), list("lowers", found.lowers.slice(0, 5))];
     if (next) parts.push(make("table", {}, make("caption", {}, "next token of the model"), make("tbody", {}, ...next.tokens.slice(0, 5).map(([token, , after]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, percent(after)))))));
     return make("div", {}, make("p", { class: "note" }, "What this head alone does to the next token (direct effect), and what the model says in all:"), make("div", { class: "effects" }, ...parts));
   }

@@ -22,8 +22,8 @@ from triptych.errors import TriptychError, UsageError
 from triptych.face import Head, Model, RotaryForm, Run
 from triptych.models import EncoderDecoder
 
-# Models with what-ifs, and texts that they read, that are kept.
-_MOST_MODELS, _MOST_TEXTS = 8, 16
+# Models with what-ifs that are kept, each with what it generates with, and texts that they read.
+_MOST_MODELS, _MOST_TEXTS = 4, 16
 _MOST_KEYS = 32
 _MOST_NEXT = 8
 _MOST_NEW_TOKENS = 64
@@ -213,15 +213,17 @@ class Explorer:
             for one in changed:
                 one["token"] = _readable(one["token"])
         share = steps.share_of_output.tolist()
-        weights = self._changed(asked.changes)[layer].outline
+        layers = {one.name: one for one in self._changed(asked.changes).layers}
+        # A layer that runs several times has a number for each time, and one name.
+        semantics = layers.get(layer, next(iter(layers.values()))).outline.semantics
         return {
             **record,
             "model": "",
             "kept": kept,
             "share_of_output": [share[key] for key in kept],
             "layer_output": steps.layer_output.tolist(),
-            "positions": weights.semantics.positions,
-            "compares": "products" if weights.semantics.scores is None else "scores",
+            "positions": semantics.positions,
+            "compares": "products" if semantics.scores is None else "scores",
             "next": self._next(asked, layer, query),
         }
 

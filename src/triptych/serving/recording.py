@@ -68,8 +68,8 @@ class _Recording:
 
     def place(self, number: int, kind: dict[str, Any]) -> str:
         """A layer as the face spells it."""
-        names = {layer.name for layer in self.explorer.model.layers}
-        return str(number) if str(number) in names else f"{kind['kind']}.{number}"
+        is_one_stack = "." not in self.explorer.model.layers[0].name
+        return str(number) if is_one_stack else f"{kind['kind']}.{number}"
 
     def what_ifs(self, layer: str, head: int) -> Iterator[str]:
         """The switches of the page at one head."""
