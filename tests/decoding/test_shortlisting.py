@@ -55,7 +55,7 @@ class Hidden(DecodingEngine):
         self.hidden = torch.ones(engine.vocab, dtype=torch.bool)
         self.hidden[list(allowed)] = False
 
-    def start(self, src: Tensor, beam_size: int, fixed: bool = False) -> Any:
+    def start(self, src: Tensor, beam_size: int) -> Any:
         return self.engine.start(src, beam_size)
 
     def step(self, tokens: Tensor, cache: Any) -> Tensor:

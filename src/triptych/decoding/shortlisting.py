@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.decoding.engine import GROUP, BeamCache, DecodingEngine, Engine
+from triptych.decoding.cache import TextCache
+from triptych.decoding.engine import GROUP, DecodingEngine, Engine
 from triptych.decoding.maps import Maps, Precision, has_room_for_another
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
@@ -24,11 +25,14 @@ class ShortlistEngine(DecodingEngine):
     own tokens in their order, whoever its neighbours are, so that they do not change its output.
     """
 
+    joins = False  # the output layer is made for the sentences of a batch
+
     def __init__(
         self, model: EncoderDecoder, shortlist: Shortlist, rules: OutputRules, precision: Precision = "fp32"
     ) -> None:
         """Prepare a model."""
         self._engine, self._shortlist, self._end = Engine(model, precision), shortlist, rules.end
+        self._engine.fixed = False
         self.device, self.pad_id = self._engine.device, self._engine.pad_id
         self.max_target_tokens = self._engine.max_target_tokens
         weight, bias = model.output.weight.detach(), model.output.bias
@@ -37,11 +41,8 @@ class ShortlistEngine(DecodingEngine):
         self._bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().clone()
         self._bias[list(rules.never)] = -math.inf
 
-    def start(
-        self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False
-    ) -> "ShortlistCache":
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "ShortlistCache":
         """Read sentences, and look up what they may use."""
-        assert not fixed, "steps on a GPU are recorded of an engine with all tokens"
         allowed = [self._shortlist.of(row) for row in src.tolist()]
         union = np.unique(np.concatenate([[self._end], *allowed]))
         missing = GROUP - len(union) % GROUP  # at least one column that nothing may use
@@ -59,10 +60,6 @@ class ShortlistEngine(DecodingEngine):
         of_sentences = (torch.from_numpy(table).to(self.device) for table in (columns, places))
         return ShortlistCache(self._engine.start(src, beam_size), output, *of_sentences)
 
-    def columns(self, cache: "ShortlistCache") -> Int[Tensor, "batch columns"]:
-        """The token of each column of a sentence's logits, the end first."""
-        return cache.columns
-
     def step(self, tokens: Int[Tensor, " rows"], cache: "ShortlistCache") -> Float[Tensor, "rows columns"]:
         """Logits of the token after each of `tokens`, of those that its sentence may use."""
         logits = cache.output(self._engine.decode(tokens, cache.beams))
@@ -76,7 +73,7 @@ class ShortlistCache:
 
     def __init__(
         self,
-        beams: BeamCache,
+        beams: TextCache,
         output: nn.Module,
         columns: Int[Tensor, "batch columns"],
         places: Int[Tensor, "batch columns"],
