@@ -61,12 +61,17 @@ class Page:
 
     def open(self, path: Path) -> float:
         """Open a file; seconds until it is drawn."""
-        self._loaded, began = False, time.monotonic()
-        self.call("Page.navigate", url=path.as_uri())
-        while not self._loaded:
-            self._note(self._next())
+        began = time.monotonic()
+        self.visit(path.as_uri())
         self.value("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
         return time.monotonic() - began
+
+    def visit(self, address: str) -> None:
+        """Go to an address, and wait until it is loaded."""
+        self._loaded = False
+        self.call("Page.navigate", url=address)
+        while not self._loaded:
+            self._note(self._next())
 
     def value(self, expression: str) -> Any:
         """What a piece of JavaScript gives."""

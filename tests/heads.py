@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from triptych.attention.positions import AttentionPositions
 from triptych.attention.projections import PARAMETERISATIONS, Parameterisation
 
 Array = NDArray[np.float64]
+Form = Literal["qk", "ov"]
+NAMES = tuple(PARAMETERISATIONS)
+KINDS = ("self", "causal", "cross")
 _SEMANTICS = {field.name for field in dataclasses.fields(Semantics)}
 D_MODEL, NUM_HEADS, BATCH, LENGTH, MEMORY_LENGTH = 24, 4, 2, 5, 7
 
@@ -46,6 +49,17 @@ def make_layer(
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.4)
     return layer
+
+
+def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) -> AttentionWeights:
+    """The weights of such a layer."""
+    return make_layer(name, biased=biased, **options).weights(kind)
+
+
+def dense(weights: AttentionWeights, form: Form) -> Array:
+    """A form of every head, by NumPy."""
+    left, right = (weights.W_Q, weights.W_K.mT) if form == "qk" else (weights.W_V, weights.W_O)
+    return np.stack([a @ b for a, b in zip(left.numpy(), right.numpy(), strict=True)])
 
 
 def with_semantics(
@@ -147,6 +161,22 @@ def assert_same_function(one: AttentionWeights, other: AttentionWeights) -> None
     expected = output_of(one, x, memory)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(output_of(other, x, memory), expected, rtol=1e-12, atol=1e-12 * scale)
+
+
+def outputs(layer: MultiHeadAttention, kind: str, x: Tensor, memory: Tensor) -> Tensor:
+    """What a layer gives to inputs of the kind of its attention."""
+    if kind == "cross":
+        return layer(x, memory=memory).output.detach()
+    return layer(x, causal=kind == "causal").output.detach()
+
+
+def assert_layers_agree(before: AttentionWeights, after: AttentionWeights) -> None:
+    """Real layers made of both give the same output."""
+    x, memory = random_input(LENGTH), random_input(MEMORY_LENGTH)
+    one, two = (
+        outputs(MultiHeadAttention.from_weights(w), before.semantics.kind, x, memory) for w in (before, after)
+    )
+    torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10 * float(one.abs().max()))
 
 
 class Untouched:

@@ -28,6 +28,7 @@ from mutations import (
     mutated_toml,
 )
 from small_checkpoints import gpt2, llama
+from tiny_recipe import tiny_recipe
 from triptych.algebra.rewrites import EXACT
 from triptych.checkpoints import family
 from triptych.checkpoints.checkpoint import open_checkpoint
@@ -156,27 +157,9 @@ CASES = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each kind, sound."""
     base = tmp_path_factory.mktemp("sound")
-    recipe = resolve(
-        {
-            "data": {
-                "train": {"generated": 100, "generated_part": "train"},
-                "valid": {"generated": 5, "generated_part": "valid"},
-                "cache": "",
-            },
-            "tokenizer": {"vocab_size": 300},
-            "model": {
-                "preset": "tiny",
-                "d_model": 16,
-                "d_ff": 16,
-                "num_heads": 2,
-                "encoder": {"num_layers": 1},
-                "decoder": {"num_layers": 1},
-            },
-            "training": {"max_steps": 2, "batch_tokens": 500, "warmup_steps": 1},
-            "validation": {"every_steps": 2, "bleu": False, "metric": "loss"},
-        }
-    )
-    runs.train(recipe, base / "run", LineDisplay())
+    training = {"max_steps": 2, "batch_tokens": 500, "warmup_steps": 1}
+    tree = tiny_recipe(model={"d_ff": 16}, training=training, validation={"every_steps": 2})
+    runs.train(resolve(tree), base / "run", LineDisplay())
     (base / "marian").mkdir()
     write_marian(base / "marian", torch_dtype=None)
     (base / "marian" / "generation_config.json").write_text('{"num_beams": 4, "length_penalty": 1.0}')

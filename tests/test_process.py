@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import triptych
+from tiny_recipe import tiny_recipe
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.inspection import inspect
 from triptych.opening import open_translator
@@ -43,27 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(**training: object) -> Recipe:
-    side = {"num_layers": 1}
-    return resolve(
-        {
-            "data": {
-                "train": {"generated": 100, "generated_part": "train"},
-                "valid": {"generated": 5, "generated_part": "valid"},
-                "cache": "",
-            },
-            "tokenizer": {"vocab_size": 400},
-            "model": {
-                "preset": "tiny",
-                "d_model": 16,
-                "d_ff": 16,
-                "num_heads": 2,
-                "encoder": side,
-                "decoder": side,
-            },
-            "training": {"max_steps": 3, "batch_tokens": 500, "precision": "bf16", **training},
-            "validation": {"bleu": False, "metric": "loss"},
-        }
-    )
+    training = {"max_steps": 3, "batch_tokens": 500, "precision": "bf16", **training}
+    return resolve(tiny_recipe(tokenizer={"vocab_size": 400}, training=training))
 
 
 class ThreadsSeen(LineDisplay):

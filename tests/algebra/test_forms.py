@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from made import Made
 from tolerances import assert_same
 from triptych.algebra import BilinearForm
 
@@ -314,20 +314,6 @@ def test_the_fixed_gauge_of_a_form_of_low_rank_ends_in_columns_of_zeros() -> Non
     assert_near(fixed.dense(), dense_of(form))
 
 
-@given(seed=some_seed, shape=some_shape, per_form=st.booleans())
-def test_nothing_that_is_measured_sees_the_gauge(seed: int, shape: Shape, per_form: bool) -> None:
-    form = make_form(shape, (2,), seed=seed)
-    moved = in_another_gauge(form, make_gauge(shape.r, seed, (2,) if per_form else ()))
-    assert shape.r == 1 or not torch.allclose(moved.left, form.left)
-    assert_loosely(moved.dense(), form.dense())
-    for name in OF_THE_SPECTRUM:
-        assert_loosely(getattr(moved, name)(), getattr(form, name)())
-    assert moved.rank().tolist() == form.rank().tolist()
-    if shape.d_left == shape.d_right:
-        for name in OF_A_SQUARE:
-            assert_loosely(getattr(moved, name)(), getattr(form, name)())
-
-
 @given(seed=some_seed, shape=some_shape)
 def test_all_gauges_share_one_fixed_writing(seed: int, shape: Shape) -> None:
     form = with_distinct_spectrum(shape, seed)
@@ -335,77 +321,6 @@ def test_all_gauges_share_one_fixed_writing(seed: int, shape: Shape) -> None:
     assert_loosely(again.left, fixed.left)
     assert_loosely(again.right, fixed.right)
     assert_loosely(fixed.gauge_fix().left, fixed.left)
-
-
-@given(seed=some_seed, shape=some_shape, data=st.data())
-def test_the_error_of_truncation_is_the_spectrum_left_out(
-    seed: int, shape: Shape, data: st.DataObject
-) -> None:
-    form = make_form(shape, seed=seed)
-    rank = data.draw(st.integers(1, min(shape)))
-    left_out = torch.linalg.vector_norm(form.singular_values()[rank:])
-    cut = form.truncate(rank)
-    scale = rounding_scale(form)
-    for error in (float(form.difference_norm(cut)), float(norm_of(dense_of(form) - dense_of(cut)))):
-        assert abs(error - float(left_out)) < 1e-13 * scale
-    lost = float(left_out / form.norm()) ** 2
-    assert abs(float(form.energy(rank)) - (1 - lost)) < 1e-12
-
-
-@given(seed=some_seed, shape=some_shape, data=st.data())
-def test_no_form_drawn_at_random_beats_truncation(seed: int, shape: Shape, data: st.DataObject) -> None:
-    form = make_form(shape, seed=seed)
-    rank = data.draw(st.integers(1, min(shape)))
-    best = form.truncate(rank)
-    drawn = make_form(shape._replace(r=rank), seed=seed ^ 1)
-    size = 10.0 ** -data.draw(st.integers(0, 6))
-    near = BilinearForm(best.left + size * drawn.left, best.right + size * drawn.right)
-    least = float(form.difference_norm(best)) - 1e-13 * rounding_scale(form)
-    assert float(form.difference_norm(drawn)) >= least
-    assert float(form.difference_norm(near)) >= least
-
-
-@given(seed=some_seed, widths=st.tuples(*[st.integers(1, 8)] * 7))
-def test_composition_is_associative_and_turns_around_under_transposition(
-    seed: int, widths: tuple[int, ...]
-) -> None:
-    d, r = widths[:4], widths[4:]
-    A, B, C = (make_form(Shape(d[i], d[i + 1], r[i]), seed=seed + i) for i in range(3))
-    assert_loosely((A @ B @ C).dense(), (A @ (B @ C)).dense())
-    assert_loosely((A @ B).transpose().dense(), (B.transpose() @ A.transpose()).dense())
-    assert float((A @ B).spectral_norm()) <= float(A.spectral_norm() * B.spectral_norm()) * (1 + 1e-12)
-
-
-@given(seed=some_seed, shape=some_square)
-def test_transposition_turns_vectors_around_and_keeps_the_rest(seed: int, shape: Shape) -> None:
-    form = make_form(shape, seed=seed)
-    turned = form.transpose()
-    assert turned.transpose().left is form.left
-    for name in (*OF_THE_SPECTRUM, *OF_A_SQUARE):
-        assert_loosely(getattr(turned, name)(), getattr(form, name)())
-
-
-@given(seed=some_seed, shape=some_shape)
-def test_the_norm_of_a_difference_is_a_distance(seed: int, shape: Shape) -> None:
-    A, B, C = (make_form(shape._replace(r=r), seed=seed + r) for r in (1, 2, shape.r))
-    assert float(A.difference_norm(A)) < 1e-14 * rounding_scale(A)
-    assert_loosely(A.difference_norm(B), B.difference_norm(A))
-    around = float(A.difference_norm(B) + B.difference_norm(C))
-    assert float(A.difference_norm(C)) <= around * (1 + 1e-12)
-
-
-@given(seed=some_seed, shape=some_shape)
-def test_the_norms_and_ranks_keep_their_order(seed: int, shape: Shape) -> None:
-    form = make_form(shape, seed=seed)
-    up, rounding = 1 + 1e-12, 1 - 1e-12
-    assert float(form.spectral_norm()) <= float(form.norm()) * up
-    assert rounding <= float(form.stable_rank()) <= float(form.participation_ratio()) * up
-    assert float(form.participation_ratio()) <= float(form.effective_rank()) * up <= min(shape) * up**2
-
-
-def rounding_scale(form: BilinearForm) -> float:
-    """What rounding is a share of: A may be small by cancellation between large factors."""
-    return float(form.left.norm() * form.right.norm())
 
 
 def assert_loosely(actual: Tensor, expected: Tensor) -> None:
@@ -445,30 +360,12 @@ CALLS: dict[str, Callable[[BilinearForm], object]] = {
 }
 
 
-class LargeArrays(TorchDispatchMode):
-    """Notes the shape of every tensor that comes out of an operation and is as large as A."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_seen = 0
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.num_seen += 1
-                if tensor.numel() >= D * D:
-                    self.shapes.append(tuple(tensor.shape))
-        return out
-
-
 def large_arrays_of(call: Callable[[BilinearForm], object]) -> list[tuple[int, ...]]:
     form = make_form(Shape(D, D, R), (BATCH,), torch.float32)
-    with LargeArrays() as arrays:
+    with Made() as made:
         call(form)
-    assert arrays.num_seen or call is CALLS["transpose"]
-    return arrays.shapes
+    assert made.names or call is CALLS["transpose"]
+    return [shape for shape in made.shapes if math.prod(shape) >= D * D]
 
 
 def test_every_public_method_is_measured_for_its_size() -> None:

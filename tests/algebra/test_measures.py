@@ -78,17 +78,6 @@ def test_measures_are_those_of_the_whole_matrices(groups: int, dtype: torch.dtyp
             assert_near(getattr(similarity, name), getattr(expected, name), 1e-7)
 
 
-def test_both_ways_to_factor_agree() -> None:
-    single = layer(torch.float32)
-    by_products, by_frames = measure_heads(single), measure_heads(single.to(torch.float64))
-    assert_near(by_products.qk.values, by_frames.qk.values, 1e-12)
-    assert_near(by_products.symmetry, by_frames.symmetry, 1e-12)
-    one, other = (found.similarity["kv"] for found in (by_products, by_frames))
-    assert one is not None
-    assert other is not None
-    assert_near(one.overlap, other.overlap, 1e-12)
-
-
 def near_to_losing_rank() -> AttentionWeights:
     weights = layer(torch.float32)
     W = weights.q[0].weight.clone()

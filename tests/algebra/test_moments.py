@@ -80,17 +80,6 @@ def test_a_text_in_parts_is_the_same_text() -> None:
     assert_alike(gathered(weights, x[:1], x[1:4], x[4:]), gathered(weights, x))
 
 
-def test_padding_is_not_counted() -> None:
-    weights = make("grouped")
-    long, short = torch.randn(1, 7, 24, dtype=torch.float64), torch.randn(1, 4, 24, dtype=torch.float64)
-    padded = torch.cat([long, torch.cat([short, torch.full((1, 3, 24), 9.0, dtype=torch.float64)], dim=1)])
-    tokens = torch.ones(2, 7, dtype=torch.bool)
-    tokens[1, 4:] = False
-    gatherer = MomentsGatherer()
-    gatherer.add(weights, padded, mask=tokens[:, None, None, :], tokens=tokens)
-    assert_alike(gatherer.result(), gathered(weights, long, short))
-
-
 def test_moments_are_those_before_positions_after_norms_and_gates() -> None:
     weights, x = make("factored"), random_input(LENGTH)
     embedding = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1], dtype=torch.float64))
@@ -112,17 +101,10 @@ def test_sums_are_kept_in_float64() -> None:
     torch.testing.assert_close(narrow.q, gathered(weights, x).q, rtol=1e-5, atol=1e-5)
 
 
-def test_no_text_and_queries_that_see_nothing_are_said() -> None:
+def test_no_text_and_numbers_that_are_not_finite_are_said() -> None:
     with pytest.raises(DataError, match="there are no tokens to take moments of"):
         MomentsGatherer().result()
     weights, x, gatherer = make("factored"), random_input(LENGTH), MomentsGatherer()
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    seen[2] = False
-    gatherer.add(weights, x, mask=seen)
+    gatherer.add(weights, x.masked_fill(x > 1, torch.nan))
     with pytest.raises(DataError, match="are not finite: leave out tokens that see nothing"):
         gatherer.result()
-    tokens = torch.ones(BATCH, LENGTH, dtype=torch.bool)
-    tokens[:, 2] = False
-    gatherer = MomentsGatherer()
-    gatherer.add(weights, x, mask=seen, tokens=tokens)
-    assert gatherer.result().count == BATCH * (LENGTH - 1)

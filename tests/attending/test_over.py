@@ -49,7 +49,7 @@ def test_notes_of_heads_carry_figures_with_intervals_and_labels_to_the_page_of_a
     assert facts["loss without it"].startswith(f"{row['worth']:+.4f} [")
     named = {place: note._replace(label="a name") for place, note in notes.items()}
     (kind,) = attend(reader, TEXTS[0]).viewed(notes=named).texts[0].kinds
-    assert [(head.label, head.facts) for head in kind.layers[1].heads] == [
+    assert [tuple(head.note) for head in kind.layers[1].heads] == [
         ("a name", notes["decoder", 1, head].facts) for head in range(4)
     ]
 

@@ -78,11 +78,6 @@ def test_the_head_that_tells_most_is_the_one_whose_looks_follow_the_token_that_l
     assert [kind["telling"] for kind in data["texts"][0]["kinds"]] == [[1, 1], [0, 1]]
 
 
-def test_maps_of_another_size_than_the_tokens_are_an_error() -> None:
-    with pytest.raises(ValueError, match="cross, layer 0: a map of 2 × 3 for 3 query and 2 key tokens"):
-        ViewedKind("cross", ("a", "b", "c"), ("d", "e"), layers_of([[HeadMap.whole(first(2, 3))]]))
-
-
 class Scripts(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -95,7 +90,7 @@ class Scripts(HTMLParser):
 
 def test_the_page_loads_nothing_and_text_cannot_break_out_of_its_place() -> None:
     kind = ViewedKind("encoder", (ATTACK,), ("<!--<script>",), layers_of([[HeadMap.whole(first(1, 1))]]))
-    page = AttentionPage(ATTACK, (ViewedText(ATTACK, (kind,), (ATTACK,)),), ((ATTACK, ATTACK),), (ATTACK,))
+    page = AttentionPage(ATTACK, (ViewedText(ATTACK, (kind,)),), ((ATTACK, ATTACK),), (ATTACK,))
     text = attention_html(page)
     elements = Scripts(text).elements
     assert [dict(attrs).get("type") for tag, attrs in elements if tag == "script"] == [

@@ -1,18 +1,22 @@
 """Pages of attention with heads whose behaviour is known."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from triptych.attending.maps import HeadMap, RowKeeper
-from triptych.attending.page import AttentionPage, ViewedHead, ViewedKind, ViewedLayer, ViewedText
+from triptych.attending.page import AttentionPage, HeadNote, ViewedHead, ViewedKind, ViewedLayer, ViewedText
 
 
 def layers_of(maps: Sequence[Sequence[HeadMap]]) -> tuple[ViewedLayer, ...]:
     """Layers of unlabelled heads from the maps of every layer's heads."""
-    return tuple(ViewedLayer(tuple(map(ViewedHead, heads))) for heads in maps)
+    return tuple(
+        ViewedLayer(layer, tuple(ViewedHead(head, one, HeadNote()) for head, one in enumerate(heads)))
+        for layer, heads in enumerate(maps)
+    )
 
 
 def previous(num_queries: int, num_keys: int) -> NDArray[np.float32]:
@@ -39,17 +43,12 @@ def translation_page() -> AttentionPage:
         made = []
         for kind, queries, keys in kinds:
             shape = len(queries), len(keys)
-            plain = ViewedLayer(
-                (ViewedHead(HeadMap.whole(first(*shape))), ViewedHead(HeadMap.whole(first(*shape))))
-            )
-            last = ViewedLayer(
-                (
-                    ViewedHead(HeadMap.whole(previous(*shape)), "previous token", (("previous", "0.75"),)),
-                    ViewedHead(HeadMap.whole(first(*shape))),
-                )
-            )
+            looks_first, looks_before = HeadMap.whole(first(*shape)), HeadMap.whole(previous(*shape))
+            plain, last = layers_of([[looks_first, looks_first], [looks_before, looks_first]])
+            noted = replace(last.heads[0], note=HeadNote("previous token", (("previous", "0.75"),)))
+            layers = plain, replace(last, heads=(noted, last.heads[1]))
             generated = None if kind == "encoder" else 0
-            made.append(ViewedKind(kind, queries, keys, (plain, last), generated))  # type: ignore[arg-type]
+            made.append(ViewedKind(kind, queries, keys, layers, generated))  # type: ignore[arg-type]
         return ViewedText(f"text {number}", tuple(made))
 
     return AttentionPage("two texts", (viewed(0), viewed(1)), (("model", "tiny"),), ("A note.",))

@@ -11,7 +11,7 @@ from torch import Tensor
 from tolerances import assert_same
 from triptych.algebra.positions import GrowingBase, RotaryEmbedding, alibi_slopes
 from triptych.algebra.semantics import Semantics
-from triptych.attention import SinusoidalPositions, attention, sinusoidal
+from triptych.attention import SinusoidalPositions, sinusoidal
 from triptych.attention.positions import (
     AlibiPositions,
     AttentionPositions,
@@ -165,21 +165,6 @@ def test_rotary_multiplies_pairs_as_complex_numbers(rotary: RotaryPositions, sta
     assert_same(in_float32, expected.float(), kind="output")
 
 
-@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_rotated_scores_depend_on_the_distance_only(rotary: RotaryPositions) -> None:
-    q, k = (torch.randn(2, 3, 7, 10, dtype=torch.float64) for _ in range(2))
-    scores = embedded(rotary)(q, 0) @ embedded(rotary)(k, 0).mT
-    assert_same(embedded(rotary)(q, 5) @ embedded(rotary)(k, 5).mT, scores, kind="output")
-    moved = embedded(rotary)(q, 5) @ embedded(rotary)(k, 0).mT
-    assert (moved - scores).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("rotary", ROTARIES, ids=str)
-def test_rotation_keeps_every_norm(rotary: RotaryPositions) -> None:
-    heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
-    assert_same(embedded(rotary)(heads, 11).norm(dim=-1), heads.norm(dim=-1), kind="output")
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
 def test_a_start_continues_the_rotation_exactly(rotary: RotaryPositions, dtype: torch.dtype) -> None:
@@ -196,13 +181,6 @@ def test_bfloat16_is_rounded_once() -> None:
     heads = torch.randn(2, 3, 700, 10).bfloat16()
     rotary = embedded(RotaryPositions())
     assert_same(rotary(heads, 9_000), rotary(heads.float(), 9_000).bfloat16(), kind="exact")
-
-
-def test_one_pairing_is_the_other_with_channels_permuted() -> None:
-    heads = torch.randn(2, 3, 7, 10, dtype=torch.float64)
-    order = torch.arange(10).view(2, 5).T.flatten()  # 0, 5, 1, 6, …
-    interleaved = embedded(RotaryPositions(pairing="interleaved"))(heads[..., order], 4)
-    assert_same(interleaved, embedded(RotaryPositions(pairing="halves"))(heads, 4)[..., order], kind="exact")
 
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=str)
@@ -253,11 +231,6 @@ def test_a_rotation_that_does_not_fit_is_refused_with_its_numbers(
     assert message in refusal(RotaryPositions(rotary_dim), width)
 
 
-@pytest.mark.parametrize("positions", [*ROTARIES, AlibiPositions(), RotaryPositions(10)], ids=str)
-def test_positions_that_fit_are_let_through(positions: AttentionPositions) -> None:
-    assert not refusal(positions, 10)
-
-
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 8, 16])
 def test_alibi_slopes_of_a_power_of_two_are_a_geometric_row(num_heads: int) -> None:
     assert alibi_slopes(num_heads) == [2 ** (-8 * (i + 1) / num_heads) for i in range(num_heads)]
@@ -286,32 +259,3 @@ def test_alibi_counts_in_float32_and_rounds_once() -> None:
     bias = alibi_bias(4, 1, 700, torch.bfloat16)
     assert bias.dtype == torch.bfloat16
     assert_same(bias, alibi_bias(4, 1, 700, torch.float32).bfloat16(), kind="exact")
-
-
-@pytest.mark.parametrize("path", ["reference", "fast"])
-def test_alibi_decoding_continues_the_text(path: str) -> None:
-    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float64) for _ in range(3))
-    whole = attention(q, k, v, bias=alibi_bias(4, 9, 9, q.dtype), causal=True, path=path).output
-    for i in range(9):
-        bias = alibi_bias(4, 1, i + 1, q.dtype)
-        step = attention(
-            q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], bias=bias, causal=True, path=path
-        )
-        assert_same(step.output, whole[:, :, i : i + 1], kind="output")
-
-
-def test_each_scheme_does_the_one_thing_and_not_the_other() -> None:
-    turned, biased = (
-        positions.added_to(Semantics(1.0), 8, 2) for positions in (RotaryPositions(), AlibiPositions())
-    )
-    assert (turned.positions, biased.positions) == ("rotary", "alibi")
-    assert turned.bias is None
-    assert biased.rotary is None
-
-
-def test_attention_positions_are_values() -> None:
-    used, unused = RotaryPositions(4), RotaryPositions(4)
-    assert used == unused
-    assert hash(used) == hash(unused)
-    assert str(used) == "RotaryPositions(rotary_dim=4, pairing='halves', base=10000.0)"
-    assert AlibiPositions() == AlibiPositions()

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from heads import with_semantics
+from made import Made
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
@@ -34,7 +33,6 @@ from triptych.attention import (
     MultiHeadAttention,
     Parameterisation,
     RotaryPositions,
-    Shared,
     check_sizes,
     explain_attention,
     parameterisation,
@@ -298,29 +296,6 @@ def rows(matrix: np.ndarray, head: int, num_heads: int) -> np.ndarray:
     return matrix[head * width : (head + 1) * width]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_forms_of_a_head_are_the_products_of_its_maps(name: str, size: str) -> None:
-    if SIZES[size][2] and not has_free_widths(name):
-        size = "shared out"  # its widths cannot be chosen
-    layer = make_layer(name, size)
-    weights, num_heads = layer.weights(), layer.num_heads
-    assert len(layer.heads) == num_heads
-    for i, head in enumerate(layer.heads):
-        expected = []
-        for left, right in ((weights.q, weights.k), (weights.v, weights.o)):
-            product = [np.eye(layer.d_model), np.eye(layer.d_model)]
-            for side, chain in enumerate((left, right)):
-                for place, link in enumerate(chain):
-                    matrix = link.weight[i * link.copies // num_heads].numpy()
-                    matrix = np.diag(matrix) if matrix.ndim == 1 else matrix
-                    begins = place == 0 and right is weights.o and side == 1
-                    product[side] = matrix if begins else product[side] @ matrix
-            expected.append(product[0] @ (product[1] if right is weights.o else product[1].T))
-        assert_same(head.qk.dense(), torch.from_numpy(expected[0]), kind="output")
-        assert_same(head.ov.dense(), torch.from_numpy(expected[1]), kind="output")
-
-
 def table(name: str, layer: MultiHeadAttention, i: int) -> tuple[np.ndarray, np.ndarray]:
     """W_QK and W_OV of head i, as the table of parameterisations has them."""
     h, maps = layer.num_heads, stored(layer)
@@ -389,17 +364,6 @@ def test_the_forms_are_those_of_the_table(name: str) -> None:
 
 
 # What it holds
-
-
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fresh_layer_with_its_state_gives_identical_numbers(name: str, biased: bool) -> None:
-    layer, fresh = make_layer(name, biased=biased), make_layer(name, biased=biased)
-    x, given = make_inputs(layer, "causal", masked=True)
-    assert not torch.equal(fresh(x, **given).output, layer(x, **given).output)
-    fresh.load_state_dict(layer.state_dict())
-    for path in PATHS:
-        assert_same(fresh(x, **given, path=path).output, layer(x, **given, path=path).output, kind="exact")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -477,14 +441,6 @@ def test_a_layer_comes_back_from_its_weights(name: str, positions: AttentionPosi
             assert not {p.data_ptr() for p in back.parameters()} & {p.data_ptr() for p in layer.parameters()}
 
 
-@pytest.mark.parametrize("positions", [RotaryPositions(2), AlibiPositions()], ids=["rotary", "alibi"])
-def test_weights_of_a_layer_with_positions_come_back_with_them(positions: AttentionPositions) -> None:
-    layer = MultiHeadAttention(24, 4, positions=positions)
-    back = MultiHeadAttention.from_weights(layer.weights("causal")).weights().semantics
-    assert (back.positions, back.kind) == (positions.scheme, "causal")
-    assert (back.rotary, back.bias) == (layer.semantics.rotary, layer.semantics.bias)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_comes_back_from_weights_of_another_dtype(name: str, dtype: torch.dtype) -> None:
@@ -548,20 +504,6 @@ def test_decoding_with_a_cache_is_attending_without(name: str, positions: Attent
             assert_same(torch.cat(parts, dim=1), expected, kind="output")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_weights_of_a_decoding_step_are_the_last_row(name: str) -> None:
-    layer = make_layer(name)
-    x = random_input(layer, 6)
-    mask = torch.arange(6) != torch.tensor([[6], [2], [0]])  # a token that is hidden, another in each
-    cache = LayerCache()
-    layer(x[:, :5], causal=True, cache=cache, mask=mask[:, None, None, :5])
-    step = layer(x[:, 5:], causal=True, cache=cache, mask=mask[:, None, None], need_weights=True)
-    whole = layer(x, causal=True, mask=mask[:, None, None], need_weights=True)
-    assert whole.weights is not None
-    assert_same(step.weights, whole.weights[:, :, 5:], kind="output")
-    assert_same(step.output, whole.output[:, 5:], kind="output")
-
-
 @pytest.mark.parametrize(("name", "positions"), positioned())
 def test_hypotheses_that_change_places_keep_their_past(
     name: str, positions: AttentionPositions | None
@@ -618,18 +560,6 @@ def test_latent_decodes_without_rebuilding_keys(biased: bool) -> None:
             whole = layer(x[:, : i + 1], **given, path="reference").output
             assert_same(step, whole[:, -1:], kind="output")
         assert [tuple(entry.shape) for entry in cache.entries] == [(BATCH, 1, 12, 10)]
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_blind_row_of_latent_is_zero_on_both_routes(biased: bool) -> None:
-    layer = make_latent(biased=biased)
-    x, memory = random_input(layer, 1), random_input(layer, 20)
-    mask = torch.zeros(BATCH, 1, 1, 20, dtype=torch.bool)
-    expected = layer.weights().o_bias if biased else torch.zeros(32, dtype=torch.float64)
-    assert expected is not None
-    for path in PATHS:
-        output = layer(x, memory=memory, mask=mask, path=path).output
-        assert_same(output, expected.expand(BATCH, 1, -1), kind="exact")
 
 
 def test_dropped_weights_take_the_value_bias_of_latent_with_them() -> None:
@@ -747,28 +677,6 @@ def test_the_explanation_is_that_of_the_operation_it_calls(
 def test_more_queries_than_keys_can_be_explained() -> None:
     _, explanation = MultiHeadAttention(16, 4).explain(8, 3)
     assert "query_len 8, key_len 3" in explanation.reason
-
-
-class Made(TorchDispatchMode):
-    """The sizes of all tensors that are made and are no view of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = [t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        for made in tree_leaves(out):
-            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
-                self.shapes.append(tuple(made.shape))
-        return out
-
-    @property
-    def largest(self) -> int:
-        return max(math.prod(shape) for shape in self.shapes)
 
 
 @torch.no_grad()
@@ -1006,11 +914,3 @@ def test_heads_that_share_maps_unevenly_get_copies_of_their_own() -> None:
 def test_as_many_groups_as_heads_is_the_papers_own() -> None:
     layer = MultiHeadAttention(24, 4, Grouped(num_kv_heads=4))
     assert MultiHeadAttention.from_weights(layer.weights()).parameterisation == Factored(d_k=6, d_v=6)
-
-
-def test_a_shared_layer_reads_its_own_queries_as_keys() -> None:
-    layer = MultiHeadAttention(24, 4, Shared())
-    weights = layer.weights()
-    assert weights.tied("q", "k")
-    assert weights.tied("k", "v")
-    assert_same(weights.qk.dense(), weights.qk.dense().mT, kind="output")

@@ -8,6 +8,7 @@ import pytest
 
 from command import Answer, Command
 from studying import place, stand_in  # noqa: F401 - fixtures
+from tiny_recipe import tiny_recipe
 from triptych.cli.main import run as run_command
 from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
@@ -42,28 +43,20 @@ def triptych(
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned a little: enough to give some output for any input."""
     folder = tmp_path_factory.mktemp("small") / "run"
-    recipe = resolve(
-        {
-            "data": {
-                "train": {"generated": 300, "generated_part": "train"},
-                "valid": {"generated": 10, "generated_part": "valid"},
-                "cache": "",
-            },
-            "tokenizer": {"vocab_size": 400},
-            "model": {
-                "preset": "tiny",
-                "d_model": 32,
-                "d_ff": 64,
-                "num_heads": 2,
-                "dropout": 0.0,
-                "max_source_tokens": 40,
-                "encoder": {"num_layers": 1},
-                "decoder": {"num_layers": 2},
-            },
-            "training": {"max_steps": 40, "batch_tokens": 500, "learning_rate": 0.01, "warmup_steps": 10},
-            "validation": {"every_steps": 40, "bleu": False, "metric": "loss"},
-            "decoding": {"beam_size": 2, "max_extra_tokens": 8},
-        }
+    tree = tiny_recipe(
+        300,
+        10,
+        tokenizer={"vocab_size": 400},
+        model={
+            "d_model": 32,
+            "d_ff": 64,
+            "dropout": 0.0,
+            "max_source_tokens": 40,
+            "decoder": {"num_layers": 2},
+        },
+        training={"max_steps": 40, "batch_tokens": 500, "learning_rate": 0.01, "warmup_steps": 10},
+        validation={"every_steps": 40},
+        decoding={"beam_size": 2, "max_extra_tokens": 8},
     )
-    runs.train(recipe, folder, LineDisplay())
+    runs.train(resolve(tree), folder, LineDisplay())
     return folder

@@ -85,8 +85,10 @@ VERBS = {
     "plan": ("plan",),
     "cost": ("cost", "measure_times"),
     "serve": ("serve",),
+    "explore": ("serve",),
 }
 METHODS = {
+    "distil": "distil",
     "translate": "translator",
     "generate": "generate",
     "fill": "fill",

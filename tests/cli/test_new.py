@@ -93,6 +93,7 @@ def test_every_key_of_a_new_recipe_has_a_comment() -> None:
         (["new.txt", "--tsv", "pairs.tsv"], "ends in .toml"),
         (["new.toml", "--tsv", "none.tsv"], "none.tsv"),
         (["old.toml", "--tsv", "pairs.tsv"], "--force"),
+        (["none/new.toml", "--tsv", "pairs.tsv"], "the folder of none/new.toml does not exist"),
     ],
 )
 def test_what_cannot_be_a_recipe_is_refused_and_nothing_is_written(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from checkpoints.tiny_marian import write_marian
 from command import Command
 from small_checkpoints import D, gpt2, gpt2_that_runs, llama
+from tiny_recipe import tiny_recipe
 from triptych.algebra.rewrites.registry import REWRITES, option_names, signature, summary
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.rewriting import comparing
@@ -257,7 +258,7 @@ def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path:
         ([], "nothing to do: give --exact, --do REWRITE"),
         (["--exact", "NO OUT"], "give the output folder with --out"),
         (["--rank", "3", "--energy", "0.5"], "give one of rank, energy and budget (given: rank and energy)"),
-        (["--exact", "--do", "fold_norm"], "--exact does fold_norm already"),
+        (["--exact", "--do", "fold_norm"], "exact does fold_norm already"),
         (["--recipe", "RECIPE", "--exact"], "--recipe cannot be combined"),
         (["--recipe", "RECIPE", "--layers", "0"], "--recipe cannot be combined"),
         (["--recipe", "nothing.toml"], "nothing.toml: No such file"),
@@ -383,35 +384,23 @@ SENTENCES = b"Um halb vier kommt der Zug an.\neinundzwanzig\nDas kostet drei Eur
 def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose heads are written in three ways."""
     folder = tmp_path_factory.mktemp("mixed") / "run"
-    recipe = resolve(
-        {
-            "data": {
-                "train": {"generated": 200, "generated_part": "train"},
-                "valid": {"generated": 5, "generated_part": "valid"},
-                "cache": "",
+    tree = tiny_recipe(
+        200,
+        tokenizer={"vocab_size": 400},
+        model={
+            **{"d_model": 32, "d_ff": 64, "dropout": 0.0, "norm": "pre", "max_source_tokens": 40},
+            "encoder": {"num_layers": 1, "attention": {"projections": "stacked"}},
+            "decoder": {
+                "num_layers": 1,
+                "attention": {"projections": "four_matrix"},
+                "cross_attention": {"projections": "key_value"},
             },
-            "tokenizer": {"vocab_size": 400},
-            "model": {
-                "preset": "tiny",
-                "d_model": 32,
-                "d_ff": 64,
-                "num_heads": 2,
-                "dropout": 0.0,
-                "norm": "pre",
-                "max_source_tokens": 40,
-                "encoder": {"num_layers": 1, "attention": {"projections": "stacked"}},
-                "decoder": {
-                    "num_layers": 1,
-                    "attention": {"projections": "four_matrix"},
-                    "cross_attention": {"projections": "key_value"},
-                },
-            },
-            "training": {"max_steps": 15, "batch_tokens": 400, "learning_rate": 0.01, "warmup_steps": 5},
-            "validation": {"every_steps": 15, "bleu": False, "metric": "loss"},
-            "decoding": {"beam_size": 2, "max_extra_tokens": 8},
-        }
+        },
+        training={"max_steps": 15, "learning_rate": 0.01, "warmup_steps": 5},
+        validation={"every_steps": 15},
+        decoding={"beam_size": 2, "max_extra_tokens": 8},
     )
-    runs.train(recipe, folder, LineDisplay())
+    runs.train(resolve(tree), folder, LineDisplay())
     return folder
 
 

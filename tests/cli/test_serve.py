@@ -11,72 +11,23 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlencode
+from typing import Any
 
 import libretranslatepy
 import openai
 import pytest
-import uvicorn
 
 from command import Command
+from served import Served
 from small_checkpoints import gpt2_that_runs
 from triptych.decoding import score_continuations
 from triptych.errors import UsageError
 from triptych.face import Model, load
-from triptych.serving.application import application
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup
-from triptych.serving.models import ServedModel
 from triptych.serving.worker import Item, Job, Worker
-
-
-class Answer(NamedTuple):
-    status: int
-    body: Any
-    headers: dict[str, str]
-
-
-class Served:
-    """A server in a thread of this process."""
-
-    def __init__(
-        self, models: dict[str, Model], limits: Limits | None = None, keys: Sequence[str] = ()
-    ) -> None:
-        limits = limits or Limits()
-        models_served = [ServedModel(name, model, limits) for name, model in models.items()]
-        for model in models_served:
-            model.check_batches()
-        app = application(models_served, limits, keys)
-        self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", access_log=False))
-        self.thread = threading.Thread(target=self.server.run)
-
-    def __enter__(self) -> "Served":
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.address = f"http://127.0.0.1:{self.port}"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.should_exit = True
-        self.thread.join()
-
-    def ask(self, path: str, fields: Any = None, *, form: bool = False, **headers: str) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with closing(connection):
-            kind = "application/x-www-form-urlencoded" if form else "application/json"
-            body = None if fields is None else urlencode(fields, doseq=True) if form else json.dumps(fields)
-            headers = {name.replace("_", "-"): value for name, value in headers.items()}
-            method = "GET" if fields is None else "POST"
-            connection.request(method, path, body, {"Content-Type": kind, **headers})
-            response = connection.getresponse()
-            text = response.read().decode()
-            is_json = response.headers.get_content_type() == "application/json"
-            return Answer(response.status, json.loads(text) if is_json else text, dict(response.headers))
 
 
 @pytest.fixture(scope="module")

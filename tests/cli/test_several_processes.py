@@ -52,6 +52,19 @@ def test_two_processes_inspect_what_one_does(small_run: Path, tmp_path: Path) ->
     assert together == alone
 
 
+def test_two_processes_write_the_text_of_a_student_that_one_does_and_train_on_it(
+    small_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.toml").write_text((small_run / "recipe.toml").read_text())
+    asked = ("-m", "triptych", "distil", small_run, tmp_path / "recipe.toml", "--workers", "1")
+    asked += ("--set", "training.max_steps=2", "--set", "training.device=cpu", "--device", "cpu")
+    said(sys.executable, *asked, "--out", tmp_path / "alone", "--no-train")
+    said(*TORCHRUN, *asked, "--out", tmp_path / "together")
+    alone, together = ((tmp_path / name / "train.jsonl").read_text() for name in ("alone", "together"))
+    assert together == alone
+    assert json.loads((tmp_path / "together" / "student" / "summary.json").read_text())["steps"] == 2
+
+
 def test_an_error_in_one_process_is_one_line_and_the_code_of_all(small_run: Path, tmp_path: Path) -> None:
     """Whoever takes the checkpoint that is not there, whether it is the first process or another."""
     for names in ([tmp_path / "gone", small_run], [small_run, small_run, tmp_path / "gone"]):

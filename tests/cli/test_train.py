@@ -99,8 +99,9 @@ def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> N
     assert answer.code == 2
     assert "there is no recipe dmo: did you mean demo?" in answer.err
     assert (
-        "there is no recipe xyz: give a TOML file, or one of demo, multi30k, multi30k-best, paper-base, "
-        "paper-big, shakespeare-char, shakespeare-char-cpu, tatoeba, tatoeba-lm, tatoeba-mlm"
+        "there is no recipe xyz: give a TOML file, or one of demo, multi30k, multi30k-best, "
+        "multi30k-student, paper-base, paper-big, shakespeare-char, shakespeare-char-cpu, tatoeba, "
+        "tatoeba-lm, tatoeba-mlm, tatoeba-student"
     ) in triptych("train", "xyz").err
 
 

@@ -59,6 +59,7 @@ WRITES: dict[str, list[list[str]]] = {
     "recipes": [],
     "new": [["recipe.toml", "--source", "source.de", "--target", "reference.en"]],
     "train": [["demo", *SETS, "--out", "."], ["--resume", "."]],
+    "distil": [["{run}", "demo", *SETS, "--out", name] for name in (".", "notes.txt")],
     "translate": [["{run}", "source.de", "--out", name] for name in ("notes.txt", "source.de")],
     "evaluate": [
         ["{run}", "--source", "source.de", "--reference", "reference.en", "--out", name]
@@ -66,6 +67,7 @@ WRITES: dict[str, list[list[str]]] = {
     ],
     "generate": [],
     "serve": [],
+    "explore": [["{run}", "--text", "twelve", "--html", name] for name in ("notes.txt", "source.de")],
     "report": [["{run}", "--html", "notes.txt"], ["{run}", "--html", "source.de"]],
     "fill": [],
     "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],

@@ -9,7 +9,7 @@ import transformers
 
 from small_checkpoints import gpt2_that_runs
 from triptych.checkpoints.models import load_language_model
-from triptych.converting.conversion import convert
+from triptych.converting.conversion import can_convert, convert
 from triptych.errors import UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.storage import write_model
@@ -107,6 +107,7 @@ def test_encoders_and_other_formats_are_refused(tmp_path: Path) -> None:
         convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     with pytest.raises(UsageError, match="converted --to hf or ctranslate2 alone"):
         convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "onnx")
+    assert not can_convert(open_model(tmp_path / "run", "cpu"))
 
 
 def test_a_run_that_went_on_with_a_checkpoint_is_written_in_its_format(tmp_path: Path) -> None:
@@ -121,6 +122,9 @@ def test_a_run_that_went_on_with_a_checkpoint_is_written_in_its_format(tmp_path:
         }
     )
     runs.train(recipe, tmp_path / "run", LineDisplay())
+    with pytest.raises(UsageError, match="Hugging Face's format already"):
+        convert(open_model(tmp_path / "gpt2", "cpu"), tmp_path / "out", "hf")
+    assert can_convert(open_model(tmp_path / "run", "cpu"))
     done = convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     assert [check.tried for check in done.checks] == [True, True, True]
     names = {path.name for path in (tmp_path / "out").iterdir()}

@@ -41,7 +41,10 @@ def close(one: Tensor, other: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map(gpt2: Model, theirs: Any) -> None:
+def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map() -> None:
+    gpt2 = load(CHECKPOINTS / "gpt2", device="cpu", dtype="float64")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "gpt2", dtype=torch.float64)
+    theirs.eval()
     ids = torch.tensor([gpt2.run(TEXT).ids])
     whole = float(gpt2.run(TEXT).loss)
     moved = 0
@@ -53,7 +56,7 @@ def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map(gpt2: Model, t
             expected = float(theirs(ids, labels=ids).loss)
             rows.data = kept
             found = float(gpt2.ablate(f"{layer}.{head}").run(TEXT).loss)
-            assert found == pytest.approx(expected, abs=2e-6)
+            assert found == pytest.approx(expected, abs=1e-6)
             moved += abs(found - whole) > 1e-4
     assert moved > 40
     assert float(gpt2.run(TEXT).loss) == whole
@@ -155,6 +158,44 @@ def test_texts_of_a_padded_batch_are_changed_as_each_alone(gpt2: Model, translat
     sources, targets = [SOURCE, "A dog."], [TARGET, "Ein Hund."]
     for together, source, target in zip(halved.run(sources, target=targets), sources, targets, strict=True):
         close(together.logits, halved.run(source, target=target).logits)
+
+
+@pytest.mark.parametrize("what", ["q", "k", "scores", "weights"])
+def test_attention_of_an_edited_head_is_what_the_run_had(gpt2: Model, translator: Model, what: Any) -> None:
+    for model, layer, read in ((gpt2, "3", (TEXT,)), (translator, "cross.1", (SOURCE, TARGET))):
+        edited = model.edit(f"{layer}.2", what, lambda value: value * value.sin())
+        attended, run = edited.attend(*read), edited.run(read[0], target=(*read, None)[1])
+        close(attended[layer], run[layer].weights)
+        assert (attended[layer, 2] - model.attend(*read)[layer, 2]).abs().max() > 1e-3
+        (kept,) = attended.of("cross" if "." in layer else "decoder").layers[int(layer[-1])].maps(3, [2])
+        torch.testing.assert_close(
+            torch.tensor(kept.weights).sort(dim=1).values, attended[layer, 2].topk(3).values.flip(1)
+        )
+
+
+@torch.no_grad()
+def test_without_positions_is_one_position_for_all_tokens() -> None:
+    for path in ("gpt2", "llama-gqa"):
+        model, theirs = (
+            load(CHECKPOINTS / path, device="cpu"),
+            transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / path).eval(),
+        )
+        plain = model.without_positions()
+        ids = torch.tensor([plain.run(TEXT).ids])
+        if path == "gpt2":
+            theirs.transformer.wpe.weight.zero_()
+            expected = theirs(ids).logits[0]
+        else:  # rotary positions tell distances apart, which are 0
+            expected = theirs(ids, position_ids=torch.zeros_like(ids)).logits[0]
+        found = plain.run(TEXT)
+        assert (found.logits - expected).abs().max() < 1e-4
+        assert (found.logits - model.run(TEXT).logits).abs().max() > 1
+        text = plain.generate(TEXT, max_new_tokens=6)
+        assert found.logits[-1].argmax() == text.ids[0]
+        with pytest.raises(UsageError, match="no weights say"):
+            plain.save("nowhere")
+        with pytest.raises(UsageError, match="no positions"):
+            plain.without_positions()
 
 
 def test_gradients_reach_activations(gpt2: Model) -> None:

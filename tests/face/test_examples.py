@@ -45,10 +45,7 @@ KINDS: dict[str, dict[str, str]] = {
     "bert": {**_NO_LOSS, **_POST_NORM},
     "t5": {},
     "marian": _POST_NORM,
-    "deepseek_v3": {
-        **dict.fromkeys(("ov_singular_values", *_COMPOSITION), "a norm within the map of values"),
-        "write": "keys and values come through a latent",
-    },
+    "deepseek_v3": dict.fromkeys(("ov_singular_values", *_COMPOSITION), "a norm within the map of values"),
     "falcon, groups": _ROTARY,
 }
 TRAINED = ("gpt2", "llama-gqa", "marian-multi30k")

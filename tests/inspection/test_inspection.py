@@ -323,8 +323,8 @@ def test_pictures_are_root_mean_squares_of_blocks_of_entries(width: int) -> None
     weights = MultiHeadAttention(size, 2, parameterisation("factored", d_k=width, d_v=12)).weights()
     q, k, v = weights.W_Q[1], weights.W_K[1], weights.W_V[1]
     found = inspect(OneLayer(weights)).layers[0].pictures
-    for name, matrix in (("v", v), ("qk", q @ k.mT)):
-        rows, columns = 24, 24 if name == "qk" else 12
+    for name, matrix in (("v", v), ("qk", q @ k.mT), ("ov", v @ weights.W_O[1])):
+        rows, columns = 24, 12 if name == "v" else 24
         blocks = matrix.detach().reshape(rows, size // rows, columns, -1).square().mean((1, 3)).sqrt()
         digits = torch.tensor([[int(digit, 16) for digit in row] for row in found[name][1]])
         assert (digits - 15 * blocks / blocks.max()).abs().max() < 0.51
@@ -340,6 +340,7 @@ def test_a_picture_has_no_more_blocks_than_a_narrow_memory_has_channels() -> Non
         "k": (10, 4),
         "v": (10, 12),
         "qk": (24, 10),
+        "ov": (10, 24),
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 import tomli_w
 from pydantic import ValidationError
 
+from tiny_recipe import generated
 from triptych.attention import (
     PARAMETERISATIONS,
     AlibiPositions,
@@ -36,10 +37,7 @@ from triptych.models import (
 from triptych.models.sites import attention_sites
 from triptych.training import read_recipe, resolve
 
-DATA = {
-    "train": {"generated": 100, "generated_part": "train"},
-    "valid": {"generated": 10, "generated_part": "valid"},
-}
+DATA = generated()
 RECIPE = """
 [data]
 train = { generated = 100, generated_part = "train" }
@@ -220,6 +218,7 @@ def test_cross_attention_may_be_anything_under_rotary_positions(name: str) -> No
         ({"positions": PositionsConfig(scheme="rotary", rotary_dim=8)},
          "rotary_dim is 8, but queries and keys are 6 wide"),
         ({"positions": ROTARY, "d_k": 5}, "rotary_dim is 5: it must be even"),
+        ({"num_heads": 5}, "num_heads 5 does not divide d_model 24"),
         ({"encoder": {"attention_in_layer": {2: AttentionConfig()}}},
          "encoder.attention_in_layer names layer 2: there are 2, counted from 0"),
         ({"decoder": {"attention_in_layer": {-1: AttentionConfig()}}},
@@ -273,33 +272,6 @@ def test_a_configuration_with_sites_of_its_own_survives_json_and_toml() -> None:
     assert again.decoder_sites()[1].parameterisation() == Grouped(num_kv_heads=2, d_k=3, d_v=5)
 
 
-def test_a_resolved_recipe_is_read_back_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        RECIPE
-        + """
-[model.decoder.attention]
-projections = "latent"
-d_latent = 32
-[model.decoder.attention_in_layer.2]
-projections = "grouped"
-num_kv_heads = 2
-"""
-    )
-    recipe = read_recipe(path)
-    sites = recipe.model.decoder_sites()
-    assert [site.projections for site in sites] == [
-        "latent",
-        "latent",
-        "grouped",
-        "latent",
-        "latent",
-        "latent",
-    ]
-    (tmp_path / "again.toml").write_text(recipe.to_toml())
-    assert read_recipe(tmp_path / "again.toml") == recipe
-
-
 def test_one_word_changes_the_parameterisation_of_a_site(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
@@ -317,25 +289,19 @@ def test_one_word_changes_the_parameterisation_of_a_site(tmp_path: Path) -> None
     crosses[3] = Symmetric()
     assert [site.parameterisation() for site in recipe.model.cross_sites()] == crosses
     assert recipe.model.decoder_sites()[3].parameterisation() == Factored()
+    (tmp_path / "again.toml").write_text(recipe.to_toml())
+    assert read_recipe(tmp_path / "again.toml") == recipe
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.encoder.attention.projections=stackd"], "did you mean 'stacked'?"),
-        (["model.encoder.attention.projections=four_way"],
-         "model.encoder.attention: projections = 'four_way' is no layer"),
         (["model.encoder.attention.d_k=true"],
          "model.encoder.attention: d_k: Input should be a valid integer, not True"),
         (["model.encoder.attention_in_layer.1.projection=latent"],
          "unknown key model.encoder.attention_in_layer.1.projection: did you mean projections?"),
-        (["model.encoder.attention_in_layer.6.projections=latent"],
-         "encoder.attention_in_layer names layer 6"),
         (["model.encoder.attention_in_layer.x.d_k=3"], "model.encoder.attention_in_layer.x"),
         (["model.encoder.attention=latent"], "model.encoder.attention: Input should be a valid dictionary"),
-        (["model.positions.shceme=alibi"], "unknown key model.positions.shceme: did you mean scheme?"),
-        (["model.positions.scheme=rotary", "model.decoder.attention.projections=bilinear"],
-         "bilinear cannot have rotary positions"),
         (["model.positions.scheme=learned", "model.positions.max_tokens=300", "data.max_sentence_tokens=300"],
          "model.positions.max_tokens is 300: data.max_sentence_tokens 300 and the end of sentence need 301"),
     ],

@@ -214,28 +214,6 @@ def test_tokens_gathered_for_each_expert_give_what_every_expert_on_every_token_g
         assert bool(one.abs().sum() > 0)
 
 
-def test_every_token_passes_as_many_experts_as_asked_and_only_of_the_chosen_groups() -> None:
-    experts = made(FAMILIES["deepseek_v3"].ours)
-    chosen = experts.router(inputs().flatten(0, 1)).experts
-    assert all(len(set(row)) == 2 for row in chosen.tolist())
-    four = made(replace(FAMILIES["deepseek_v3"].ours, top_k=3, top_groups=2))
-    groups = four.router(inputs().flatten(0, 1)).experts // 2
-    assert all(len(set(row)) == 2 for row in groups.tolist())
-
-
-def test_numbers_added_for_the_choice_change_the_experts_and_not_their_weights() -> None:
-    experts = made(replace(TWO, correction=True))
-    x = inputs().flatten(0, 1)
-    experts.router.correction.zero_()
-    before = experts.router(x)
-    experts.router.correction[5] = 10.0
-    after = experts.router(x)
-    assert bool((after.experts == 5).any(dim=-1).all())
-    assert not bool((before.experts == 5).any(dim=-1).all())
-    scores = (x @ experts.router.weight.T).softmax(dim=-1)
-    assert_same(after.weights, scores.gather(-1, after.experts), kind="output")
-
-
 def test_in_lower_precision_the_same_experts_are_chosen_as_the_rounded_weights_ask_for() -> None:
     experts = made(FAMILIES["mixtral"].ours).bfloat16()
     x = inputs(torch.bfloat16)

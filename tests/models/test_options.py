@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_recipe import generated
 from tolerances import assert_same
 from triptych.attention import SinusoidalPositions
 from triptych.errors import UsageError
@@ -14,10 +15,7 @@ from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelC
 from triptych.models.feed_forward import FeedForward
 from triptych.training import resolve
 
-DATA = {
-    "train": {"generated": 100, "generated_part": "train"},
-    "valid": {"generated": 10, "generated_part": "valid"},
-}
+DATA = generated()
 SRC, TGT = torch.tensor([[4, 5, 2]]), torch.tensor([[1, 7, 3]])
 
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from attention_maps import attention_maps
 from tolerances import assert_same
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
-    PARAMETERISATIONS,
     Factored,
     MultiHeadAttention,
     RotaryPositions,
@@ -152,22 +150,6 @@ def test_the_norms_that_layers_are_said_to_read_make_their_inputs(norm: Any) -> 
                 assert norm_of.bias is not None
                 squares = ((x - norm_of.bias) / norm_of.weight).square().sum(dim=-1)
                 torch.testing.assert_close(squares, torch.full_like(squares, x.shape[-1]), rtol=1e-2, atol=0)
-
-
-def test_the_forms_of_the_weights_are_what_the_model_computes() -> None:
-    # Under pre-norm, from the norm's output on: the first encoder layer of a text without positions.
-    model = make_model(norm="pre", positions=PositionsConfig(scheme="none"))
-    weights = attention_weights(model)["encoder.0"]
-    assert weights.norm is not None
-    assert weights.norm.bias is not None
-    x = model.src_embedding.weight[SRC[:1]].detach() * 4
-    centred = x - x.mean(-1, keepdim=True)
-    x = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    x = x * weights.norm.weight + weights.norm.bias
-    scores = torch.einsum("bqd,hde,bke->bhqk", x, weights.qk.dense(), x) * weights.scale
-    with attention_maps(model) as maps:
-        model(SRC[:1], TGT[:1])
-    assert_same(maps["encoder.0"].detach(), scores.softmax(-1), kind="output")
 
 
 # Copies
@@ -332,24 +314,6 @@ def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
 
 
 # Files
-
-
-@pytest.mark.parametrize("name", PARAMETERISATIONS)
-def test_a_model_of_any_parameterisation_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
-    site = AttentionConfig(projections=name, o_bias=True)
-    model = EncoderDecoder.of(
-        make_config(
-            encoder=EncoderConfig(num_layers=1, attention=site),
-            decoder=DecoderConfig(num_layers=1, attention=site, cross_attention=site),
-        ),
-        VOCAB,
-        VOCAB,
-        PAD,
-    ).eval()
-    write_model(model, tmp_path)
-    read = read_model(tmp_path)
-    assert read.config == model.config
-    assert_same(read(SRC, TGT), model(SRC, TGT), kind="exact")
 
 
 def test_a_model_with_layers_of_their_own_is_read_as_it_was_written(tmp_path: Path) -> None:

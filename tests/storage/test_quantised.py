@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from made import Made
 from triptych.errors import DataError
 from triptych.storage import quantised
 from triptych.storage.quantised import dequantised
@@ -97,18 +97,6 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Tens
 
 
 @final
-class Largest(TorchDispatchMode):
-    """Notes the size of the largest tensor that is made."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
-            self.num_bytes = max(self.num_bytes, found.untyped_storage().nbytes())
-        return found
-
-
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_nothing_larger_than_the_map_is_made_when_it_is_unpacked(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
@@ -124,9 +112,9 @@ def test_nothing_larger_than_the_map_is_made_when_it_is_unpacked(
     save_file(tensors, tmp_path / "model.safetensors")
     config = {"quant_method": method, "bits": 4, "group_size": GROUP}
     found = dequantised(open_tensors(tmp_path), Settings({"quantization_config": config}, "config.json"))
-    with Largest() as largest:
+    with Made() as made:
         weight = found.read("a.weight")
-    assert largest.num_bytes == weight.nbytes == 4 * d_out * d_in
+    assert made.largest_bytes == weight.nbytes == 4 * d_out * d_in
 
 
 def test_eight_bits_of_bitsandbytes(tmp_path: Path) -> None:

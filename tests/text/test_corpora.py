@@ -329,3 +329,17 @@ def test_a_stored_spec_is_read_back() -> None:
     spec = CorpusSpec(file=Path("a.tsv"), source_field="2", target_field="1")
     stored = spec.model_dump(mode="json", exclude_none=True)
     assert CorpusSpec.model_validate(stored) == spec
+
+
+def test_a_frequent_source_is_not_held_out_for_the_share_of_a_few(tmp_path: Path) -> None:
+    rare = [f"Satz {number}." for number in range(10)]
+    sources = "\n".join(["Hallo."] * 90 + rare)
+    train, valid = read_parallel(write_sides(tmp_path, sources, sources), base=tmp_path).split(0.05)
+    assert len(valid) == 5
+    assert set(valid.source) < set(rare)
+    assert len(train) == 95
+    sources = "\n".join(["Hallo."] * 60 + ["Tag."] * 40)
+    assert len(read_parallel(write_sides(tmp_path, sources, sources), base=tmp_path).split(0.01)[1]) in (
+        40,
+        60,
+    )

@@ -70,37 +70,6 @@ def gpt2(folder: Path) -> None:
     byte_level(folder, model_type="gpt2", tokenizer_class="GPT2Tokenizer")
 
 
-def gpt2_without_words_about_it(folder: Path) -> None:
-    byte_level(folder, model_type="gpt2")
-
-
-def opt(folder: Path) -> None:
-    byte_level(
-        folder,
-        model_type="opt",
-        tokenizer_class="GPT2Tokenizer",
-        add_bos_token=True,
-        **{"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"},
-    )
-
-
-def roberta(folder: Path) -> None:
-    mask = {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "normalized": False}
-    byte_level(folder, model_type="roberta", tokenizer_class="RobertaTokenizer", mask_token=mask)
-
-
-def qwen2(folder: Path) -> None:
-    added = {"content": "<|im_start|>", "special": True, "normalized": False}
-    byte_level(
-        folder,
-        model_type="qwen2",
-        tokenizer_class="Qwen2Tokenizer",
-        bos_token=None,
-        added_tokens_decoder={"420": added},
-        additional_special_tokens=["<|im_start|>"],
-    )
-
-
 def neox_with_a_map(folder: Path) -> None:
     byte_level(folder, model_type="gpt_neox", tokenizer_class="GPTNeoXTokenizer", pad_token="<pad>")
     tokens = {"bos_token": END, "eos_token": {"content": "</s>", "lstrip": False}, "unk_token": END}
@@ -122,12 +91,6 @@ def bert(folder: Path) -> None:
     word_pieces(folder, model_type="bert")
 
 
-def cased_bert(folder: Path) -> None:
-    word_pieces(
-        folder, model_type="bert", tokenizer_class="BertTokenizer", do_lower_case=False, strip_accents=False
-    )
-
-
 def sentence_pieces(folder: Path, name: str, kind: str, *more: Piece, **options: Any) -> None:
     rules = RULES if kind == "unigram" else {}
     bytes_too = BYTE_PIECES if kind == "bpe" else []
@@ -147,14 +110,6 @@ def llama(folder: Path) -> None:
     pieces_of_llama(folder, add_eos_token=False, legacy=False, **tokens)
 
 
-def llama_of_old(folder: Path) -> None:
-    pieces_of_llama(folder, add_eos_token=True, legacy=True)
-
-
-def llama_without_a_beginning(folder: Path) -> None:
-    pieces_of_llama(folder, bos_token=None)
-
-
 def gemma(folder: Path) -> None:
     sentence_pieces(
         folder,
@@ -165,12 +120,6 @@ def gemma(folder: Path) -> None:
         tokenizer_class="GemmaTokenizer",
         **{"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>", "mask_token": None},
     )
-
-
-def t5(folder: Path) -> None:
-    special: list[Piece] = [("<pad>", 0.0, "control"), ("</s>", 0.0, "control"), ("<unk>", 0.0, "unknown")]
-    (folder / "spiece.model").write_bytes(spm([*special, *PIECES[3:]], "unigram", RULES, unk_id=2))
-    configure(folder, model_type="t5", tokenizer_class="T5Tokenizer", extra_ids=0)
 
 
 def albert(folder: Path) -> None:
@@ -228,20 +177,9 @@ def whole_word_pieces(folder: Path) -> None:
     configure(folder, tokenizer_class="PreTrainedTokenizerFast", **options)
 
 
+# Rows of `test_tokenizer_classes.py` are made of settings alone.
 MAKERS: list[Callable[[Path], None]] = [
-    *(gpt2, gpt2_without_words_about_it, opt, roberta, qwen2, neox_with_a_map, bert, cased_bert),
-    *(
-        llama,
-        llama_of_old,
-        llama_without_a_beginning,
-        gemma,
-        t5,
-        albert,
-        xlm_roberta,
-        deberta,
-        whole,
-        whole_word_pieces,
-    ),
+    *(gpt2, neox_with_a_map, bert, llama, gemma, albert, xlm_roberta, deberta, whole, whole_word_pieces)
 ]
 
 

@@ -204,17 +204,37 @@ def spm_of_fairseq(folder: Path) -> None:
     sentence_pieces(folder, "sentencepiece.bpe.model", "unigram")
 
 
-def spm_of_pegasus(folder: Path) -> None:
-    special: list[Piece] = [("<pad>", 0.0, "control"), ("</s>", 0.0, "control"), ("<unk>", 0.0, "unknown")]
-    (folder / "spiece.model").write_bytes(spm([*special, *PIECES[3:]], "unigram", RULES, unk_id=2))
-
-
 def spm_of_nllb(folder: Path) -> None:
     sentence_pieces(folder, "sentencepiece.bpe.model", "bpe", ("eng_Latn", 0.0, "control"))
 
 
+_OPT = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+_LLAMA = {"model_type": "llama", "tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
 # The files that came before `tokenizer.json`, beyond the makers of `test_pretrained.py`.
 OLDER: list[tuple[Callable[[Path], None], Options]] = [
+    (byte_level, {"model_type": "gpt2"}),
+    (byte_level, {"model_type": "opt", "tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, **_OPT}),
+    (
+        byte_level,
+        {
+            **{"model_type": "roberta", "tokenizer_class": "RobertaTokenizer"},
+            "mask_token": {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "normalized": False},
+        },
+    ),
+    (
+        byte_level,
+        {
+            **{"model_type": "qwen2", "tokenizer_class": "Qwen2Tokenizer", "bos_token": None},
+            "added_tokens_decoder": {
+                "420": {"content": "<|im_start|>", "special": True, "normalized": False}
+            },
+            "additional_special_tokens": ["<|im_start|>"],
+        },
+    ),
+    (word_pieces, {"model_type": "bert", "do_lower_case": False, "strip_accents": False}),
+    (pieces_of_llama, {**_LLAMA, "add_eos_token": True, "legacy": True}),
+    (pieces_of_llama, {**_LLAMA, "bos_token": None}),
+    (spm_of_t5, {"model_type": "t5", "tokenizer_class": "T5Tokenizer", "extra_ids": 0}),
     (byte_level, {"model_type": "blenderbot"}),
     (byte_level, {"model_type": "cohere"}),
     (byte_level, {"model_type": "deberta"}),
@@ -228,7 +248,7 @@ OLDER: list[tuple[Callable[[Path], None], Options]] = [
     (spm_of_fairseq, {"model_type": "camembert"}),
     (spm_of_fairseq, {"model_type": "mbart"}),
     (spm_of_fairseq, {"model_type": "mbart", "tokenizer_class": "MBart50Tokenizer"}),
-    (spm_of_pegasus, {"model_type": "pegasus", "offset": 5}),
+    (spm_of_t5, {"model_type": "pegasus", "offset": 5}),
     (spm_of_nllb, {"model_type": "m2m_100", "tokenizer_class": "NllbTokenizer"}),
 ]
 

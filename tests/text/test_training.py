@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from triptych.errors import DataError, UsageError
 from triptych.text import (
     PretrainedTokenizer,
-    StreamDecoder,
     TokenizerSpec,
     read_tokenizer,
     train_tokenizer,
@@ -60,16 +59,6 @@ def test_a_byte_is_its_number_behind_the_special_tokens() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_of_a_text_are_text_unless_asked_for(kind: str) -> None:
-    tokenizer = TOKENIZERS[kind]
-    (plain,), (parsed,) = tokenizer.encode("a<eos>"), tokenizer.encode("a<eos>", parse_special=True)
-    assert tokenizer.eos_id not in plain
-    assert parsed[-1] == tokenizer.eos_id == tokenizer.bos_id
-    assert tokenizer.decode([plain, parsed]) == ["a<eos>", "a"]
-    assert None not in (tokenizer.pad_id, tokenizer.mask_id)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_trained_tokenizer_is_saved_whole_and_trained_again_the_same(kind: str, tmp_path: Path) -> None:
     tokenizer = TOKENIZERS[kind]
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -78,14 +67,6 @@ def test_a_trained_tokenizer_is_saved_whole_and_trained_again_the_same(kind: str
     assert again.encode(TEXTS) == tokenizer.encode(TEXTS)
     spec = TokenizerSpec(kind=kind, vocab_size=300)
     assert train_tokenizer(spec, iter(TEXTS)).to_json() == tokenizer.to_json()
-
-
-@given(text=st.text(max_size=20))
-def test_a_text_that_is_streamed_is_the_text(text: str) -> None:
-    for kind in LOSSLESS:
-        tokenizer = TOKENIZERS[kind]
-        stream = StreamDecoder(tokenizer)
-        assert "".join(map(stream.push, tokenizer.encode(text)[0])) + stream.finish() == text
 
 
 def test_what_cannot_be_trained_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The losses as their formulas have them, through whole arrays of logits: the slow references."""
+"""The losses through whole arrays of logits, as torch has them: the slow references."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -6,17 +6,10 @@ from torch.nn import functional as F
 from triptych.training import Loss
 
 
-def reference_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    label_smoothing: float,
-) -> Loss:
-    log_p = F.linear(x, weight).log_softmax(dim=-1)
-    likelihood = -log_p.gather(1, targets[:, None]).sum()
-    uniform = -log_p.mean(dim=-1).sum()
-    smoothed = (1 - label_smoothing) * likelihood + label_smoothing * uniform
-    return Loss(smoothed, likelihood.detach())
+def reference_loss(x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float) -> Loss:
+    logits = x @ weight.T
+    smoothed = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="sum")
+    return Loss(smoothed, F.cross_entropy(logits.detach(), targets, reduction="sum"))
 
 
 def reference_rdrop_loss(
@@ -28,7 +21,8 @@ def reference_rdrop_loss(
     rdrop: float,
 ) -> Loss:
     log_p, log_q = ((x @ weight.T).log_softmax(dim=-1) for x in (first, second))
-    apart = (log_p.exp() * (log_p - log_q)).sum() + (log_q.exp() * (log_q - log_p)).sum()
+    pairs = ((log_q, log_p), (log_p, log_q))
+    apart = sum(F.kl_div(one, other, log_target=True, reduction="sum") for one, other in pairs)
     one, other = (reference_loss(x, weight, targets, label_smoothing) for x in (first, second))
     smoothed = (one.smoothed + other.smoothed) / 2 + rdrop / 4 * apart
     return Loss(smoothed, (one.likelihood + other.likelihood) / 2)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import triptych
+from tiny_recipe import generated
 from triptych.models import PRESETS
 from triptych.training import AnyRecipe, LanguageRecipe, Recipe, read_recipe, resolve
 from triptych.training.fitting import (
@@ -16,10 +17,7 @@ from triptych.training.fitting import (
     fit_training,
 )
 
-DATA = {
-    "train": {"generated": 100, "generated_part": "train"},
-    "valid": {"generated": 10, "generated_part": "valid"},
-}
+DATA = generated()
 SHIPPED = sorted((Path(triptych.__file__).parent / "recipes").glob("*.toml"))
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import triptych
+from tiny_recipe import tiny_recipe
 from training.launching import assert_ranks_pass, start
 from triptych.errors import DataError, UsageError
 from triptych.files import hold_folder
@@ -134,19 +135,8 @@ def test_a_damaged_state_in_shards_is_one_line(
 
 def test_a_folder_in_which_a_run_trains_is_refused_to_another(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    recipe = resolve(
-        {
-            "data": {
-                "train": {"generated": 30, "generated_part": "train"},
-                "valid": {"generated": 3, "generated_part": "valid"},
-                "cache": "",
-            },
-            "tokenizer": {"vocab_size": 300},
-            "model": {"preset": "tiny", "d_model": 8, "d_ff": 8, "num_heads": 2},
-            "training": {"max_steps": 1, "batch_tokens": 400, "threads": 1},
-            "validation": {"every_steps": 1, "bleu": False, "metric": "loss"},
-        }
-    )
+    training = {"max_steps": 1, "threads": 1}
+    recipe = resolve(tiny_recipe(30, 3, training=training, validation={"every_steps": 1}))
     train(recipe, folder, SilentDisplay())
     with hold_folder(folder), pytest.raises(UsageError, match="another process is at work in this folder"):
         resume(folder, (), SilentDisplay())

@@ -12,49 +12,42 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from tiny_recipe import tiny_recipe
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
 from triptych.training.runs import resume
 from triptych.training.state import find_state, read_counters
 
 STEPS = 24
-RECIPE = f"""
-seed = 5
-[data]
-cache = ""
-train = {{generated = 200, generated_part = "train"}}
-valid = {{generated = 12, generated_part = "valid"}}
-[tokenizer]
-vocab_size = 301
-[model]
-preset = "tiny"
-d_model = 16
-d_ff = 32
-num_heads = 2
-dropout = DROPOUT
-encoder = {{num_layers = 1}}
-decoder = {{num_layers = 1}}
-[training]
-max_steps = {STEPS}
-batch_tokens = 400
-accumulate_batches = 2
-learning_rate = 0.01
-warmup_steps = 5
-clip_norm = 1.0
-save_every_steps = 3
-log_every_steps = 1
-average_last = 2
-threads = 1
-parallel = "fsdp"
-[validation]
-every_steps = 8
-bleu = false
-metric = "loss"
-"""
 pytestmark = pytest.mark.slow
+
+
+def write_recipe(path: Path, dropout: float = 0.1) -> Path:
+    tree = tiny_recipe(
+        200,
+        12,
+        tokenizer={"vocab_size": 301},
+        model={"dropout": dropout},
+        training={
+            "max_steps": STEPS,
+            "accumulate_batches": 2,
+            "learning_rate": 0.01,
+            "warmup_steps": 5,
+            "clip_norm": 1.0,
+            "save_every_steps": 3,
+            "log_every_steps": 1,
+            "average_last": 2,
+            "threads": 1,
+            "parallel": "fsdp",
+        },
+        validation={"every_steps": 8},
+    )
+    path.write_text(tomli_w.dumps({**tree, "seed": 5}))
+    return path
 
 
 @contextmanager
@@ -63,8 +56,7 @@ def launch(
 ) -> Iterator[subprocess.Popen[str]]:
     """A run under torchrun, in a new folder or resumed."""
     folder.parent.mkdir(exist_ok=True)
-    recipe = folder.parent / "recipe.toml"
-    recipe.write_text(RECIPE.replace("DROPOUT", str(dropout)))
+    recipe = write_recipe(folder.parent / "recipe.toml", dropout)
     what = ["--resume", str(folder)] if again else [str(recipe), "--out", str(folder)]
     started = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}",
@@ -113,13 +105,20 @@ def step_of(folder: Path) -> int:
     return max((record["step"] for record in read_metrics(path)), default=0) if path.exists() else 0
 
 
+def finish(started: "subprocess.Popen[str]") -> None:
+    said, _ = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+
+
+def finished_run(folder: Path, *options: str) -> Path:
+    with launch(folder, *options) as started:
+        finish(started)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    with launch(folder) as started:
-        said, _ = started.communicate(timeout=600)
-    assert started.returncode == 0, said
-    return folder
+    return finished_run(tmp_path_factory.mktemp("whole") / "run")
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
@@ -138,8 +137,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(undisturbed: Pa
         for rank, step in ((1, 4), (0, 9), (1, 16)):
             wait_for(lambda step=step: step_of(folder) >= step)  # type: ignore[misc]
             os.kill(ranks_of(started.pid)[rank], signal.SIGKILL)
-        said, _ = started.communicate(timeout=600)
-    assert started.returncode == 0, said
+        finish(started)
     assert_same_run(folder, undisturbed)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
     assert "resuming" in (folder / "logs" / "rank-1.log").read_text()
@@ -152,11 +150,7 @@ LONG.append("--set=validation.every_steps=60")
 
 @pytest.fixture(scope="module")
 def long_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("long") / "run"
-    with launch(folder, *LONG) as started:
-        said, _ = started.communicate(timeout=600)
-    assert started.returncode == 0, said
-    return folder
+    return finished_run(tmp_path_factory.mktemp("long") / "run", *LONG)
 
 
 # Twenty lives, each of which loses what it did since the last save.
@@ -165,11 +159,7 @@ LONGEST = [*LONG, "--set=training.max_steps=400"]
 
 @pytest.fixture(scope="module")
 def longest_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("longest") / "run"
-    with launch(folder, *LONGEST) as started:
-        said, _ = started.communicate(timeout=600)
-    assert started.returncode == 0, said
-    return folder
+    return finished_run(tmp_path_factory.mktemp("longest") / "run", *LONGEST)
 
 
 def test_a_rank_killed_at_twenty_random_moments_changes_nothing(
@@ -189,8 +179,7 @@ def test_a_rank_killed_at_twenty_random_moments_changes_nothing(
             os.kill(alive[drawn.randrange(2)], signal.SIGKILL)
             killed += 1
             wait_for(lambda alive=alive: not {*ranks_of(started.pid).values()} & {*alive.values()})  # type: ignore[misc]
-        said, _ = started.communicate(timeout=600)
-    assert started.returncode == 0, said
+        finish(started)
     assert_same_run(folder, longest_undisturbed)
 
 
@@ -223,8 +212,7 @@ def two_machines() -> Iterator[tuple[str, str]]:
 def test_a_link_between_two_machines_that_drops_and_comes_back_changes_nothing(
     long_undisturbed: Path, two_machines: tuple[str, str], tmp_path: Path
 ) -> None:
-    folder, recipe = tmp_path / "run", tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE.replace("DROPOUT", "0.1"))
+    folder, recipe = tmp_path / "run", write_recipe(tmp_path / "recipe.toml")
     launchers = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
@@ -265,8 +253,7 @@ def test_a_run_stopped_by_sigterm_is_resumed_in_any_layout(undisturbed: Path, tm
     assert "stopped after step" in said, said
     assert 5 <= read_counters(folder / "state").step < STEPS
     with launch(folder, again=True) as started:
-        said, _ = started.communicate(timeout=600)
-    assert started.returncode == 0, said
+        finish(started)
     assert_same_run(folder, undisturbed)
 
 
@@ -284,8 +271,7 @@ def test_another_number_of_ranks_or_kind_goes_on_within_a_tolerance(tmp_path: Pa
             assert resume(folder, (), SilentDisplay()).outcome.signal_number is None
         if name == "copies":
             with launch(folder, "--set", "training.parallel=ddp", again=True, size=3) as started:
-                said, _ = started.communicate(timeout=600)
-            assert started.returncode == 0, said
+                finish(started)
         losses[name] = [one["loss"] for one in read_metrics(folder / "metrics.jsonl") if "loss" in one]
     assert len(losses["whole"]) == STEPS
     assert losses["alone"] == pytest.approx(losses["whole"], rel=1e-4)

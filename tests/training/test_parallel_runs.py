@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from small_checkpoints import gpt2_that_runs
+from tiny_recipe import tiny_recipe
 from training.launching import start
 from triptych.checkpoints.models import load_language_model
 from triptych.training import resolve, runs
@@ -44,16 +45,9 @@ def of_text(task: str, folder: Path) -> dict[str, Any]:
 
 def translation(folder: Path) -> dict[str, Any]:
     del folder
-    layers = {"num_layers": 1}
-    return {
-        "data": {"train": {"generated": 200, "generated_part": "train"},
-                 "valid": {"generated": 12, "generated_part": "valid"}, "cache": ""},
-        "tokenizer": {"vocab_size": 301},
-        "model": {"preset": "tiny", "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.0,
-                  "encoder": layers, "decoder": layers},
-        "training": {**TRAINING, "batch_tokens": 300},
-        "validation": {"every_steps": 100, "bleu": False, "metric": "loss"},
-    }  # fmt: skip
+    training, validation = {**TRAINING, "batch_tokens": 300}, {"every_steps": 100}
+    tokenizer, model = {"vocab_size": 301}, {"dropout": 0.0}
+    return tiny_recipe(200, 12, tokenizer=tokenizer, model=model, training=training, validation=validation)
 
 
 KINDS = {

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import triptych
+from tiny_recipe import generated
 from triptych.errors import UsageError
 from triptych.models import PRESETS, ModelConfig
 from triptych.training import Recipe, read_recipe, resolve
@@ -15,10 +16,7 @@ MINIMAL = """
 train = { generated = 100, generated_part = "train" }
 valid = { generated = 10, generated_part = "valid" }
 """
-DATA = {
-    "train": {"generated": 100, "generated_part": "train"},
-    "valid": {"generated": 10, "generated_part": "valid"},
-}
+DATA = generated()
 RECIPES = Path(triptych.__file__).parent / "recipes"
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run
+from tiny_recipe import tiny_recipe
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.text import TokenizerPair, generate_pairs
 from triptych.training import Recipe, read_recipe, resolve, runs
@@ -31,26 +32,12 @@ _VALIDATE_EVERY = 8
 
 def recipe_tree(**training: object) -> dict[str, object]:
     """Small enough for a test, with everything on that a resumed run must restore."""
-    return {
-        "seed": 5,
-        "data": {
-            "train": {"generated": 200, "generated_part": "train"},
-            "valid": {"generated": 12, "generated_part": "valid"},
-            "cache": "",
-        },
-        "tokenizer": {"vocab_size": 300},
-        "model": {
-            "preset": "tiny",
-            "d_model": 16,
-            "d_ff": 32,
-            "num_heads": 2,
-            "dropout": 0.2,
-            "encoder": {"num_layers": 1, "attention": {"dropout": 0.1}},
-            "decoder": {"num_layers": 1},
-        },
-        "training": {
+    tree = tiny_recipe(
+        200,
+        12,
+        model={"dropout": 0.2, "encoder": {"num_layers": 1, "attention": {"dropout": 0.1}}},
+        training={
             "max_steps": _STEPS,
-            "batch_tokens": 400,
             "accumulate_batches": 2,
             "learning_rate": 0.01,
             "warmup_steps": 5,
@@ -61,9 +48,10 @@ def recipe_tree(**training: object) -> dict[str, object]:
             "threads": 1,
             **training,
         },
-        "validation": {"every_steps": _VALIDATE_EVERY, "max_sentences": 3, "bleu": True, "metric": "loss"},
-        "decoding": {"beam_size": 2, "max_extra_tokens": 5},
-    }
+        validation={"every_steps": _VALIDATE_EVERY, "max_sentences": 3, "bleu": True},
+        decoding={"beam_size": 2, "max_extra_tokens": 5},
+    )
+    return {**tree, "seed": 5}
 
 
 def small_recipe(**training: object) -> Recipe:

@@ -7,7 +7,7 @@ never one per pair of input channels, and never a text twice.
 from dataclasses import dataclass
 from typing import final
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.function import channels, gated, of_heads, probabilities
@@ -57,18 +57,15 @@ class MomentsGatherer:
         weights: AttentionWeights,
         x: Float[Tensor, "batch query_len d_model"],
         memory: Float[Tensor, "batch key_len d_memory"] | None = None,
-        mask: Bool[Tensor, "..."] | None = None,
-        *,
-        tokens: Bool[Tensor, "batch query_len"] | None = None,
-        memory_tokens: Bool[Tensor, "batch key_len"] | None = None,
     ) -> None:
         """Take a batch in."""
         q, k, v = channels(weights, x, memory)
-        p = probabilities(weights, q, k, mask)
-        mixed = gated(weights, x, p @ of_heads(v, weights.num_heads))
-        y, y_tokens = (x, tokens) if memory is None else (memory, memory_tokens)
-        q, mixed, inputs = (_counted(t, tokens) for t in (q, mixed, x[:, None]))
-        k, asked = (_counted(t, y_tokens) for t in (k, y[:, None]))
+        mixed = gated(weights, x, probabilities(weights, q, k) @ of_heads(v, weights.num_heads))
+        y = x if memory is None else memory
+        # `[heads, tokens, width]`, the tokens of all texts of the batch one after the other.
+        q, k, mixed, inputs, asked = (
+            t.transpose(0, 1).double().flatten(1, 2) for t in (q, k, mixed, x[:, None], y[:, None])
+        )
         sums = [
             q.mT @ q,
             k.mT @ k,
@@ -79,7 +76,7 @@ class MomentsGatherer:
             inputs.square().mean(dim=-1).sum(),
             asked.square().mean(dim=-1).sum(),
         ]
-        self._longest = max(self._longest, x.shape[1], 0 if memory is None else memory.shape[1])
+        self._longest = max(self._longest, x.shape[1], y.shape[1])
         self._counts = [self._counts[0] + q.shape[1], self._counts[1] + k.shape[1]]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
@@ -106,9 +103,3 @@ class MomentsGatherer:
             x_square=float(x_square) / count,
             y_square=float(y_square) / key_count,
         )
-
-
-def _counted(t: Tensor, tokens: Tensor | None) -> Float[Tensor, "heads count width"]:
-    """`[batch, heads, length, width]`, the tokens of all texts of the batch one after the other."""
-    rows = t.transpose(0, 1).double()
-    return rows.flatten(1, 2) if tokens is None else rows[:, tokens]

@@ -72,18 +72,14 @@ class OtherFrequencies(LongTexts):
 class GrowingBase(LongTexts):
     """A base that grows with the text: b · (s L / limit − s + 1)^(n / (n − 2)) for n channels (dynamic NTK).
 
-    Attributes:
-        base: b, within the limit.
-        stretch: s.
-
     Source: "Dynamically Scaled RoPE", emozilla 2023, after "NTK-Aware Scaled RoPE", bloc97 2023;
     `_compute_dynamic_ntk_parameters` of github.com/huggingface/transformers.
     """
 
     grows = True
     limit: int
-    base: float
-    stretch: float
+    base: float  # b, within the limit
+    stretch: float  # s
     times: float = 1.0
 
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
@@ -102,29 +98,23 @@ class RotaryEmbedding:
     The product of a rotated query and a rotated key depends on their distance only, if both were rotated as
     tokens of texts of one length, or of texts up to `limit`.
 
-    Attributes:
-        frequencies: θ_f of every pair.
-        pairing: which channels form a pair; see `apply_rotary`.
-        start: the first channel of a head that is rotated.
-        factor: what rotated channels are multiplied by (YaRN's attention factor).
-        places: `[positions, pairs]`, the m of every position and pair where it is not the position's number:
-            rows for some pairs and columns for the others, where positions are patches of a picture; 0 for
-            tokens that are not rotated.
-        long: the rotation of long texts; None if it is that of all others. The length of a text is its last
-            position in a call, plus one, and that of a batch the length of its longest text.
-        reads_again: whether a text that is continued past the limit is read again from its first token. If
-            not, keys that are cached stay as they were rotated.
-
     Source: Su et al. 2021, arXiv 2104.09864, section 3.4.2; a part of the channels: Black et al. 2022,
     arXiv 2204.06745, section 2.1; factor: Peng et al. 2023, arXiv 2309.00071.
     """
 
-    frequencies: Float[Tensor, " pairs"]
-    pairing: Pairing = "halves"
-    start: int = 0
-    factor: float = 1.0
+    frequencies: Float[Tensor, " pairs"]  # θ_f of every pair
+    pairing: Pairing = "halves"  # which channels form a pair; see `apply_rotary`
+    start: int = 0  # the first channel of a head that is rotated
+    factor: float = 1.0  # what rotated channels are multiplied by (YaRN's attention factor)
+    # `[positions, pairs]`, the m of every position and pair where it is not the position's number: rows for
+    # some pairs and columns for the others, where positions are patches of a picture; 0 for tokens that are
+    # not rotated
     places: Float[Tensor, "positions pairs"] | None = None
+    # the rotation of long texts; None if it is that of all others. The length of a text is its last position
+    # in a call, plus one, and that of a batch the length of its longest text.
     long: LongTexts | None = None
+    # whether a text that is continued past the limit is read again from its first token. If not, keys that
+    # are cached stay as they were rotated.
     reads_again: bool = False
     _tables: _Tables = field(default_factory=dict, init=False, repr=False, compare=False)
     _of_long: "list[RotaryEmbedding]" = field(default_factory=list, init=False, repr=False, compare=False)
@@ -328,21 +318,17 @@ class RelativePositionBias(ScoreBias):
 class PatchPositionBias(ScoreBias):
     """BEiT's: a learned number for each head and distance in rows and columns between patches of a picture.
 
-    Attributes:
-        table: `[(2 rows − 1)(2 columns − 1) + 3, heads]`. The last three are for the token before the
-            patches: from it to them, from them to it, and its own.
-        rows: of patches.
-        columns: of patches.
-
     Source: Bao et al. 2022, arXiv 2106.08254; `BeitRelativePositionBias` of
     github.com/huggingface/transformers.
     """
 
     scheme = "relative"
     of_each_head = MappingProxyType({"table": 1})
+    # `[(2 rows − 1)(2 columns − 1) + 3, heads]`. The last three are for the token before the patches: from it
+    # to them, from them to it, and its own.
     table: Float[Tensor, "distances heads"]
-    rows: int
-    columns: int
+    rows: int  # of patches
+    columns: int  # of patches
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         for positions in (query_positions, key_positions):

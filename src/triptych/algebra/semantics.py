@@ -161,18 +161,13 @@ class Temperature:
 
     That at position m is multiplied by 1 + strength · ln(1 + ⌊(m + first) / every⌋).
 
-    Attributes:
-        strength: of the growth.
-        every: how many positions share a factor.
-        first: the number of position m = 0.
-
     Source: Nakanishi 2025, arXiv 2501.19399; `modeling_llama4.py` and `modeling_ministral3.py` of
     github.com/huggingface/transformers, version 5.23.0.
     """
 
-    strength: float
-    every: float
-    first: int = 0
+    strength: float  # of the growth
+    every: float  # how many positions share a factor
+    first: int = 0  # the number of position m = 0
 
     def __call__(
         self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"]
@@ -242,41 +237,29 @@ class AdditiveScores(Scores):
 @final
 @dataclass(frozen=True, eq=False)
 class Semantics:
-    """What an attention layer does besides its maps, in the order in which it is done.
+    """What an attention layer does besides its maps, in the order in which it is done."""
 
-    Attributes:
-        scale: what the products of queries and keys are multiplied by.
-        scores: how queries and keys are compared, in place of their scaled products; None for those.
-        kind: where queries and keys come from: one sequence, one sequence seen causally, or two.
-        q_norm: of the queries, before they are rotated (QK-norm); likewise `k_norm`.
-        clip: what queries, keys and values are clipped to after their norms, ±; None if they are not.
-        rotary: of queries and keys; None if there is none.
-        temperature: of queries, after they were rotated; None if all count alike.
-        bias: added to the scaled scores; None if nothing is.
-        soft_cap: c where scores s become c · tanh(s / c); None if they do not.
-        window: how many keys up to its own position a query sees, at most, and as many from there on where
-            later ones are seen; None for all.
-        chunk: the text is cut into pieces of so many positions, and a query sees keys of its own piece; None
-            for one piece.
-        sinks: a score for each head that takes part in the softmax and moves nothing; None without.
-        dropout: probability with which attention weights are dropped, now.
-        gate: what the output of each head is multiplied by; None if nothing.
-    """
-
-    scale: float
-    kind: Kind = "self"
-    q_norm: HeadNorm | None = None
+    scale: float  # what the products of queries and keys are multiplied by
+    kind: Kind = "self"  # where queries and keys come from: one sequence, one sequence seen causally, or two
+    q_norm: HeadNorm | None = None  # of the queries, before they are rotated (QK-norm); likewise `k_norm`
     k_norm: HeadNorm | None = None
+    # what queries, keys and values are clipped to after their norms, ±; None if they are not
     clip: float | None = None
-    rotary: RotaryEmbedding | None = None
-    temperature: Temperature | None = None
-    bias: ScoreBias | None = None
-    soft_cap: float | None = None
+    rotary: RotaryEmbedding | None = None  # of queries and keys; None if there is none
+    temperature: Temperature | None = None  # of queries, after they were rotated; None if all count alike
+    bias: ScoreBias | None = None  # added to the scaled scores; None if nothing is
+    soft_cap: float | None = None  # c where scores s become c · tanh(s / c); None if they do not
+    # how many keys up to its own position a query sees, at most, and as many from there on where later ones
+    # are seen; None for all
     window: int | None = None
+    # the text is cut into pieces of so many positions, and a query sees keys of its own piece; None for one
+    # piece
     chunk: int | None = None
+    # a score for each head that takes part in the softmax and moves nothing; None without
     sinks: Float[Tensor, " heads"] | None = None
-    dropout: float = 0.0
-    gate: HeadGate | None = None
+    dropout: float = 0.0  # probability with which attention weights are dropped, now
+    gate: HeadGate | None = None  # what the output of each head is multiplied by; None if nothing
+    # how queries and keys are compared, in place of their scaled products; None for those
     scores: Scores | None = None
 
     @property

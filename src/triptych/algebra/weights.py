@@ -73,8 +73,18 @@ class Link:
         bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
         return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
 
+    @property
+    def gain(self) -> Tensor | None:
+        """`[d_out]`, what the norm after it multiplies its channels with; None for 1."""
+        weight = None if self.norm is None else self.norm.weight
+        if weight is None or weight.ndim > 1 or len(weight) > self.d_out:
+            return None
+        return torch.nn.functional.pad(weight.to(self.weight.dtype), (0, self.d_out - len(weight)), value=1.0)
+
     def then(self, other: "Link") -> "Link":
-        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`."""
+        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`; of a norm between them only its gain is kept."""
+        if (gain := self.gain) is not None:
+            other = Link(gain[None]).then(other)
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
             # One product with all copies beside each other, instead of one with a copy of this map for each.
@@ -126,35 +136,22 @@ class AttentionWeights:
         out = Σ_i chain_o(softmax(scale · q_i k_iᵀ + …) v_i) + o_bias
 
     With its `semantics` it is all that `algebra.function.attend` needs.
-
-    Attributes:
-        d_model: width of the input.
-        num_heads: number of query heads.
-        q: chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
-        o: chain of maps from each head's output, summed over heads; its links have no bias.
-        o_bias: `[d_out]`, added once.
-        semantics: what the layer does besides its maps.
-        norm: the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be
-            seen by `fold_norm`.
-        memory_norm: the same for the memory of a cross-attention.
-        norm_place: where the residual's norm stands.
-        other_norm_readers: what else reads the norm's output, besides this layer ("" if nothing).
-        bias_slots: the maps whose bias the target format can hold.
     """
 
-    d_model: int
-    num_heads: int
-    q: Chain
+    d_model: int  # width of the input
+    num_heads: int  # number of query heads
+    q: Chain  # chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
     k: Chain
     v: Chain
-    o: Chain
-    semantics: Semantics
-    o_bias: Float[Tensor, " d_out"] | None = None
+    o: Chain  # chain of maps from each head's output, summed over heads; its links have no bias
+    semantics: Semantics  # what the layer does besides its maps
+    o_bias: Float[Tensor, " d_out"] | None = None  # `[d_out]`, added once
+    # the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be seen by `fold_norm`
     norm: Norm | None = None
-    memory_norm: Norm | None = None
-    norm_place: Literal["pre", "post", "sandwich"] = "pre"
-    other_norm_readers: str = ""
-    bias_slots: frozenset[str] = frozenset(SIDES)
+    memory_norm: Norm | None = None  # the same for the memory of a cross-attention
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm stands
+    other_norm_readers: str = ""  # what else reads the norm's output, besides this layer ("" if nothing)
+    bias_slots: frozenset[str] = frozenset(SIDES)  # the maps whose bias the target format can hold
 
     def __post_init__(self) -> None:
         for side in SIDES:
@@ -185,6 +182,8 @@ class AttentionWeights:
             yield link.weight
             if link.bias is not None:
                 yield link.bias
+            if link.norm is not None:
+                yield from link.norm.tensors().values()
         if self.o_bias is not None:
             yield self.o_bias
         for norm in (self.norm, self.memory_norm):
@@ -229,8 +228,8 @@ class AttentionWeights:
     def multiplied(self, side: Side) -> Link:
         """The chain of a side as one link per head (or group); the identity for an empty chain.
 
-        What stands between two links (`Link.norm`) is passed over: whoever replaces the chain by its
-        product has to look.
+        Of a norm between two links only the gain is kept: whoever replaces the chain by its product
+        has to look.
 
         For the output side the bias is None: `o_bias` belongs to all heads together.
         """
@@ -244,6 +243,19 @@ class AttentionWeights:
         if whole.diagonal:
             whole = replace(whole, weight=torch.diag_embed(whole.weight))
         return whole
+
+    def behind_norms(self) -> "AttentionWeights":
+        """Of queries, keys and values the maps behind their last norm alone, which read what it divides."""
+        chains: dict[str, Chain] = {}
+        for side in SIDES[:3]:
+            chain = self.chain(side)
+            last = max(
+                (place for place, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0
+            )
+            chains[side] = chain[last:]
+            if last and (gain := chain[last - 1].gain) is not None:
+                chains[side] = (Link(gain[None]).then(chain[last]), *chain[last + 1 :])
+        return replace(self, **chains)  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -331,8 +343,10 @@ class AttentionWeights:
         """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
 
         def of_link(link: Link) -> Link:
-            bias = None if link.bias is None else change(link.bias)
-            return replace(link, weight=change(link.weight), bias=bias)
+            bias, norm = None if link.bias is None else change(link.bias), link.norm
+            if norm is not None:
+                norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
+            return replace(link, weight=change(link.weight), bias=bias, norm=norm)
 
         def of_norm(norm: Norm | None) -> Norm | None:
             if norm is None:

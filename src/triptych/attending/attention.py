@@ -279,7 +279,7 @@ class Attention:
             )
         ((stack, layer, (head,)),) = parts
         (kind,) = self.viewed(parts=parts).texts[0].kinds
-        return head_svg(kind, 0, 0, f"{self.model}, {stack.kind} layer {layer.number}, head {head}")
+        return head_svg(kind, f"{self.model}, {stack.kind} layer {layer.number}, head {head}")
 
     def viewed(
         self,
@@ -302,10 +302,10 @@ class Attention:
         for done, (stack, layer, heads) in enumerate(chosen):
             progress(f"{stack.kind} layer {layer.number}", done, len(chosen))
             viewed = [
-                ViewedHead(drawn, *notes.get((stack.kind, layer.number, head), HeadNote()), head)
+                ViewedHead(head, drawn, notes.get((stack.kind, layer.number, head), HeadNote()))
                 for head, drawn in zip(heads, layer.maps(keep, heads), strict=True)
             ]
-            layers.setdefault(stack.kind, []).append(ViewedLayer(tuple(viewed), layer.number))
+            layers.setdefault(stack.kind, []).append(ViewedLayer(layer.number, tuple(viewed)))
         kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
         text = ViewedText(_shown("".join(map(_readable, self.source_tokens or self.tokens))), kinds)
         heading = title or f"Attention of {short_name(self.model)}"

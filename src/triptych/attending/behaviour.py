@@ -25,21 +25,13 @@ _FARTHEST = 1 << 30
 @final
 @dataclass(frozen=True)
 class Figure:
-    """A figure of what a head does.
+    """A figure of what a head does."""
 
-    Attributes:
-        name: the name of its column.
-        title: the name for people.
-        meaning: what it is and over which queries, in a sentence.
-        kinds: the kinds of attention that have it.
-        names_head: whether a head can be called by it.
-    """
-
-    name: str
-    title: str
-    meaning: str
-    kinds: tuple[Kind, ...] = ("self", "causal")
-    names_head: bool = False
+    name: str  # the name of its column
+    title: str  # the name for people
+    meaning: str  # what it is and over which queries, in a sentence
+    kinds: tuple[Kind, ...] = ("self", "causal")  # the kinds of attention that have it
+    names_head: bool = False  # whether a head can be called by it
 
 
 _ALL: tuple[Kind, ...] = ("self", "causal", "cross")
@@ -170,17 +162,11 @@ class RowFigures:
 @final
 @dataclass(frozen=True, eq=False)
 class LayerFigures:
-    """What the heads of a layer do over a text.
+    """What the heads of a layer do over a text."""
 
-    Attributes:
-        stack: "encoder", "decoder" or "cross".
-        layer: its number in the stack.
-        figures: by name: those of `figures_of(kind)`, and what else was measured.
-    """
-
-    stack: str
-    layer: int
-    figures: dict[str, HeadFigures]
+    stack: str  # "encoder", "decoder" or "cross"
+    layer: int  # its number in the stack
+    figures: dict[str, HeadFigures]  # by name: those of `figures_of(kind)`, and what else was measured
 
     @property
     def kind(self) -> Kind:

@@ -33,14 +33,10 @@ PARTS = {
 @final
 @dataclass(frozen=True, eq=False)
 class ScoreParts:
-    """The scaled scores of one sequence as a sum of parts, before a soft cap and before the mask.
-
-    Attributes:
-        total: `[heads, queries, keys]`.
-        parts: by a name of `PARTS`, those that the layer has; they add up to the total.
-    """
+    """The scaled scores of one sequence as a sum of parts, before a soft cap and before the mask."""
 
     total: Float[Tensor, "heads queries keys"]
+    # by a name of `PARTS`, those that the layer has; they add up to the total
     parts: dict[str, Float[Tensor, "heads queries keys"]]
 
 

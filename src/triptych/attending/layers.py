@@ -17,15 +17,10 @@ from triptych.opening import AttentionKind, LayerCall, Reader, TextIds
 @final
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """The attention of one layer on one text. Weights are computed when they are asked for.
+    """The attention of one layer on one text. Weights are computed when they are asked for."""
 
-    Attributes:
-        number: of the layer in its stack; a layer that runs several times has a number for each.
-        call: the layer and its inputs, batch size 1.
-    """
-
-    number: int
-    call: LayerCall
+    number: int  # of the layer in its stack; a layer that runs several times has a number for each
+    call: LayerCall  # the layer and its inputs, batch size 1
 
     @property
     def num_heads(self) -> int:
@@ -42,12 +37,22 @@ class LayerAttention:
     ) -> Float[Tensor, "heads rows keys"]:
         """Attention weights."""
         self.require_heads(heads)
+        if self.call.layer.tap is not None:
+            return self._changed(heads)[:, rows]
         return self.queries_and_keys().weights(rows, heads)[0]
+
+    def _changed(self, heads: Sequence[int] | None) -> Float[Tensor, "heads queries keys"]:
+        """The weights of a layer whose values are changed on the way, which queries and keys do not tell."""
+        weights = self.call.steps().weights[0]
+        return weights if heads is None else weights[list(heads)]
 
     @torch.no_grad()
     def blocks(self, heads: Sequence[int] | None = None) -> Iterator[WeightBlock]:
         """All weights, some queries at a time, `[heads, rows, keys]`; see `QueriesAndKeys.blocks`."""
         self.require_heads(heads)
+        if self.call.layer.tap is not None:
+            yield WeightBlock(slice(0, self.call.x.shape[1]), self._changed(heads))
+            return
         for block in self.queries_and_keys().blocks(heads):
             yield WeightBlock(block.rows, block.weights[0])
 
@@ -108,17 +113,11 @@ class Stack:
 
 
 class Part(NamedTuple):
-    """Some heads of a layer.
+    """Some heads of a layer."""
 
-    Attributes:
-        stack: that the layer is of.
-        layer: the layer.
-        heads: their numbers, at least one.
-    """
-
-    stack: Stack
-    layer: LayerAttention
-    heads: tuple[int, ...]
+    stack: Stack  # that the layer is of
+    layer: LayerAttention  # the layer
+    heads: tuple[int, ...]  # their numbers, at least one
 
     @property
     def num_weights(self) -> int:

@@ -47,101 +47,54 @@ class HeadNote(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedHead:
-    """One head.
+    """One head."""
 
-    Attributes:
-        map: its weights.
-        label: a few words beside its number, such as "previous token".
-        facts: name and value of what is known of it: figures of behaviour, of its weights.
-        number: of the head in its layer; its place among those given if None.
-    """
-
-    map: HeadMap
-    label: str = ""
-    facts: tuple[tuple[str, str], ...] = ()
-    number: int | None = None
+    number: int  # of the head in its layer
+    map: HeadMap  # its weights
+    note: HeadNote  # what is said of it
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedLayer:
-    """The heads of one layer, in order.
+    """The heads of one layer, in order."""
 
-    Attributes:
-        heads: at least one.
-        number: of the layer; its place among those given if None.
-    """
-
-    heads: tuple[ViewedHead, ...]
-    number: int | None = None
+    number: int  # of the layer
+    heads: tuple[ViewedHead, ...]  # at least one
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedKind:
-    """All layers of one kind of attention over one text.
+    """All layers of one kind of attention over one text."""
 
-    Attributes:
-        kind: "encoder" (source tokens look at source tokens), "decoder" or "cross" (target at source).
-        query_tokens: the tokens that look, as they are to be read.
-        key_tokens: the tokens that are looked at.
-        layers: at least one.
-        first_generated_query: index of the first query token that the model wrote; None if it wrote none.
-        first_generated_key: the same of the key tokens.
-    """
-
-    kind: Kind
-    query_tokens: tuple[str, ...]
-    key_tokens: tuple[str, ...]
-    layers: tuple[ViewedLayer, ...]
+    kind: Kind  # "encoder" (source tokens look at source tokens), "decoder" or "cross" (target at source)
+    query_tokens: tuple[str, ...]  # the tokens that look, as they are to be read
+    key_tokens: tuple[str, ...]  # the tokens that are looked at
+    layers: tuple[ViewedLayer, ...]  # at least one
+    # index of the first query token that the model wrote; None if it wrote none
     first_generated_query: int | None = None
-    first_generated_key: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.layers or not all(layer.heads for layer in self.layers):
-            raise ValueError(f"{self.kind}: give at least one layer, with at least one head each")
-        expected = (len(self.query_tokens), len(self.key_tokens))
-        for number, layer in enumerate(self.layers):
-            for head in layer.heads:
-                if (head.map.num_queries, head.map.num_keys) != expected:
-                    raise ValueError(
-                        f"{self.kind}, layer {number}: a map of {head.map.num_queries} × {head.map.num_keys} "
-                        f"for {expected[0]} query and {expected[1]} key tokens"
-                    )
+    first_generated_key: int | None = None  # the same of the key tokens
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ViewedText:
-    """One text, or one pair of source and target.
+    """One text, or one pair of source and target."""
 
-    Attributes:
-        title: what to call it: the text itself, its line number.
-        kinds: the kinds of attention of the model, at least one.
-        notes: sentences to say about it.
-    """
-
-    title: str
-    kinds: tuple[ViewedKind, ...]
-    notes: tuple[str, ...] = ()
+    title: str  # what to call it: the text itself, its line number
+    kinds: tuple[ViewedKind, ...]  # the kinds of attention of the model, at least one
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionPage:
-    """Everything that the page shows.
+    """Everything that the page shows."""
 
-    Attributes:
-        title: the heading.
-        texts: at least one; the reader chooses.
-        facts: name and value: the model, the command.
-        notes: sentences below the heading.
-    """
-
-    title: str
-    texts: tuple[ViewedText, ...]
-    facts: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
+    title: str  # the heading
+    texts: tuple[ViewedText, ...]  # at least one; the reader chooses
+    facts: tuple[tuple[str, str], ...] = ()  # name and value: the model, the command
+    notes: tuple[str, ...] = ()  # sentences below the heading
 
 
 def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
@@ -235,7 +188,7 @@ def _pack_rows(of: HeadMap, keys: NDArray[np.integer], left_out: NDArray[np.floa
 
 
 def _pack_text(text: ViewedText) -> dict[str, Any]:
-    return {"title": text.title, "notes": list(text.notes), "kinds": [_pack_kind(of) for of in text.kinds]}
+    return {"title": text.title, "kinds": [_pack_kind(of) for of in text.kinds]}
 
 
 def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
@@ -250,11 +203,8 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
         "generated_query": kind.first_generated_query,
         "generated_key": kind.first_generated_key,
         "layers": [
-            {
-                "number": place if layer.number is None else layer.number,
-                "heads": [_pack_head(place, head) for place, head in enumerate(layer.heads)],
-            }
-            for place, layer in enumerate(kind.layers)
+            {"number": layer.number, "heads": [_pack_head(head) for head in layer.heads]}
+            for layer in kind.layers
         ],
         "telling": _telling(kind, overviews),
         "overview": [*small.shape[1:]],
@@ -291,9 +241,9 @@ def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     return np.asarray(np.add.reduceat(columns, starts, axis=0) / counts[:, None], np.float32)
 
 
-def _pack_head(place: int, head: ViewedHead) -> dict[str, Any]:
-    number = place if head.number is None else head.number
-    return {"number": number, "label": head.label, "facts": [list(fact) for fact in head.facts]}
+def _pack_head(head: ViewedHead) -> dict[str, Any]:
+    label, facts = head.note
+    return {"number": head.number, "label": label, "facts": [list(fact) for fact in facts]}
 
 
 def _quantised(weights: NDArray[np.floating]) -> NDArray[np.int64]:

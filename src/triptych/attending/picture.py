@@ -21,13 +21,13 @@ _MARGIN, _LABEL_CHARACTERS = 8, 16
 _LARGEST_CELL, _SMALLEST_CELL, _WIDTH = 28, 7, 640
 
 
-def head_svg(kind: ViewedKind, layer: int, head: int, title: str = "") -> str:
-    """Draw the weights of a head: a row for each token that looks, darker for more weight.
+def head_svg(kind: ViewedKind, title: str = "") -> str:
+    """Draw the weights of the first head: a row for each token that looks, darker for more weight.
 
     The shade is the square root of the weight, as on the page. Above 96 tokens, a cell is the weight that a
     group of tokens gives to a group: a sum over keys, a mean over queries.
     """
-    found = kind.layers[layer].heads[head].map
+    found = kind.layers[0].heads[0].map
     is_grouped = max(found.num_queries, found.num_keys) > _MOST_TOKENS
     cells = found.overview if is_grouped else _all_weights(found)
     cell = min(_LARGEST_CELL, max(_SMALLEST_CELL, _WIDTH // max(*cells.shape, 1)))

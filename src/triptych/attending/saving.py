@@ -23,19 +23,12 @@ CSV_COLUMNS = ("text", "kind", "layer", "head", "query", "query_token", "key", "
 
 
 class Saved(NamedTuple):
-    """What is written of a text.
+    """What is written of a text."""
 
-    Attributes:
-        record: the model and the tokens of the text, as JSON has them.
-        parts: the heads.
-        top: weights of every query, the largest ones; all if None.
-        writer: in JSON, also what heads write for each token; not if None.
-    """
-
-    record: dict[str, Any]
-    parts: Sequence[Part]
-    top: int | None = None
-    writer: TokenWriter | None = None
+    record: dict[str, Any]  # the model and the tokens of the text, as JSON has them
+    parts: Sequence[Part]  # the heads
+    top: int | None = None  # weights of every query, the largest ones; all if None
+    writer: TokenWriter | None = None  # in JSON, also what heads write for each token; not if None
 
     def require_moderate(self) -> None:
         """The weights are not too many for a file."""

@@ -202,31 +202,32 @@ class HeadSteps:
 
     def _direct_logits(self) -> tuple[Tensor, Tensor]:
         """The logits of this token as they are, and without the head, all other layers' outputs held."""
-        model, outputs, calls = self._reader.model, list[Tensor](), list[int]()
+        model, made, calls = self._reader.model, list[Any](), list[int]()
         own = {id(site.layer) for site in attention_sites(model) if site.stack == self._kind}
 
-        def keep(module: nn.Module, given: Any, made: Any) -> None:
+        def keep(module: nn.Module, given: Any, result: Any) -> None:
             if id(module) in own:
-                calls.append(len(outputs))
-            outputs.append(made if isinstance(made, Tensor) else made.output)
+                calls.append(len(made))
+            made.append(result)
 
-        def hold(module: nn.Module, given: Any, made: Any) -> Any:
-            held = next(left)
-            return held if isinstance(made, Tensor) else made._replace(output=held)
+        with ExitStack() as stack:
+            for layer in _sublayers(model):
+                stack.callback(layer.register_forward_hook(keep).remove)
+            before = self._logits()
+        place = calls[self._number]
+        less = made[place].output.clone()
+        less[:, self.query] -= self.output
+        made[place] = made[place]._replace(output=less)
+        held = iter(made)
+        with ExitStack() as stack:
+            for layer in _sublayers(model):  # what is held is not computed again
+                vars(layer)["forward"] = lambda *given, **more: next(held)
+                stack.callback(vars(layer).pop, "forward")
+            return before, self._logits()
 
-        logits = []
-        for hook in (keep, hold):
-            left = iter(outputs)
-            with ExitStack() as stack:
-                for layer in _sublayers(model):
-                    stack.callback(layer.register_forward_hook(hook).remove)
-                hidden = self._reader.run([self._text]).hidden
-            logits.append(self._reader.logits(hidden[0, self.query]).float())
-            if hook is keep:
-                less = outputs[calls[self._number]].clone()
-                less[:, self.query] -= self.output
-                outputs[calls[self._number]] = less
-        return logits[0], logits[1]
+    def _logits(self) -> Tensor:
+        hidden = self._reader.run([self._text]).hidden
+        return self._reader.logits(hidden[0, self.query]).float()
 
     def table(self, most: int | None = None) -> Table:
         """A row for each key that the query may look at, a column for each step.

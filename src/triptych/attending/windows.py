@@ -28,15 +28,10 @@ Place = tuple[str, int]
 @final
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A piece of a document that a model reads at once.
+    """A piece of a document that a model reads at once."""
 
-    Attributes:
-        document: number of the document.
-        text: what the model reads.
-    """
-
-    document: int
-    text: TextIds
+    document: int  # number of the document
+    text: TextIds  # what the model reads
 
     @property
     def num_tokens(self) -> int:
@@ -46,17 +41,11 @@ class Window:
 @final
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a text, in order.
+    """The windows of a text, in order."""
 
-    Attributes:
-        windows: of two tokens at least.
-        context: tokens of a window at most.
-        num_documents: how many documents they are of.
-    """
-
-    windows: tuple[Window, ...]
-    context: int
-    num_documents: int
+    windows: tuple[Window, ...]  # of two tokens at least
+    context: int  # tokens of a window at most
+    num_documents: int  # how many documents they are of
 
     @property
     def units(self) -> str:
@@ -194,20 +183,14 @@ def read_windows(
 @final
 @dataclass(frozen=True, eq=False)
 class HeadFigures:
-    """A figure of every head of a layer.
+    """A figure of every head of a layer."""
 
-    Attributes:
-        value: the mean over the text; NaN if no query of the text has it.
-        low: lower end of the 95 % interval, and `high` its upper end; None without an interval.
-        even: what a head that looks evenly would give; None for figures of something else.
-        count: queries (or tokens) that it is a mean of.
-    """
-
-    value: Float[Tensor, " heads"]
+    value: Float[Tensor, " heads"]  # the mean over the text; NaN if no query of the text has it
+    # lower end of the 95 % interval, and `high` its upper end; None without an interval
     low: Float[Tensor, " heads"] | None = None
     high: Float[Tensor, " heads"] | None = None
-    even: float | None = None
-    count: int = 0
+    even: float | None = None  # what a head that looks evenly would give; None for figures of something else
+    count: int = 0  # queries (or tokens) that it is a mean of
 
 
 @final

@@ -36,44 +36,30 @@ _LOGITS_AT_A_TIME = 1 << 25
 @final
 @dataclass(frozen=True)
 class HeadWorth:
-    """What one head is worth.
+    """What one head is worth."""
 
-    Attributes:
-        stack: "encoder", "decoder" or "cross".
-        layer: its number in the stack.
-        head: its number.
-        change: by which the loss rises without it, in nats per token.
-        low: lower end of the 95 % interval; likewise `high`.
-        added: root mean square length of what it adds to its layer's output, by which
-            `prune_heads` with `on_text` chooses.
-    """
-
-    stack: str
-    layer: int
-    head: int
-    change: float
-    low: float
+    stack: str  # "encoder", "decoder" or "cross"
+    layer: int  # its number in the stack
+    head: int  # its number
+    change: float  # by which the loss rises without it, in nats per token
+    low: float  # lower end of the 95 % interval; likewise `high`
     high: float
+    # root mean square length of what it adds to its layer's output, by which `prune_heads` with `on_text`
+    # chooses
     added: float
 
 
 @final
 @dataclass(frozen=True)
 class Worth:
-    """What all heads of a model are worth on a text.
+    """What all heads of a model are worth on a text."""
 
-    Attributes:
-        instead: what takes the place of a head's output: "zero", its "mean" over the text, or what it
-            would be if the head looked at all visible keys "even"ly.
-        heads: the most important one first.
-        loss: of the whole model, in nats per token.
-        tokens: that are predicted.
-    """
-
+    # what takes the place of a head's output: "zero", its "mean" over the text, or what it would be if the
+    # head looked at all visible keys "even"ly
     instead: Instead
-    heads: tuple[HeadWorth, ...]
-    loss: float
-    tokens: int
+    heads: tuple[HeadWorth, ...]  # the most important one first
+    loss: float  # of the whole model, in nats per token
+    tokens: int  # that are predicted
 
     def of(self, stack: str, layer: int) -> tuple[float, ...]:
         """By which the loss rises without each head of a layer, by number: an order for `prune_heads`."""
@@ -95,23 +81,15 @@ class Worth:
 
 
 class Batch(NamedTuple):
-    """Windows that run together.
+    """Windows that run together."""
 
-    Attributes:
-        units: of each window.
-        texts: what the model reads: of an encoder alone, with masks in the place of some tokens.
-        targets: what it predicts at each place.
-        predicts: where it predicts a token that counts.
-        src_tokens: where the encoder of an encoder-decoder reads tokens, not padding; None without one.
-        tokens: the same of what is read besides.
-    """
-
-    units: Int[Tensor, " rows"]
-    texts: list[TextIds]
-    targets: Int[Tensor, "rows length"]
-    predicts: Bool[Tensor, "rows length"]
+    units: Int[Tensor, " rows"]  # of each window
+    texts: list[TextIds]  # what the model reads: of an encoder alone, with masks in the place of some tokens
+    targets: Int[Tensor, "rows length"]  # what it predicts at each place
+    predicts: Bool[Tensor, "rows length"]  # where it predicts a token that counts
+    # where the encoder of an encoder-decoder reads tokens, not padding; None without one
     src_tokens: Bool[Tensor, "rows src_len"] | None
-    tokens: Bool[Tensor, "rows length"]
+    tokens: Bool[Tensor, "rows length"]  # the same of what is read besides
 
     def tokens_of(self, site: AttentionSite) -> Bool[Tensor, "rows length"]:
         """Where a layer's queries are tokens, not padding."""

@@ -22,14 +22,9 @@ _LOGITS_AT_A_TIME = 1 << 25
 @final
 @dataclass(frozen=True, eq=False)
 class OutputTable:
-    """The last norm and the output table of a model, as they read a change of the stream.
+    """The last norm and the output table of a model, as they read a change of the stream."""
 
-    Attributes:
-        norm: the norm before the table.
-        table: `[vocab, d_model]`.
-    """
-
-    norm: nn.Module
+    norm: nn.Module  # the norm before the table
     table: Float[Tensor, "vocab d_model"]
 
     @classmethod

@@ -64,10 +64,6 @@ class LayerSteps:
     z: Float[Tensor, "batch heads query_len d_v"]
     output: Float[Tensor, "batch query_len d_model"]
 
-    def by_head(self, weights: AttentionWeights) -> Float[Tensor, "batch heads query_len d_model"]:
-        """What each head adds to the output, `z W_O`; with the output bias they sum to it."""
-        return self.z @ weights.W_O.to(self.z)
-
 
 _FROM_THE_START = Places(0)
 # Below the root of QK-norm; most families with one have it.

@@ -55,16 +55,11 @@ class PositionIds(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call stand, and the keys that they see.
+    """Where the tokens of a call stand, and the keys that they see."""
 
-    Attributes:
-        start: the position of the first token, where none are given.
-        given: the positions given.
-        keys: of all keys, those of a cache included; None where they follow from their number.
-    """
-
-    start: int
-    given: PositionIds | None = None
+    start: int  # the position of the first token, where none are given
+    given: PositionIds | None = None  # the positions given
+    # of all keys, those of a cache included; None where they follow from their number
     keys: Int[Tensor, "*rows key_len"] | None = None
 
     @classmethod

@@ -17,8 +17,9 @@ from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites.legality import require_nothing_between
 from triptych.algebra.rewrites.norm_folding import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.weights import SIDES, AttentionWeights, Link
+from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.latents import is_latent, ranks_of, widened_latent
 from triptych.checkpoints.layer import AttentionLayer, MapSizes, Place, Site
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
@@ -40,9 +41,9 @@ class Resizing:
 
 
 def sizes_of(weights: AttentionWeights) -> MapSizes:
-    """The sizes of a layer with one map a side."""
-    q, k, v = (weights.chain(side)[-1] for side in ("q", "k", "v"))
-    return MapSizes(weights.num_heads, k.copies, q.d_out, v.d_out)
+    """The sizes of a layer as a file has it."""
+    q, v = (chain[-1].d_out if chain else weights.d_model for chain in (weights.q, weights.v))
+    return MapSizes(weights.num_heads, weights.num_key_heads, q, v, *ranks_of(weights))
 
 
 def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing | None:
@@ -59,6 +60,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing |
             gains for each, and they divide the width of the model, which `transformers` wants;
         groups: no norm of keys has gains for each;
         width: no rotary or disentangled positions, no norm of queries and keys; values have the same.
+            Through a latent every width and rank is free, and channels that positions turn stay.
     """
     place = checkpoint.place(site)
     if place.spec.why_kept:
@@ -99,10 +101,17 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     """Fields to set; None where a size has none."""
     spec, settings = place.spec, place.settings
     found: dict[str, int] = {}
-    for old, new, expression in (
+    latent, turned = spec.latent, place.count(spec.latent.turned) if spec.latent else 0
+    plain = latent.plain if latent else spec.width
+    of_sizes = [
         (here.heads, wanted.heads, spec.heads),
-        (here.width, wanted.width, spec.width),
-    ):
+        (here.width - turned, wanted.width - turned, plain),
+    ]
+    if latent:
+        of_sizes.append((here.value_width, wanted.value_width, latent.value))
+        of_sizes.append((here.rank or 0, wanted.rank or 0, latent.rank))
+        of_sizes.append((here.q_rank or 0, wanted.q_rank or 0, latent.q_rank))
+    for old, new, expression in of_sizes:
         if old != new:
             field = _field_read(expression, settings, place.layer)
             if field is None:
@@ -159,7 +168,12 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
             return False
     if old.groups != new.groups and gains_of_heads:
         return False
-    return old.width == new.width or (norm is None and position not in ("rotary", "disentangled"))
+    if spec.latent:
+        # transformers reads what V2 turns as complex numbers, which have to begin at even places.
+        return not ((new.rank or 0) % 2 or new.width % 2)
+    if old.width == new.width:
+        return True
+    return norm is None and position not in ("rotary", "disentangled")
 
 
 def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
@@ -186,6 +200,7 @@ class Fitting:
         same_sizes: bool,
     ) -> None:
         self.checkpoint, self.site, self.same_sizes = checkpoint, before.site, same_sizes
+        self.place = checkpoint.place(before.site)
         self.before, self.after = before.weights, after
         self.semantics = before.weights.semantics
         # Head i of the rewritten layer is head `kept[i]` of the one that was read.
@@ -195,11 +210,11 @@ class Fitting:
     def fitted(self) -> AttentionWeights:
         """The rewritten layer with one map a side and the scale that the reader of the file will have."""
         old = sizes_of(self.before)
-        whole = self._one_map_a_side()
+        whole = self._through_latent() if self.place.spec.latent else self._one_map_a_side()
         self._require_channels_of_old(whole)
         fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
         # What the reader of the file will multiply scores by.
-        narrower = 1.0 if self.checkpoint.place(self.site).spec.scale else old.width / sizes_of(fitted).width
+        narrower = 1.0 if self.place.spec.scale else old.width / sizes_of(fitted).width
         scale = self.before.scale * math.sqrt(narrower)
         if math.isclose(scale, fitted.scale, rel_tol=1e-12):
             return fitted
@@ -232,6 +247,21 @@ class Fitting:
             memory_norm=None,
         )
 
+    def _through_latent(self) -> AttentionWeights:
+        after = self.after
+        if not is_latent(after) or len(after.q) != len(self.before.q):
+            refuse(
+                f"in {self.checkpoint.written_as}'s format keys and values come through one latent and one "
+                "rotary key, and queries as they did; here they do no longer",
+                "leave out the step that takes them apart",
+            )
+        o = (after.multiplied("o").of_heads(after.num_heads),)
+        evened = {
+            side: (*chain[:-1], chain[-1].of_heads(after.num_heads))
+            for side, chain in (("q", after.q), ("k", after.k), ("v", after.v))
+        }
+        return replace(after, **evened, o=o, norm=None, memory_norm=None)  # type: ignore[arg-type]
+
     def _can_be(self, sizes: MapSizes) -> bool:
         return not self.same_sizes and resizing(self.checkpoint, self.site, sizes) is not None
 
@@ -240,7 +270,7 @@ class Fitting:
             if self.kept != list(range(old.heads)):
                 self._require_heads_without_numbers()
             return whole
-        if self._can_be(old._replace(heads=whole.num_heads, groups=whole.k[0].copies)):
+        if self._can_be(old._replace(heads=whole.num_heads, groups=whole.k[-1].copies)):
             return whole
         return self._in_old_places(whole, old)
 
@@ -248,9 +278,10 @@ class Fitting:
         """Every head where it was, and zero maps for those that are gone."""
         heads = torch.tensor(self.kept)
         groups = heads // (old.heads // old.groups)
-        (q,), (k,), (v,), (o,) = (whole.chain(side) for side in SIDES)
-        filled = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
-        for side, link in (("k", k), ("v", v)):
+        q, k, v, o = (whole.chain(side)[-1] for side in SIDES)
+        filled: dict[Side, Link] = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
+        both: tuple[tuple[Side, Link], ...] = ("k", k), ("v", v)
+        for side, link in both:
             of_heads = link.of_heads(whole.num_heads)
             filled[side] = _spread(of_heads, groups, old.groups)
             if not torch.equal(filled[side].weight[groups], of_heads.weight):
@@ -259,11 +290,11 @@ class Fitting:
                     f"group read different key-value heads: the file has {old.groups}",
                     "leave repeat_kv_heads out",
                 )
-        chains = {side: (link,) for side, link in filled.items()}
+        chains = {str(side): (*whole.chain(side)[:-1], link) for side, link in filled.items()}
         return replace(whole, num_heads=old.heads, **chains)  # type: ignore[arg-type]
 
     def _in_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
-        groups = whole.k[0].copies
+        groups = whole.k[-1].copies
         if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
             return whole
         if old.groups % groups:
@@ -280,14 +311,18 @@ class Fitting:
         for what, now, there in (
             ("queries and keys", sizes.width, old.width),
             ("values", sizes.value_width, old.value_width),
+            ("latents of keys and values", sizes.rank or 0, old.rank or 0),
         ):
             if now > there:
                 refuse(
                     f"{what} have {now} channels a head now, and the file has {there}",
                     f"truncate to {there} or fewer",
                 )
-        if sizes != old and sizes.width == sizes.value_width and self._can_be(sizes):
+        one_width = sizes.width == sizes.value_width or sizes.rank is not None
+        if sizes != old and one_width and self._can_be(sizes):
             return whole
+        if sizes.rank is not None:
+            return whole if sizes == old else widened_latent(whole, old)
         more_qk, more_ov = old.width - sizes.width, old.value_width - sizes.value_width
         pad = torch.nn.functional.pad
         return replace(

@@ -127,6 +127,8 @@ class MapSizes(NamedTuple):
     groups: int  # key-value heads
     width: int  # of queries and keys
     value_width: int  # of values
+    rank: int | None = None  # of the latent of keys and values; None without one
+    q_rank: int | None = None  # of that of queries
 
 
 @final
@@ -222,8 +224,9 @@ class Place:
         spec, latent = self.spec, self.spec.latent
         heads = self.count(spec.heads)
         if latent:
-            width = self.count(latent.plain) + self.count(latent.turned)
-            return MapSizes(heads, heads, width, self.count(latent.value))
+            width = self.settings.whole(latent.plain, self.layer) + self.count(latent.turned)
+            q_rank = None if self.value(latent.q_rank) is None else self.count(latent.q_rank)
+            return MapSizes(heads, heads, width, self.count(latent.value), self.count(latent.rank), q_rank)
         width, groups = self.count(spec.width), self.count(self.chosen(spec.groups) or spec.heads)
         value_width = self.count(spec.value_width) if spec.value_width else width
         if heads % groups:

@@ -132,7 +132,7 @@ class Split(TensorMap):
     sizes: MapSizes
 
     def read(self, parts: Parts) -> Parts:
-        heads, groups, width, value_width = self.sizes
+        heads, groups, width, value_width, *_ = self.sizes
         rows = (heads * width, groups * width, groups * value_width)
         match self.layout:
             case "q k v":
@@ -256,7 +256,7 @@ _Entries = Iterator[tuple[tuple[str, ...], Named]]
 
 def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
     """Rows and copies of the maps of queries, keys and values."""
-    heads, groups, width, value_width = sizes
+    heads, groups, width, value_width, *_ = sizes
     return (
         ("q", heads * width, heads),
         ("k", groups * width, groups),
@@ -283,18 +283,18 @@ def _joined(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
 
 
 def _latent(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
-    latent, (heads, _, width, value_width) = place.spec.latent, sizes
+    latent, (heads, _, width, value_width, rank, q_rank) = place.spec.latent, sizes
     assert latent is not None
-    rank, turned = place.count(latent.rank), place.count(latent.turned)
+    assert rank is not None
+    turned = place.count(latent.turned)
     maps: dict[str, tuple[str, Shape]] = {
         "kv_down": (latent.kv_down, (rank + turned, None)),
         "kv_up": (latent.kv_up, (heads * (width - turned + value_width), rank)),
     }
     gains = {"kv_gain": (latent.kv_norm, rank)}
-    if place.value(latent.q_rank) is None:
+    if q_rank is None:
         maps["q_up"] = place.spec.q, (heads * width, None)
     else:
-        q_rank = place.count(latent.q_rank)
         maps |= {"q_down": (latent.q_down, (q_rank, None)), "q_up": (latent.q_up, (heads * width, q_rank))}
         gains["q_gain"] = latent.q_norm, q_rank
     for side, (module, shape) in maps.items():

@@ -19,6 +19,7 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of
+from triptych.checkpoints.latents import latent_parts
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap, Shape, layer_map
 from triptych.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
@@ -33,8 +34,6 @@ from triptych.storage.tensors import InMemory, Tensors, of_one
 
 ReadModel = LanguageModel | EncoderDecoder
 _Stored = Iterator[tuple[str, Tensor]]
-# Gains of norms between maps: reading multiplies the second map with them.
-_TAKEN_UP = {"q_gain": "q_up", "kv_gain": "kv_up"}
 
 _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 
@@ -289,7 +288,6 @@ def _changed_in_layer(
     scale = before.semantics.scale
     old, new = (_numbers(place, layer.weights().with_scale(scale)) for layer in (before, after))
     different = {part for part, numbers in new.items() if not torch.equal(old[part], numbers)}
-    different |= {gain for gain, taker in _TAKEN_UP.items() if taker in different and gain in new}
     for parts, named in stored.entries.items():
         if different & {*parts}:
             yield from named.write([new[part] for part in parts])
@@ -304,7 +302,7 @@ def _changed_in_layer(
 
 def _numbers(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
     """All of a layer's numbers, by the names of its `LayerMap`, or else by names of ours."""
-    found = _of_latent(place, weights) if place.spec.latent else _of_maps(weights)
+    found = latent_parts(weights) if place.spec.latent else _of_maps(weights)
     found["o"] = weights.o[-1].weight
     if weights.o_bias is not None:
         found["o.bias"] = weights.o_bias
@@ -327,25 +325,6 @@ def _of_maps(weights: AttentionWeights) -> dict[str, Tensor]:
         found[side] = link.weight
         if link.bias is not None:
             found[f"{side}.bias"] = link.bias
-    return found
-
-
-def _of_latent(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
-    latent = place.spec.latent
-    assert latent is not None
-    rank, turned = place.count(latent.rank), place.count(latent.turned)
-    (down, k_up), (_, v_up) = weights.k, weights.v
-    plain = k_up.d_out - turned
-    up = torch.cat([k_up.weight[:, :rank, :plain], v_up.weight[:, :rank]], dim=-1)
-    found = {"kv_up": up.mT.flatten(0, 1), "kv_gain": torch.ones_like(up[0, :, 0])}
-    links = {"kv_down": down, "q_up": weights.q[-1]}
-    if len(weights.q) > 1:
-        links["q_down"] = weights.q[0]
-        found["q_gain"] = torch.ones_like(weights.q[-1].weight[0, :, 0])
-    for part, link in links.items():
-        found[part] = link.weight.mT.flatten(0, 1)
-        if link.bias is not None:
-            found[f"{part}.bias"] = link.bias.flatten()
     return found
 
 

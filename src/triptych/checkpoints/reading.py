@@ -15,6 +15,7 @@ from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 from triptych.checkpoints.fields import is_turned_round
 from triptych.checkpoints.hooks import Hook, hook_of
+from triptych.checkpoints.latents import read_latent
 from triptych.checkpoints.layer import AttentionLayer, InputNorms, Place
 from triptych.checkpoints.layer_map import LayerMap, Parts, Shape, layer_map, norm_tensors, tensor_names
 from triptych.checkpoints.positions import read_bias, read_rotary, stored_angles, table_names
@@ -40,7 +41,7 @@ class LayerReader:
         """Read it."""
         place, spec = self.place, self.place.spec
         sizes, parts = place.sizes, self.map.read(self.take)
-        q, k, v, o = self._latent_chains(parts) if spec.latent else _chains(parts)
+        q, k, v, o = read_latent(place, parts) if spec.latent else _chains(parts)
         o_bias = parts.get("o.bias")
         norm_spec, norm = place.norm, self._norm(parts)
         if place.lender is not None:
@@ -119,34 +120,6 @@ class LayerReader:
         return layer_map(self.place, self.tensors).names - self.map.names
 
     # The maps.
-
-    def _latent_chains(self, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
-        """Maps to a latent and from it to heads; the norm between takes its gain into the second."""
-        place, latent, (heads, _, width, value) = self.place, self.place.spec.latent, self.place.sizes
-        assert latent is not None
-        eps, rank, turned = place.number(latent.eps), place.count(latent.rank), place.count(latent.turned)
-
-        def link(part: str, gain: Tensor | None = None) -> Link:
-            copies = 1 if part.endswith("down") else heads
-            weight, bias = parts[part], parts.get(f"{part}.bias")
-            weight = weight if gain is None else weight * gain
-            return Link(
-                weight.view(copies, -1, weight.shape[1]).mT, None if bias is None else bias.view(copies, -1)
-            )
-
-        q: Chain = (link("q_up"),)
-        if "q_down" in parts:
-            q = replace(link("q_down"), norm=HeadNorm(eps)), link("q_up", parts["q_gain"])
-        first = replace(link("kv_down"), norm=HeadNorm(eps, channels=rank))
-        up = link("kv_up", parts["kv_gain"]).weight
-        plain = width - turned
-        k_up = up.new_zeros(heads, rank + turned, width)
-        k_up[:, :rank, :plain] = up[..., :plain]
-        k_up[:, rank:, plain:] = torch.eye(turned, dtype=up.dtype, device=up.device).expand(
-            heads, turned, turned
-        )
-        v_up = torch.cat([up[..., plain:], up.new_zeros(heads, turned, value)], dim=1)
-        return q, (first, Link(k_up)), (first, Link(v_up)), (Link(parts["o"]),)
 
     def _normalised_values(self, v: Chain) -> Chain:
         """Values that are normalised head by head: a norm between their map and one that changes nothing."""
@@ -361,8 +334,6 @@ class LayerReader:
                 if info.dtype.itemsize == 1:
                     raise DataError(f"{self._of(name)}: float8 without a scale is not supported")
                 found = info.dtype if found is None else torch.promote_types(found, info.dtype)
-        if found is not None and self.place.spec.latent is not None:
-            return torch.promote_types(found, torch.float32)  # maps take up the gains of norms between them
         return found
 
     def _of(self, name: str) -> str:

@@ -292,8 +292,6 @@ class AttentionSpec(Spec):
         """Why rewritten maps of such layers cannot be written back; "" if they can."""
         if self.unwritten:
             return self.unwritten
-        if self.latent:
-            return "keys and values come through a latent, whose maps took up the gains of norms between them"
         if self.value_norm:
             return "the values of each head are normalised after their map, which no rewrite allows for"
         return "other layers use the keys and values of these" if self.borrowing else ""

@@ -5,7 +5,7 @@ dtype in which each tensor is stored. What a format cannot hold is refused.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights
+from triptych.checkpoints.as_latent import as_latent
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fitting import Fitting, refuse, resizing, sizes_of
+from triptych.checkpoints.latents import is_latent, latent_parts
 from triptych.checkpoints.layer import AttentionLayer, MapSizes
 from triptych.checkpoints.layer_map import LayerMap, layer_map
 
@@ -32,6 +34,8 @@ class WrittenLayer:
     settings: dict[str, Any]
     # the layer as the format has it, with what is filled up (on the "meta" device), for its costs
     shapes: AttentionWeights
+    # tensors that go, with those that come in their place
+    replaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def write_layer(
@@ -73,6 +77,8 @@ class _LayerWriter:
             return WrittenLayer({}, {}, self.before.mapped(_to_meta))
         if why := self.place.spec.why_kept:
             refuse(why, "leave this layer out")
+        if is_latent(self.after) and not self.place.spec.latent:
+            return self._as_latent()
         fitted = self.fitting.fitted()
         old, new = sizes_of(self.before), sizes_of(fitted)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
@@ -85,21 +91,38 @@ class _LayerWriter:
         shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
         return WrittenLayer(tensors, found.settings if found else {}, shapes)
 
+    def _as_latent(self) -> WrittenLayer:
+        found = as_latent(self.checkpoint, self.layer, self.after)
+        changed = (
+            (name, self._changed(name, full)) for name, full in found.stored.write(found.parts | self._norm())
+        )
+        tensors = {name: tensor for name, tensor in changed if tensor is not None}
+        return WrittenLayer(tensors, found.settings, found.weights.mapped(_to_meta), found.replaced)
+
     def _maps(self, fitted: AttentionWeights, stored: LayerMap) -> dict[str, Tensor]:
         """The maps and their biases, zeros where the file has a place for a bias that is gone."""
-        ours: dict[str, Tensor] = {side: fitted.chain(side)[0].weight for side in SIDES}
-        for side in SIDES:
-            link = fitted.chain(side)[0]
-            bias, zeros = (
-                (fitted.o_bias, link.weight[0, 0]) if side == "o" else (link.bias, link.weight[:, 0])
-            )
-            if f"{side}.bias" in stored.parts:
-                ours[f"{side}.bias"] = torch.zeros_like(zeros) if bias is None else bias
-            elif bias is not None and bool(bias.any()):
+        if self.place.spec.latent:
+            ours = latent_parts(fitted)
+        else:
+            ours = {side: fitted.chain(side)[0].weight for side in SIDES[:3]}
+            biases = {f"{side}.bias": fitted.chain(side)[0].bias for side in SIDES[:3]}
+            ours |= {name: bias for name, bias in biases.items() if bias is not None}
+        ours["o"] = fitted.o[0].weight
+        if fitted.o_bias is not None:
+            ours["o.bias"] = fitted.o_bias
+        for name in stored.parts:
+            side = name.removesuffix(".bias")
+            if name != side and side in ours:
+                zeros = torch.zeros_like(ours[side][0, 0] if side == "o" else ours[side][:, 0])
+                ours.setdefault(name, zeros)
+        for name in ours.keys() - stored.parts:
+            if bool(ours[name].any()):
+                side = name.removesuffix(".bias")
                 refuse(
                     f"the map of {side} has a bias now, and the format has no place for one",
                     "leave out the step that makes it",
                 )
+            del ours[name]
         return ours
 
     def _norm(self) -> dict[str, Tensor]:
@@ -140,6 +163,8 @@ class _LayerWriter:
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
         """A tensor as it is to be stored; None if that is how it is stored already."""
+        if name not in self.tensors.infos:  # a tensor of another format, in the dtype of the maps
+            return full.to(self.before.dtype).contiguous()
         dtype = self.tensors.infos[name].dtype
         new, old = full.to(dtype).contiguous(), self.tensors.read(name)
         if torch.equal(new, old):
@@ -166,9 +191,9 @@ def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> Atten
     """The shapes of a layer with a bias wherever the file has a place for one."""
     chains = {}
     for side in SIDES[:3]:
-        (link,), there = fitted.chain(side), before.chain(side)[-1].bias
+        (*first, link), there = fitted.chain(side), before.chain(side)[-1].bias
         bias = None if there is None else link.weight.new_empty(link.copies, link.d_out)
-        chains[str(side)] = (replace(link, bias=bias),)
+        chains[str(side)] = (*first, replace(link, bias=bias))
     o_bias = None if before.o_bias is None else fitted.o[0].weight.new_empty(before.o_bias.shape)
     return replace(fitted, o_bias=o_bias, **chains)  # type: ignore[arg-type]
 

@@ -12,14 +12,10 @@ from triptych.files import cache_folder, file_hash, leads_to, write_text
 
 
 class Output(NamedTuple):
-    """A file to write.
+    """A file to write."""
 
-    Attributes:
-        path: as it was given; None if it is not wanted.
-        is_own: whether a file that is there is one that the command wrote, which may be written anew.
-    """
-
-    path: Path | None
+    path: Path | None  # as it was given; None if it is not wanted
+    # whether a file that is there is one that the command wrote, which may be written anew
     is_own: Callable[[Path], bool]
 
 

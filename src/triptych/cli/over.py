@@ -17,19 +17,12 @@ _CSV_START = b"stack,layer,head,called,"
 
 
 class Over(NamedTuple):
-    """A text to measure heads over, how it is read, and what is measured.
+    """A text to measure heads over, how it is read, and what is measured."""
 
-    Attributes:
-        text: a file or a folder.
-        targets: of translators, the translations.
-        documents: what a document is in a plain text file.
-        measured: what else `Model.attend_over` takes.
-    """
-
-    text: Path
-    targets: Path | None
-    documents: Documents
-    measured: Options
+    text: Path  # a file or a folder
+    targets: Path | None  # of translators, the translations
+    documents: Documents  # what a document is in a plain text file
+    measured: Options  # what else `Model.attend_over` takes
 
     def read(self) -> list[Path]:
         """The files that are read."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from triptych.algebra.rewrites.registry import (
-    EXACT,
     REWRITES,
     option_names,
     read_rewrite,
-    require_order,
     signature,
     summary,
 )
@@ -27,7 +24,7 @@ from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.planning import Plan
-from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
+from triptych.rewriting.recipe import recipe_of
 
 
 def rewrite(
@@ -79,27 +76,19 @@ def rewrite(
     text, compare = rewriting.pop("text"), rewriting.pop("compare")
     opened = open_model(model, opening={"device": "cpu", **opening})
     sizes = {"rank": rank, "energy": energy, "budget": budget}
-    steps = _steps(exact, do, {name: size for name, size in sizes.items() if size is not None}, rewriting)
+    cut = {name: size for name, size in sizes.items() if size is not None}
+    steps = _steps(exact, do, cut, on_text=rewriting["calibration"] is not None)
     chosen = numbers(layers, "--layers")
-    if recipe is not None:
-        if steps or layers is not None:
-            raise UsageError("--recipe cannot be combined with --exact, --do and the like")
-        read = read_rewrite_recipe(recipe)
-        skip = read.skip_refused or rewriting["skip_refused"]
-        calibration = rewriting["calibration"] or read.calibration
-        recipe_of = read.model_copy(update={"skip_refused": skip, "calibration": calibration})
-    else:
-        if not steps:
-            raise UsageError(
-                "nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe"
-            )
-        if chosen is not None:  # a rewrite's own layers go first
-            steps = [one if one.layers else one.model_copy(update={"layers": tuple(chosen)}) for one in steps]
-        require_order(steps)
-        rewriting["skip_refused"] |= exact
-        recipe_of = RewriteRecipe(step=tuple(steps), **rewriting)
+    if recipe is not None and (steps or layers is not None):
+        raise UsageError("--recipe cannot be combined with --exact, --do and the like")
+    if recipe is None and not steps:
+        raise UsageError("nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe")
+    made = recipe_of(steps if recipe is None else [recipe], **rewriting)
+    if chosen is not None:  # a rewrite's own layers go first
+        own = (one if one.layers else one.model_copy(update={"layers": tuple(chosen)}) for one in made.step)
+        made = made.model_copy(update={"step": tuple(own)})
     if plan:
-        found = opened.plan(recipe_of)
+        found = opened.plan(made)
         print_json(_plain(found)) if as_json else _print_plan(found, console)
         return
     if out is None:
@@ -107,7 +96,7 @@ def rewrite(
     if text is not None and not compare:
         raise UsageError("--text and --no-compare contradict each other: leave one out")
     with progress_bar("{task.description}", "opening") as tell:
-        rewritten = opened.rewrite(recipe_of, out=out, text=text, compare=compare, progress=tell)
+        rewritten = opened.rewrite(made, out=out, text=text, compare=compare, progress=tell)
     certificate = rewritten.certificate
     assert certificate is not None, "it was written"
     if as_json:
@@ -116,19 +105,14 @@ def rewrite(
         _print_certificate(certificate, out, console)
 
 
-def _steps(exact: bool, do: Sequence[str], cut: dict[str, Any], rewriting: Options) -> Sequence[Rewrite]:
-    """What is named with --do, in that order, and the truncation; --exact sorts all into the right order."""
+def _steps(exact: bool, do: Sequence[str], cut: dict[str, Any], *, on_text: bool) -> Sequence[Rewrite | str]:
+    """What is named with --do, in that order, and the truncation; "exact" for all exact rewrites."""
     steps = [*map(read_rewrite, do)]
     if cut:
-        criterion = "free" if rewriting["calibration"] is None else "centred"
+        criterion = "centred" if on_text else "free"
         own = read_rewrite({"rewrite": "truncate", "criterion": criterion, **cut})
         steps.insert(sum(step.place <= own.place for step in steps), own)
-    if not exact:
-        return steps
-    names = [step.name for step in EXACT]
-    if twice := next((step.name for step in steps if step.name in names), None):
-        raise UsageError(f"--exact does {twice} already: leave one of the two out")
-    return sorted([*EXACT, *steps], key=attrgetter("place"))
+    return [*steps, *["exact"] * exact]
 
 
 def _print_rewrites(console: Console) -> None:

@@ -51,17 +51,11 @@ class Parameter:
 
 
 class Written(NamedTuple):
-    """A function as it is written.
+    """A function as it is written."""
 
-    Attributes:
-        text: its docstring up to the first section.
-        examples: the lines of the section "Examples".
-        parameters: in the order of the signature, groups taken apart.
-    """
-
-    text: str
-    examples: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
+    text: str  # its docstring up to the first section
+    examples: tuple[str, ...]  # the lines of the section "Examples"
+    parameters: tuple[Parameter, ...]  # in the order of the signature, groups taken apart
 
 
 def read_function(module: str, name: str) -> Written:

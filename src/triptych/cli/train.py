@@ -13,6 +13,7 @@ from triptych.errors import UsageError
 from triptych.launch import speaks
 from triptych.training import read_recipe
 from triptych.training.recipe import shipped_recipes
+from triptych.training.runs import Summary
 
 # The command that uses what a run has learned.
 _USES = {"translation": "translate", "language-model": "generate", "masked-language-model": "fill"}
@@ -62,6 +63,11 @@ def train(
         resolved = read_recipe(recipe, overrides, checkpoint)
         folder = out or Path("runs") / resolved.name
         summary = triptych.train(resolved, folder, display, force=force)
+    report_training(summary, folder, as_json=as_json)
+
+
+def report_training(summary: Summary, folder: Path, *, as_json: bool) -> None:
+    """Say how a run ended and how to use it; an interrupted one ends the command with the signal's code."""
     outcome = summary.outcome
     if not speaks():
         raise typer.Exit(0 if outcome.signal_number is None else 128 + outcome.signal_number)

@@ -22,6 +22,7 @@ from triptych.opening import OpenedModel
 from triptych.printable import printable
 from triptych.storage.untrusted import read_json
 from triptych.text import TokenizerPair
+from triptych.training.continuing import goes_on
 
 TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
 
@@ -42,6 +43,13 @@ class Conversion:
     def record(self) -> dict[str, Any]:
         """The record as JSON values."""
         return asdict(self)
+
+
+def can_convert(opened: OpenedModel) -> bool:
+    """Whether some format may hold the model."""
+    if opened.translates:
+        return opened.encoder_decoder.recipe is not None
+    return opened.language_model.causal or goes_on(opened.folder)
 
 
 def convert(
@@ -72,8 +80,10 @@ def _convert_language_model(
     """Write a model of the tokens of a text."""
     if to not in ("hf", "ctranslate2"):
         raise UsageError(
-            f"{opened.folder} is a run of a language model, which is converted --to hf or ctranslate2 alone"
+            f"{opened.folder} is a model of one text, which is converted --to hf or ctranslate2 alone"
         )
+    if to == "hf" and opened.language_model.config is None and not goes_on(opened.folder):
+        raise UsageError(f"{opened.folder} is in Hugging Face's format already: copy the folder")
 
     def write(folder: Path) -> Written:
         if to == "hf":

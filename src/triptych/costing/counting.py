@@ -122,22 +122,14 @@ class CostSpec:
 @final
 @dataclass(frozen=True)
 class Formulas:
-    """How a head is written, and what that costs, as formulas and as numbers at this size.
+    """How a head is written, and what that costs, as formulas and as numbers at this size."""
 
-    Attributes:
-        W_QK: the form of head i as a product of the maps; likewise `W_OV`.
-        parameters: learned numbers without biases, in d, h, d_k, d_v and the sizes of its own.
-        num_parameters: the same as a number.
-        cache: numbers cached per token.
-        num_cached: the same as a number.
-    """
-
-    W_QK: str
+    W_QK: str  # the form of head i as a product of the maps; likewise `W_OV`
     W_OV: str
-    parameters: str
-    num_parameters: int
-    cache: str
-    num_cached: int
+    parameters: str  # learned numbers without biases, in d, h, d_k, d_v and the sizes of its own
+    num_parameters: int  # the same as a number
+    cache: str  # numbers cached per token
+    num_cached: int  # the same as a number
 
 
 @final
@@ -149,47 +141,38 @@ class CostRow:
     every key: a causal mask would need (length + 1) / 2 pairs a token in place of length, but only
     kernels that skip blocks save them. Left out is what works number by number: softmax, scale, biases
     and diagonal maps (the m_i of `collaborative`, the factor of `four_matrix`).
-
-    Attributes:
-        name: of the parameterisation.
-        sizes: its own sizes and widths.
-        parameters: learned numbers, biases included; `parameter_bytes` in the spec's dtype.
-        cached_numbers: kept per token while decoding; `cache_bytes` of all sequences at the context.
-        training_flops: per token, forward and backward: three times `prefill_flops`, as each product
-            has two in the backward pass. That for the gradient of the layer's input is counted, as
-            inside a network; a first layer whose input learns nothing goes without.
-        prefill_flops: per token of self-attention over `length` tokens; by the route `prefill_route`.
-        decode_flops: for one new token that sees `context` tokens from the cache; by `decode_route`:
-            "absorbed" counts moving queries to what is remembered, "expanded" rebuilding keys and
-            values of every token, where they are not remembered as such.
-        activation_bytes: kept for the backward pass by all sequences at `length`, through a fused kernel
-            (`PassCost.kept_numbers` says which tensors).
-        weights_bytes: the attention weights, kept besides where attention is written out.
-        prefill_bytes: moved by one prefill of the batch: the maps once, and `PassCost.moved_numbers`
-            for each sequence. Likewise `decode_bytes` for one step.
-        formulas: of forms, parameters and cache.
     """
 
-    name: str
-    sizes: dict[str, int]
-    parameters: int
+    name: str  # of the parameterisation
+    sizes: dict[str, int]  # its own sizes and widths
+    parameters: int  # learned numbers, biases included; `parameter_bytes` in the spec's dtype
     parameter_bytes: int
-    cached_numbers: int
+    cached_numbers: int  # kept per token while decoding; `cache_bytes` of all sequences at the context
     cache_bytes: int
+    # per token, forward and backward: three times `prefill_flops`, as each product has two in the backward
+    # pass. That for the gradient of the layer's input is counted, as inside a network; a first layer whose
+    # input learns nothing goes without.
     training_flops: int
-    prefill_flops: int
+    prefill_flops: int  # per token of self-attention over `length` tokens; by the route `prefill_route`
     prefill_route: str
+    # for one new token that sees `context` tokens from the cache; by `decode_route`: "absorbed" counts moving
+    # queries to what is remembered, "expanded" rebuilding keys and values of every token, where they are not
+    # remembered as such
     decode_flops: int
     decode_route: str
+    # kept for the backward pass by all sequences at `length`, through a fused kernel (`PassCost.kept_numbers`
+    # says which tensors)
     activation_bytes: int
-    weights_bytes: int
+    weights_bytes: int  # the attention weights, kept besides where attention is written out
+    # moved by one prefill of the batch: the maps once, and `PassCost.moved_numbers` for each sequence.
+    # Likewise `decode_bytes` for one step.
     prefill_bytes: int
     decode_bytes: int
     prefill_intensity: float
     """FLOPs per byte moved."""
     decode_intensity: float
     """FLOPs per byte moved."""
-    formulas: Formulas
+    formulas: Formulas  # of forms, parameters and cache
 
 
 @final

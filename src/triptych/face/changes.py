@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, final
 
 import torch
@@ -15,7 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triptych.algebra.weights import AttentionWeights, Link, Side
-from triptych.attention import Activation, MultiHeadAttention
+from triptych.attention import (
+    Activation,
+    LearnedPositions,
+    MultiHeadAttention,
+    NoPositions,
+    SinusoidalPositions,
+)
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block
@@ -73,10 +80,7 @@ class WeightChange(Change):
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         for number in self.layers:
             site = sites[number]
-            weights = self.of_weights(number, site.layer.weights(site.kind))
-            new = MultiHeadAttention.from_weights(weights, site.layer.dropout)
-            new.tap = site.layer.tap
-            put_layer(model, site, new.train(site.layer.training))
+            put_weights(model, site, self.of_weights(number, site.layer.weights(site.kind)))
 
 
 @final
@@ -178,6 +182,38 @@ class Steering(Change):
         target.bias = nn.Parameter(bias.detach() + self.vector.to(bias))
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class PositionsOff(Change):
+    """No layer knows positions, and none are added to the embeddings.
+
+    Attributes:
+        words: what it is.
+        layers: numbers in order of the layers that know positions themselves.
+    """
+
+    words: str
+    layers: tuple[int, ...]
+    unsayable: str = "it leaves out positions, which no weights say"
+
+    def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        if layer not in self.layers:
+            return weights
+        return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
+
+    def changes_layer(self, layer: int) -> bool:
+        return layer in self.layers
+
+    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+        for number in self.layers:
+            site = sites[number]
+            put_weights(model, site, self.of_weights(number, site.layer.weights(site.kind)))
+        for module in list(model.modules()):
+            for name, part in module.named_children():
+                if isinstance(part, LearnedPositions | SinusoidalPositions):
+                    setattr(module, name, NoPositions())
+
+
 def sum_of(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one + other
 
@@ -193,6 +229,15 @@ def changed_copy(
     for change in changes:
         change.apply(copied, order(copied))
     return copied
+
+
+def put_weights(
+    model: LanguageModel | EncoderDecoder, site: AttentionSite, weights: AttentionWeights
+) -> None:
+    """Put a layer of these weights in the place of another one."""
+    new = MultiHeadAttention.from_weights(weights, site.layer.dropout)
+    new.tap = site.layer.tap
+    put_layer(model, site, new.train(site.layer.training))
 
 
 def put_layer(model: LanguageModel | EncoderDecoder, site: AttentionSite, layer: MultiHeadAttention) -> None:
@@ -215,16 +260,22 @@ def blocks_of(model: LanguageModel | EncoderDecoder, stack: str) -> list[Block]:
 # Weights.
 
 
-def without_heads(
-    weights: AttentionWeights,
-    heads: Sequence[int],
-    mean: Mapping[int, Float[Tensor, " d_v"]] | None = None,
+def ablation(
+    words: str, heads: Mapping[int, Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]]
+) -> WeightChange:
+    """Heads off, by the number of their layer; with values, each gives the mean of its own everywhere."""
+    return WeightChange(words, {layer: partial(_without_heads, heads=own) for layer, own in heads.items()})
+
+
+def _without_heads(
+    weights: AttentionWeights, heads: Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]
 ) -> AttentionWeights:
-    """The layer without what some heads add to its output."""
+    """The layer without what some heads add to its output; the mean of what they added becomes a bias."""
     whole = weights.multiplied("o").of_heads(weights.num_heads)
     W_O, o_bias = whole.weight.detach().clone(), weights.o_bias
-    if mean is not None:
-        added = sum((mean[head].to(W_O) @ W_O[head] for head in heads), torch.zeros_like(W_O[0, 0]))
+    if isinstance(heads, Mapping):
+        means = [values.mean(dim=0).to(W_O) @ W_O[head] for head, values in heads.items()]
+        added = sum(means, torch.zeros_like(W_O[0, 0]))
         o_bias = added if o_bias is None else o_bias + added
     W_O[list(heads)] = 0.0
     return replace(weights, o=(Link(W_O),), o_bias=o_bias)
@@ -283,7 +334,13 @@ def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
 # Values.
 
 
-def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
+def resampling(words: str, heads: Mapping[int, Mapping[int, Float[Tensor, "tokens d_v"]]]) -> ValueChange:
+    """Heads that give what they gave on another text, by the number of their layer."""
+    edits = {layer: {head: _resampled(z) for head, z in own.items()} for layer, own in heads.items()}
+    return ValueChange(words, "z", edits)
+
+
+def _resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
     """What a head gave on another text, position by position; from its start again past its end."""
 
     def edit(z: Tensor, first: int) -> Tensor:

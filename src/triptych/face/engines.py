@@ -133,7 +133,7 @@ def _loaded(
 
     place, index = _find_place(device)
     kind = _compute_type(precision, place)
-    with _converted(f"ctranslate2-{ctranslate2.__version__}-{_hash_of(model, texts)}", write) as folder:
+    with _converted(f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, texts)}", write) as folder:
         try:
             return getattr(ctranslate2, name)(
                 str(folder),
@@ -147,7 +147,7 @@ def _loaded(
             raise DataError(f"{folder} cannot be read by CTranslate2 ({error}): remove it") from None
 
 
-def _hash_of(model: nn.Module, texts: Iterable[str]) -> str:
+def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
     """sha256 of all weights of a model, with their names, and of texts; in hexadecimal digits."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():

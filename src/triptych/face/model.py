@@ -16,8 +16,7 @@ from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.over import OverText, read_texts
 from triptych.attending.worth import Instead
-from triptych.attention import ACTIVATIONS, Activation
-from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.attention import ACTIVATIONS, Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.source import Source, find_source
@@ -41,15 +40,16 @@ from triptych.face.changes import (
     SIDE_OF,
     Change,
     Edit,
+    PositionsOff,
     Steering,
     ValueChange,
     WeightChange,
+    ablation,
     changed_copy,
     patched,
-    resampled,
+    resampling,
     tied_map,
     with_map,
-    without_heads,
 )
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
@@ -57,28 +57,31 @@ from triptych.face.cost import ModelCost, cost_of
 from triptych.face.engines import (
     EngineName,
     evaluate_text,
+    hash_of,
     make_generator,
     make_translator,
     require_ctranslate2,
 )
 from triptych.face.heads import Head, Layer, Layers, Stack
-from triptych.face.opened import ChangedSource, Opened, Options, open_source
+from triptych.face.opened import ChangedSource, Opened, Options, open_source, summary_of
 from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.inspection import Inspection, inspect
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, Reader
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
-from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe, rewrite_recipe_of
+from triptych.rewriting.recipe import RewriteRecipe, recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import read_lines
+from triptych.training import Recipe, read_recipe, require_translation
+from triptych.training.distilling import Distilled, distil_text
+from triptych.training.processes import launched
+from triptych.training.progress import Display, LineDisplay
 from triptych.user_code import use_code
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -168,27 +171,7 @@ class Model:
     @property
     def can(self) -> tuple[str, ...]:
         """What works: read, run, rewrite, translate, generate, fill, convert."""
-        source, found = self._opened.attention, ["read"]
-        writable = not isinstance(source, Checkpoint) or any(
-            not source.place(site).spec.why_kept for site in source.sites
-        )
-        if writable and not any(change.unsayable for change in self._changes):
-            found.append("rewrite")
-        if self._opened.why_not_run:
-            return tuple(found)
-        model = self._opened.model
-        found.append("run")
-        if model.is_searched:
-            found.append("translate")
-        elif (
-            isinstance(model.model, LanguageModel)
-            and model.model.head is not None
-            and model.model.head.config.outputs is None
-        ):
-            found.append("generate" if model.model.causal else "fill")
-        if not self._changes and (not model.translates or model.encoder_decoder.recipe is not None):
-            found.append("convert")
-        return tuple(found)
+        return self._opened.can(self._changes)
 
     @property
     def why_not_run(self) -> str:
@@ -203,11 +186,7 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Of all tensors of the files."""
-        source = self._opened.attention
-        tensors = getattr(source, "tensors", None)
-        if tensors is None:
-            return sum(parameter.numel() for parameter in source.model.parameters())  # type: ignore[attr-defined]
-        return sum(torch.Size(info.shape).numel() for info in tensors.infos.values())
+        return self._opened.num_parameters
 
     @cached_property
     def certificate(self) -> Certificate | None:
@@ -406,6 +385,71 @@ class Model:
             workers=workers,
             device=given.device,
         )
+
+    def distil(
+        self,
+        recipe: Recipe | str | Path,
+        out: str | Path,
+        *,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        interpolate: bool = False,
+        originals: float = 0.0,
+        workers: int = 1,
+        display: Display | None = None,
+        progress: Progress = untold,
+    ) -> Distilled:
+        """Translate a recipe's training text, and write a recipe that trains a student on the translations.
+
+        The same call goes on with what was interrupted. Processes of `torchrun` share the work.
+
+            student = triptych.load("teacher").distil("multi30k-student", "out")
+            triptych.train(student.recipe, "out/student")
+
+        Args:
+            recipe: of the student, its file, or the name of a built-in one.
+            out: the folder to make: `train.jsonl`, `student.toml`, and `distillation.json`, which says where
+                they come from.
+            beam_size: beam size of the teacher. Default: the recipe's or the checkpoint's.
+            alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
+            num_best: number of translations of each sentence that the student learns from.
+            interpolate: of the n best, keep the one with the highest sentence BLEU against the reference.
+            originals: share of the original pairs that the student learns from as well, from 0 to 1.
+            workers: number of processes that translate in parallel, one thread each. CPU only.
+            display: told what is read; lines on standard error if None.
+            progress: told what is done, how many sentences, and of how many.
+
+        Raises:
+            UsageError: the model or the recipe does not translate, options that do not go together, or the
+                folder has other files or was begun in another way.
+        """
+        if not isinstance(recipe, Recipe):
+            recipe = require_translation(read_recipe(recipe), recipe)
+        options = self._opened.options
+        with (
+            launched(options.device) as world,
+            self.translator(beam_size=beam_size, alpha=alpha, num_best=num_best, workers=workers) as teacher,
+        ):
+            sides = teacher.tokenizers.source, teacher.tokenizers.target
+            known_by = {
+                "name": self.name,
+                "sha256": hash_of(teacher.model, [side.to_json() for side in sides]),
+                "changes": list(self.changes),
+                "engine": options.engine,
+                "precision": options.precision,
+            }
+            return distil_text(
+                teacher,
+                known_by,
+                recipe,
+                Path(out),
+                world,
+                display or LineDisplay(),
+                progress,
+                interpolate=interpolate,
+                originals=originals,
+            )
 
     def generate(
         self,
@@ -692,7 +736,7 @@ class Model:
         reader = self.reader
         ids = reader.encode(texts, targets)
         reader.check(ids)
-        sites = self._sites(reader.model)
+        sites = self._opened.sites_of(reader.model)
         order = {number: site.name for number, site in enumerate(sites)}
         if grad:
             with torch.enable_grad(), recorded_graph(sites) as graph:
@@ -723,31 +767,20 @@ class Model:
         Raises:
             UsageError: there is no such head, or a text is missing.
         """
-        chosen = self._heads(heads)
-        words = f"ablate({_said(heads)}{'' if by == 'zero' else f', by={by}'})"
-        if by == "zero":
-            if text is not None:
-                raise UsageError('a text goes with by="mean" or by="resample"')
-            return self._changed(
-                WeightChange(
-                    words, {number: partial(without_heads, heads=own) for number, own in chosen.items()}
-                )
-            )
-        if text is None:
+        if by == "zero" and text is not None:
+            raise UsageError('a text goes with by="mean" or by="resample"')
+        if by != "zero" and text is None:
             raise UsageError(f'by="{by}" needs a text: ablate({_said(heads)!r}, by="{by}", text=…)')
+        chosen, words = self._heads(heads), f"ablate({_said(heads)}{'' if by == 'zero' else f', by={by}'})"
+        if text is None:
+            return self._changed(ablation(words, chosen))
         runs = self.run([text] if isinstance(text, str) else list(text))
         values = {
-            number: {head: self._values(runs, number, head) for head in own} for number, own in chosen.items()
+            number: {head: torch.cat([run[f"{name}.{head}"].z.detach() for run in runs]) for head in own}
+            for number, own in chosen.items()
+            for name in [self._places.names[number]]
         }
-        if by == "mean":
-            means = {n: {head: z.mean(dim=0) for head, z in own.items()} for n, own in values.items()}
-            return self._changed(
-                WeightChange(
-                    words, {n: partial(without_heads, heads=chosen[n], mean=means[n]) for n in chosen}
-                )
-            )
-        edits = {n: {head: resampled(z) for head, z in own.items()} for n, own in values.items()}
-        return self._changed(ValueChange(words, "z", edits))
+        return self._changed(ablation(words, values) if by == "mean" else resampling(words, values))
 
     def patch(
         self,
@@ -814,7 +847,7 @@ class Model:
         Raises:
             UsageError: there is no such place, or the vector has another width.
         """
-        stack, block = self._residual(place)
+        stack, block = self._places.residual(place)
         width = self.layers[0].d_model
         if vector.shape != (width,):
             raise UsageError(f"the vector has shape {list(vector.shape)}, and the stream is [{width}]")
@@ -866,6 +899,22 @@ class Model:
             changed.layers[number].weights  # noqa: B018
         return changed
 
+    def without_positions(self) -> "Model":
+        """The model without positions: nothing turns queries and keys, or is added to scores or embeddings.
+
+        Raises:
+            UsageError: nothing tells positions apart, besides the causal mask.
+        """
+        own = tuple(
+            number for number, layer in enumerate(self.layers) if layer.outline.semantics.positions != "none"
+        )
+        added = any(
+            isinstance(part, LearnedPositions | SinusoidalPositions) for part in self.opened.model.modules()
+        )
+        if not own and not added:
+            raise UsageError(f"{self.name} has no positions to leave out")
+        return self._changed(PositionsOff("without_positions()", own))
+
     def sweep(
         self,
         clean: str | Sequence[str],
@@ -903,7 +952,7 @@ class Model:
 
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
-        recipe = _recipe(steps, calibration, skip_refused)
+        recipe = recipe_of(steps, calibration, skip_refused=skip_refused)
         with self._files() as source:
             return plan_rewrite(source, recipe, family=self._opened.options.family)
 
@@ -922,7 +971,8 @@ class Model:
             model.rewrite("fold_value_bias", "truncate(rank=6)").save("smaller")
 
         Args:
-            steps: rewrites, as calls or as records, in order; or a recipe, or its file.
+            steps: rewrites, as calls or as records, in order; "exact" for all exact ones; or a recipe, or its
+                file.
             out: the folder to write; a temporary one, which `save` copies, if None.
             calibration: a text to run the model on first, for the rewrites that look at one; of translators
                 source, tab, target.
@@ -943,7 +993,7 @@ class Model:
                 rewrite_checkpoint(
                     source,
                     target,
-                    _recipe(steps, calibration, skip_refused),
+                    recipe_of(steps, calibration, skip_refused=skip_refused),
                     family=self._opened.options.family,
                     text=None if text is None else Path(text),
                     compare=compare,
@@ -1016,7 +1066,7 @@ class Model:
             raise
         if not self._changes:
             return opened
-        return opened.with_model(changed_copy(opened.model, self._changes, self._sites))
+        return opened.with_model(changed_copy(opened.model, self._changes, self._opened.sites_of))
 
     def _has_heads(self) -> bool:
         try:
@@ -1051,41 +1101,11 @@ class Model:
             raise UsageError(f"{self.name} has no {name}: it has {', '.join(self._places.stacks)}")
         return Stack(name, self.name, Layers(found))
 
-    def _sites(self, model: LanguageModel | EncoderDecoder) -> list[AttentionSite]:
-        """The layers of a module in the order of `layers`."""
-        sites = attention_sites(model)
-        if isinstance(model, LanguageModel):
-            return sites
-        by_place = {(str(site.stack), site.block): site for site in sites}
-        return [by_place[stack_of(site), site.layer] for site in self._opened.attention.sites]
-
     def _heads(self, heads: str | Sequence[str]) -> dict[int, tuple[int, ...]]:
         return self._places.heads(heads, [layer.num_heads for layer in self.layers])
 
     def _changed(self, *changes: Change) -> "Model":
         return Model(self._opened, (*self._changes, *changes))
-
-    def _values(self, runs: Sequence[Run], number: int, head: int) -> Float[Tensor, "tokens d_v"]:
-        place = f"{self._places.names[number]}.{head}"
-        return torch.cat([run[place].z.detach() for run in runs])
-
-    def _residual(self, place: str) -> tuple[str, int]:
-        word, _, rest = place.partition(".")
-        stack, _, number = rest.rpartition(".")
-        stacks = [stack for stack in self._places.stacks if stack != "cross"]
-        if word != "residual" or not number.isdigit():
-            raise UsageError(
-                f'"{place}" is no place in the residual stream: write residual.3, or residual.encoder.3'
-            )
-        if not stack and len(stacks) > 1:
-            raise UsageError(
-                f"{place} could be of {' or '.join(stacks)}: write residual.{stacks[0]}.{number}"
-            )
-        stack = stack or stacks[0]
-        count = sum(stack_of(site) == stack for site in self._opened.attention.sites)
-        if stack not in stacks or int(number) > count:
-            raise UsageError(f"{self.name} has no {place}: {stack} has residual.0 to residual.{count}")
-        return stack, int(number)
 
     def _continued(
         self, generator: TextGenerator, prompts: Sequence[str], options: GenerationOptions, chat: bool
@@ -1117,37 +1137,21 @@ class Model:
             source.name = ", ".join((self.name, *self.changes))
             yield source
 
+    @property
+    def _summary(self) -> str:
+        return summary_of(self._opened, self.layers, self._places)
+
     def __repr__(self) -> str:
         source = self._opened.attention
-        rows = [f"Model {self.name}: {self._summary(source)}"]
+        rows = [f"Model {self.name}: {self._summary}"]
         rows += [f"  changed: {', '.join(self.changes)}"] if self._changes else []
         rows += [f"  {note}" for note in source.warnings[:2]]
         if source.absent:
             rows.append(f"  absent from the files: {', '.join(source.absent)}")
         return "\n".join(rows)
 
-    def _summary(self, source: AttentionSource) -> str:
-        stacks: dict[str, list[Layer]] = {}
-        for layer, site in zip(self.layers, source.sites, strict=True):
-            stacks.setdefault(stack_of(site), []).append(layer)
-        parts = []
-        for stack, layers in stacks.items():
-            if stack != "cross":
-                name = stack if len(self._places.stacks) > 1 else ""
-                parts.append(f"{name} {len(layers)} layers × {layers[0].num_heads} heads".strip())
-        first = self.layers[0]
-        dtype = str(next(first.outline.tensors()).dtype).removeprefix("torch.")
-        kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"
-        d_k = first.outline.multiplied("q").d_out
-        millions = self.num_parameters / 1e6
-        size = f"{millions:,.1f} M" if millions >= 0.1 else f"{self.num_parameters:,}"
-        return (
-            f"{source.written_as}{kind}, {', '.join(parts)}, d_model {first.d_model}, d_k {d_k}, "
-            f"{size} parameters ({dtype})"
-        )
-
     def _repr_html_(self) -> str:
-        rows = [("model", self._summary(self._opened.attention)), ("found at", self._opened.where)]
+        rows = [("model", self._summary), ("found at", self._opened.where)]
         rows += [("changed", ", ".join(self.changes))] if self._changes else []
         return table_html(self.name, rows)
 
@@ -1158,14 +1162,3 @@ def _said(places: str | Sequence[str]) -> str:
 
 def _ignoring_position(function: Callable[[Tensor], Tensor]) -> Edit:
     return lambda value, first: function(value)
-
-
-def _recipe(steps: Sequence[Step], calibration: str | Path | None, skip_refused: bool) -> RewriteRecipe:
-    if len(steps) == 1 and isinstance(steps[0], RewriteRecipe | Path):
-        if calibration is not None or skip_refused:
-            raise UsageError("calibration and skip_refused are the recipe's: leave them out")
-        return read_rewrite_recipe(steps[0]) if isinstance(steps[0], Path) else steps[0]
-    record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
-    if calibration is not None:
-        record["calibration"] = str(calibration)
-    return rewrite_recipe_of(record, Path(), "rewrite")

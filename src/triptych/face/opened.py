@@ -11,17 +11,21 @@ from typing import Any, final
 import torch
 
 from triptych.algebra.weights import Link, Side
-from triptych.checkpoints.checkpoint import OwnModel, open_checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
+from triptych.converting.conversion import can_convert
 from triptych.decoding import Precision
 from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change
 from triptych.face.engines import EngineName
+from triptych.face.heads import Layer
+from triptych.face.places import Places, stack_of
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
+from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, open_model
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer
 
@@ -116,6 +120,47 @@ class Opened:
             return str(error)
         return ""
 
+    def can(self, changes: Sequence[Change]) -> tuple[str, ...]:
+        """What works of the model with these changes."""
+        source, found = self.attention, ["read"]
+        writable = not isinstance(source, Checkpoint) or any(
+            not source.place(site).spec.why_kept for site in source.sites
+        )
+        if writable and not any(change.unsayable for change in changes):
+            found.append("rewrite")
+        if self.why_not_run:
+            return tuple(found)
+        found.append("run")
+        opened = self.model
+        if opened.is_searched:
+            found.append("translate")
+        elif (
+            isinstance(model := opened.model, LanguageModel)
+            and model.head is not None
+            and model.head.config.outputs is None
+        ):
+            found.append("generate" if model.causal else "fill")
+        if not changes and can_convert(opened):
+            found.append("convert")
+        return tuple(found)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all tensors of the files, or of the module."""
+        source = self.attention
+        if isinstance(source, Checkpoint):
+            return sum(torch.Size(info.shape).numel() for info in source.tensors.infos.values())
+        assert isinstance(source, OwnModel)
+        return sum(parameter.numel() for parameter in source.model.parameters())
+
+    def sites_of(self, model: LanguageModel | EncoderDecoder) -> list[AttentionSite]:
+        """The layers of a module in the order of `attention`."""
+        sites = attention_sites(model)
+        if isinstance(model, LanguageModel):
+            return sites
+        by_place = {(str(site.stack), site.block): site for site in sites}
+        return [by_place[stack_of(site), site.layer] for site in self.attention.sites]
+
 
 def open_source(source: object, options: Options, *, offline: bool = False) -> Opened:
     """What a source is, without its weights."""
@@ -165,3 +210,24 @@ class ChangedSource(AttentionSource):
 
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
         return self._source.broken(layer)
+
+
+def summary_of(opened: Opened, layers: Sequence[Layer], places: Places) -> str:
+    """What a model is, in a line: family, layers, heads, widths, parameters."""
+    source, stacks = opened.attention, dict[str, list[Layer]]()
+    for layer, site in zip(layers, source.sites, strict=True):
+        stacks.setdefault(stack_of(site), []).append(layer)
+    parts = []
+    for stack, own in stacks.items():
+        if stack != "cross":
+            name = stack if len(places.stacks) > 1 else ""
+            parts.append(f"{name} {len(own)} layers × {own[0].num_heads} heads".strip())
+    first = layers[0]
+    dtype = str(next(first.outline.tensors()).dtype).removeprefix("torch.")
+    kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"
+    millions = opened.num_parameters / 1e6
+    size = f"{millions:,.1f} M" if millions >= 0.1 else f"{opened.num_parameters:,}"
+    return (
+        f"{source.written_as}{kind}, {', '.join(parts)}, d_model {first.d_model}, "
+        f"d_k {first.outline.multiplied('q').d_out}, {size} parameters ({dtype})"
+    )

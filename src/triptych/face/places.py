@@ -22,10 +22,10 @@ class Places:
     def __init__(self, sites: Sequence[Site], model: str) -> None:
         """Name the layers at these sites; `model` is for messages."""
         self._model = model
-        stacks = dict.fromkeys(stack_of(site) for site in sites)
-        self.stacks = tuple(stacks)
+        self._stack_of_layer = [stack_of(site) for site in sites]
+        self.stacks = tuple(dict.fromkeys(self._stack_of_layer))
         self.names = tuple(
-            f"{stack_of(site)}.{site.layer}" if len(stacks) > 1 else str(site.layer) for site in sites
+            f"{stack_of(site)}.{site.layer}" if len(self.stacks) > 1 else str(site.layer) for site in sites
         )
 
     def layer(self, place: int | str) -> int:
@@ -61,6 +61,25 @@ class Places:
         if not found:
             raise UsageError("no head is chosen: write a layer as 3, a head as 3.2, a pattern as *.2")
         return {layer: tuple(sorted(heads)) for layer, heads in sorted(found.items())}
+
+    def residual(self, place: str) -> tuple[str, int]:
+        """The stack and the block before which `residual.3` or `residual.encoder.3` lies in the stream."""
+        word, _, rest = place.partition(".")
+        stack, _, number = rest.rpartition(".")
+        stacks = [stack for stack in self.stacks if stack != "cross"]
+        if word != "residual" or not number.isdigit():
+            raise UsageError(
+                f'"{place}" is no place in the residual stream: write residual.3, or residual.encoder.3'
+            )
+        if not stack and len(stacks) > 1:
+            raise UsageError(
+                f"{place} could be of {' or '.join(stacks)}: write residual.{stacks[0]}.{number}"
+            )
+        stack = stack or stacks[0]
+        count = self._stack_of_layer.count(stack)
+        if stack not in stacks or int(number) > count:
+            raise UsageError(f"{self._model} has no {place}: {stack} has residual.0 to residual.{count}")
+        return stack, int(number)
 
     def _matching(self, place: str, counts: Sequence[int]) -> list[tuple[int, int]]:
         if "*" not in place:

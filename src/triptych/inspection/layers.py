@@ -37,66 +37,42 @@ _NO_RANK = 1e-6
 @final
 @dataclass(frozen=True)
 class InspectedLayer:
-    """The measured heads of one layer.
+    """The measured heads of one layer."""
 
-    Attributes:
-        stack: "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`.
-        layer: its number in the stack.
-        kind: "self", "causal" or "cross".
-        module: its name in the checkpoint.
-        heads: numbers of the measured heads.
-        num_heads: number of query heads.
-        num_key_heads: number of different key maps.
-        maps: number of different maps to "q", "k" and "v"; consecutive heads share them.
-        subspaces: number of different subspaces that these maps read. It is lower if heads only weight or
-            widen the output of a shared map.
-        d_model: width of the input.
-        d_k: of queries and keys.
-        d_v: of values.
-        positions: the layer's position scheme.
-        turns: whether queries and keys are rotated by position.
-        rotary_pairs: how many turn, and how many are too slow to; None without a rotation, or if it was
-            ignored.
-        caveats: parts of the layer that W_QK and W_OV do not describe.
-        figures: one number per head by measure; None if the measure does not apply. Conditions may be
-            infinite.
-        spectra: singular values of "qk" and "ov", one list per head.
-        angles: principal angles in degrees of "qk", "qv" and "kv", one list per head.
-        pictures: of "q", "k", "v" and "qk" the rows of a picture, one list per head; see `_pictures`.
-        cut: parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the
-            first, second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are
-            left out.
-        foldable: parameters that exact rewrites would remove, by rewrite; refused ones with the reason.
-        parameters: number of parameters of the layer.
-        broken: tensors with entries that are not finite, and how many.
-        num_bytes: bytes read for the layer.
-    """
-
-    stack: str
-    layer: int
-    kind: str
-    module: str
-    heads: tuple[int, ...]
-    num_heads: int
-    num_key_heads: int
-    maps: dict[str, int]
+    stack: str  # "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`
+    layer: int  # its number in the stack
+    kind: str  # "self", "causal" or "cross"
+    module: str  # its name in the checkpoint
+    heads: tuple[int, ...]  # numbers of the measured heads
+    num_heads: int  # number of query heads
+    num_key_heads: int  # number of different key maps
+    maps: dict[str, int]  # number of different maps to "q", "k" and "v"; consecutive heads share them
+    # number of different subspaces that these maps read. It is lower if heads only weight or widen the output
+    # of a shared map.
     subspaces: dict[str, int]
-    d_model: int
-    d_k: int
-    d_v: int
-    positions: str
-    turns: bool
+    d_model: int  # width of the input
+    d_k: int  # of queries and keys
+    d_v: int  # of values
+    positions: str  # the layer's position scheme
+    turns: bool  # whether queries and keys are rotated by position
+    # how many turn, and how many are too slow to; None without a rotation, or if it was ignored
     rotary_pairs: tuple[int, int] | None
-    caveats: tuple[str, ...]
+    caveats: tuple[str, ...]  # parts of the layer that W_QK and W_OV do not describe
+    # one number per head by measure; None if the measure does not apply. Conditions may be infinite.
     figures: dict[str, list[float | None]]
-    spectra: dict[str, list[list[float]]]
+    spectra: dict[str, list[list[float]]]  # singular values of "qk" and "ov", one list per head
+    # principal angles in degrees of "qk", "qv" and "kv", one list per head
     angles: dict[str, list[list[float]]]
+    # of "q", "k", "v", "qk" and "ov" the rows of a picture, one list per head; see `_pictures`
     pictures: dict[str, list[list[str]]]
+    # parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the first,
+    # second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are left out.
     cut: dict[str, list[int]]
+    # parameters that exact rewrites would remove, by rewrite; refused ones with the reason
     foldable: dict[str, int | str]
-    parameters: int
-    broken: dict[str, int]
-    num_bytes: int
+    parameters: int  # number of parameters of the layer
+    broken: dict[str, int]  # tensors with entries that are not finite, and how many
+    num_bytes: int  # bytes read for the layer
 
     @property
     def name(self) -> str:
@@ -265,10 +241,11 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
 
 def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
     """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
-    q, k, v = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V))
+    q, k, v, o = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O))
     energies = {
         **{name: [*_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
         "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
+        "ov": [_energies_of_form(one, other) for one, other in zip(v, o.mT, strict=True)],
     }
     return {name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()}
 

@@ -107,15 +107,9 @@ function meanOf(maps) {
 }
 
 class Viewer {
-  constructor(root) {
+  constructor(root, data) {
     this.root = root;
-    this.data = JSON.parse(this.part("data").textContent);
-    let at = 0;
-    for (const text of this.data.texts) for (const kind of text.kinds) for (const layer of kind.layers) {
-      layer.first = at;
-      at += layer.heads.length;
-    }
-    this.unpacked = new Map();
+    this.take(data);
     this.at = this.tellingPlace(0);
     this.side = "query";
     this.focus = null; // an index on that side
@@ -123,7 +117,24 @@ class Viewer {
     this.top = this.left = 0; // of the window
     this.readColours();
     this.listen();
-    this.showText(this.fromHash() ?? this.at);
+    this.ready = this.showText(this.fromHash() ?? this.at);
+  }
+
+  take(data) {
+    this.data = data;
+    let at = 0;
+    for (const text of data.texts) for (const kind of text.kinds) for (const layer of kind.layers) {
+      layer.first = at;
+      at += layer.heads.length;
+    }
+    this.unpacked = new Map();
+  }
+  // Other weights of the same model: another text, or what heads do. The head stays, and the token if it is there.
+  async replace(data) {
+    const { at, focus, pinned } = this;
+    this.take(data);
+    const isThere = pinned && this.side === "query" && focus < this.kind.queries.length;
+    await this.showText({ ...at, focus: isThere ? focus : null });
   }
 
   part(name) { return this.root.querySelector(`[data-part="${name}"]`); }
@@ -152,7 +163,7 @@ class Viewer {
     return [...parts, ...(focus === null ? [] : [focus])].join(".");
   }
   fromHash() {
-    const found = location.hash.match(/^#(?:(\d+)\.)?([a-z]+)\.(\d+)\.(\d+|mean)(?:\.(\d+))?$/);
+    const found = location.hash.match(/^#(?:(\d+)\.)?([a-z]+)\.(\d+)\.(\d+|mean)(?:\.(\d+))?(?:&|$)/);
     if (!found) return null;
     const text = Number(found[1] ?? 0);
     const kinds = this.data.texts[text]?.kinds ?? [];
@@ -203,7 +214,7 @@ class Viewer {
     const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
     const { queries, keys } = this.kind;
     const sizes = this.isOneSided ? many(queries.length, "token") : `${many(queries.length, "token")} looking at ${keys.length.toLocaleString("en")}`;
-    this.part("about").textContent = [...this.text.notes, `${many(this.kind.layers.length, "layer")}, ${sizes}.`].join(" ");
+    this.part("about").textContent = `${many(this.kind.layers.length, "layer")}, ${sizes}.`;
     this.part("layer").replaceChildren(...this.kind.layers.map((layer, l) => make("option", { value: l }, layer.number)));
     this.root.querySelector(".generated-note").hidden = this.kind.generated_query === null && this.kind.generated_key === null;
   }
@@ -327,11 +338,13 @@ class Viewer {
   }
 
   remember() {
-    const address = `#${this.address(this.at, this.pinned && this.side === "query" ? this.focus : null)}`;
+    const rest = location.hash.match(/&.*/)?.[0] ?? "";
+    const address = `#${this.address(this.at, this.pinned && this.side === "query" ? this.focus : null)}${rest}`;
     this.part("anchor").href = address;
     // A frame without an address of its own, as in a notebook, has no history to write.
     try { if (this.started || location.hash) history.replaceState(null, "", address); } catch { /* nothing to do */ }
     this.started = true;
+    this.root.dispatchEvent(new Event("chosen"));
   }
 
   choose(change) {
@@ -707,5 +720,6 @@ class Viewer {
 
 [...document.querySelectorAll("section.attention")].forEach((root, i) => {
   root.id ||= `attention-${i}`;
-  root.viewer = new Viewer(root);
+  const data = JSON.parse(root.querySelector('[data-part="data"]').textContent);
+  if (data) root.viewer = new Viewer(root, data);
 });

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
-from triptych.checkpoints.family import Family
+from triptych.checkpoints.family import Family, family_of
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
@@ -235,6 +235,7 @@ class _FolderRewriting(_Rewriting):
         self.checkpoint = source
         self._site_of = _owners(source)
         self._ready: dict[str, Tensor] = {}
+        self._replaced: dict[str, tuple[str, ...]] = {}
         self._done: dict[str, RewrittenLayer] = {}
         self._beside = ThreadPoolExecutor(1, "measuring")
         self._measured: dict[str, Future[Measured]] = {}
@@ -266,14 +267,16 @@ class _FolderRewriting(_Rewriting):
             )
         return certificate
 
-    def _replacement(self, name: str) -> Tensor | None:
-        """The new tensor of a name. A layer is rewritten when the first of its tensors is requested."""
+    def _replacement(self, name: str) -> Tensor | Mapping[str, Tensor] | None:
+        """The new tensor of a name, or those in its place. The first of a layer has the layer rewritten."""
         site = self._site_of.get(name)
         if site is None:
             if self.prepared.norms.concern(name):
                 wait(self._measured.values())  # a map may be as large as all of the attention: one of them
             return self.prepared.norms.replacement(name, self.took_up_norm)
         self._rewritten(site)
+        if name in self._replaced:
+            return {new: self._ready.pop(new) for new in self._replaced[name]}
         return self._ready.pop(name, None)
 
     def took_up_norm(self, site: Site) -> bool:
@@ -294,13 +297,15 @@ class _FolderRewriting(_Rewriting):
             saved = held.holding(written.tensors).read(site)
             self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=done.bounded)
         self._ready |= written.tensors
+        self._replaced |= written.replaced
         self._done[site.name] = RewrittenLayer(shape_of(done.weights), done.kept, done.records)
         give_back_memory()
 
     def _reopened(self, written: Path) -> Checkpoint:
         settings = Settings(read_json(written / CONFIG), CONFIG)
         tensors = dequantised(open_tensors(written), settings)
-        return Checkpoint(str(written), self.checkpoint.family, settings, tensors)
+        other = family_of(str(self.way.settings.get("model_type")))  # that of another format
+        return Checkpoint(str(written), other or self.checkpoint.family, settings, tensors)
 
     def _measure(self, folder: Path) -> None:
         if self._ready:

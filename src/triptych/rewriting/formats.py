@@ -55,9 +55,8 @@ class FolderFormat:
         now: dict[str, MapSizes] = {}
         for site in source.sites:
             read = source.read(site)
-            now[site.name] = sizes_of(read.weights.multiplied_out())
-            # Reading the shapes needs one map a side, as a file has it.
-            wanted[site.name] = sizes_of(rewritten(read).multiplied_out())
+            now[site.name] = sizes_of(read.weights)
+            wanted[site.name] = sizes_of(rewritten(read))
             del read  # before the next one is read: layers may be large
         of_record: dict[str, list[str]] = {}
         for site in source.sites:
@@ -88,12 +87,10 @@ class FolderFormat:
 
     def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
         tensors = self._checkpoint.tensors
-        return sum(
-            written.tensors[name].numel() * written.tensors[name].element_size()
-            if name in written.tensors
-            else tensors.infos[name].num_bytes
-            for name in tensors.below(read.site.module)
-        )
+        stay = {*tensors.below(read.site.module)} - written.tensors.keys() - written.replaced.keys()
+        beside = {*self._checkpoint.read_names(read.site)} - {*tensors.below(read.site.module)}
+        new = (tensor.nbytes for name, tensor in written.tensors.items() if name not in beside)
+        return sum(new) + sum(tensors.infos[name].num_bytes for name in stay)
 
     def note_on_padding(self) -> tuple[str, ...]:
         """What makes files of this format smaller, by the sizes that its configuration can say."""
@@ -124,17 +121,18 @@ class FolderFormat:
     def other_than(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
     ) -> Iterator[str]:
-        yield from self._other_tensors(certificate)
+        yield from self._other_tensors(certificate, written)
         yield from _other_files(certificate, original, folder)
 
-    def _other_tensors(self, certificate: Certificate) -> Iterator[str]:
+    def _other_tensors(self, certificate: Certificate, written: AttentionSource) -> Iterator[str]:
         """Tensors that changed and belong to no measured layer or norm."""
         measured = {layer.module for layer in certificate.layers if layer.measured is not None}
         own = {
             name
-            for site in self.source.sites
-            if site.module in measured
-            for name in self.rewritable_names(site)
+            for source in (self.source, written)
+            for site in source.sites
+            if site.module in measured and isinstance(source, Checkpoint)
+            for name in source.rewritable_names(site)
         }
         norms = {norm.module for norm in certificate.norms if norm.measured is not None}
         for norm in self.norm_sites():

@@ -257,7 +257,7 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
         return f"there are {other.num_heads} heads where there were {one.num_heads}"
     if sum(link.weight.numel() for link in one.links()) > MOST_NUMBERS:
         return "the layer is too large for a bound of every head to be worked out"
-    return "norms stand between two maps of a side" if before.weights.norms_within else ""
+    return "norms stand between two maps of a side" if one.norms_within or other.norms_within else ""
 
 
 def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
@@ -276,10 +276,11 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
 def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
-    Forms are compared under the scale of the original: heads of fewer channels may have another one.
+    Forms are compared under the scale of the original where the query map can take up the ratio; no rewrite
+    changes the scale of other layers.
     """
     one, other = before.weights, after.weights
-    if one.num_heads != other.num_heads or one.norms_within:
+    if one.num_heads != other.num_heads or one.norms_within or other.norms_within:
         return None
     return _move_of_forms(one, _under(one.scale, other))
 

@@ -308,6 +308,9 @@ class WayThrough:
             self._folded.add(read.site)
         costs = costs_of(read, done, written.shapes)
         self._costs.append(costs)
+        if len(self._costs) > 1 and self.settings.get("model_type") != written.settings.get("model_type"):
+            why = "a file has one format, and other layers are rewritten into another"
+            raise RewriteRefusedError("write", why).at(read.site.name)
         self.settings |= written.settings
         self.dtypes[read.site.name] = read.weights.dtype
         return done, written, costs

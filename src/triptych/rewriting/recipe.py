@@ -1,6 +1,7 @@
 """Recipes of rewriting: which rewrites, in which order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -15,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from triptych.algebra.rewrites.registry import read_rewrite, require_order
+from triptych.algebra.rewrites.registry import EXACT, read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.errors import UsageError
 from triptych.opening import read_whole_text
@@ -35,11 +36,15 @@ class RewriteRecipe(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _calls_are_steps(cls, found: Any) -> Any:
-        if not isinstance(found, dict) or "do" not in found:
+        if not isinstance(found, dict):
             return found
-        if "step" in found:
+        if "do" in found and "step" in found:
             raise ValueError("do and [[step]] say the same in two ways: give one of the two")
-        return {"step" if name == "do" else name: value for name, value in found.items()}
+        record = {"step" if name == "do" else name: value for name, value in found.items()}
+        steps = record.get("step")
+        if isinstance(steps, list | tuple) and "exact" in steps:
+            record |= {"step": _with_exact(steps), "skip_refused": True}
+        return record
 
     def to_toml(self) -> str:
         """The recipe as a file has it."""
@@ -48,6 +53,30 @@ class RewriteRecipe(BaseModel):
         if self.calibration is not None:
             record["calibration"] = str(self.calibration.absolute())
         return tomli_w.dumps(record)
+
+
+def _with_exact(steps: Sequence[object]) -> tuple[Rewrite, ...]:
+    """Steps of which "exact" is one: every exact rewrite, and the others, in the right order."""
+    others = [read_rewrite(step) for step in steps if step != "exact"]
+    names = [step.name for step in EXACT]
+    if twice := next((step.name for step in others if step.name in names), None):
+        raise UsageError(f"exact does {twice} already: leave one of the two out")
+    return tuple(sorted([*EXACT, *others], key=attrgetter("place")))
+
+
+def recipe_of(
+    steps: Sequence[Any], calibration: str | Path | None = None, *, skip_refused: bool = False
+) -> RewriteRecipe:
+    """The recipe of steps; or a recipe or its file, with what is given besides."""
+    if len(steps) == 1 and isinstance(steps[0], RewriteRecipe | Path):
+        recipe = read_rewrite_recipe(steps[0]) if isinstance(steps[0], Path) else steps[0]
+        given: dict[str, Any] = {"skip_refused": True} if skip_refused else {}
+        given |= {} if calibration is None else {"calibration": Path(calibration)}
+        return recipe.model_copy(update=given)
+    record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
+    if calibration is not None:
+        record["calibration"] = str(calibration)
+    return rewrite_recipe_of(record, Path(), "rewrite")
 
 
 def read_rewrite_recipe(path: Path) -> RewriteRecipe:

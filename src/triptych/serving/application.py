@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from triptych.serving import completions, records, translation
+from triptych.serving import completions, page, records, translation
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.models import ServedModel
 from triptych.serving.server import Endpoint, Server, log
@@ -24,7 +24,7 @@ from triptych.serving.server import Endpoint, Server, log
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
 # What needs no key.
-_OPEN = frozenset({"/health", "/frontend/settings", "/spec"})
+_OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 
 
 def application(
@@ -45,6 +45,7 @@ def application(
             *translation.ROUTES,
             *completions.ROUTES,
             *records.ROUTES,
+            *page.ROUTES,
         )
     ]
 

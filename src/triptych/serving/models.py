@@ -19,6 +19,7 @@ from triptych.decoding import (
 )
 from triptych.errors import UsageError
 from triptych.face import Model
+from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits
 from triptych.serving.worker import Item, Job, Worker
 
@@ -38,14 +39,15 @@ class ServedModel:
         name: under which it is asked for.
         model: what `triptych.load` gave.
         can: what it can do.
-        languages: source and target of a translator.
+        languages: source and target of a translator; None where its name does not end in them.
         worker: computes what is asked of it.
+        explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
             and for a model that neither translates nor generates.
     """
 
     def __init__(self, name: str, model: Model, limits: Limits | None = None) -> None:
-        """Make a model ready to serve; `UsageError` if it does not run, or its name has no languages."""
+        """Make a model ready to serve; `UsageError` if it does not run."""
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} is no name to serve a model by: use letters, digits, '.', '_' and '-'"
@@ -56,14 +58,10 @@ class ServedModel:
         self.languages: tuple[str, str] | None = None
         if "translate" in self.can:
             found = _LANGUAGES.search(name)
-            if found is None:
-                raise UsageError(
-                    f"{name} translates, and its name ends in no two languages: write de-en={name} "
-                    "(the languages that it translates from and to)"
-                )
-            self.languages = found[1], found[2]
+            self.languages = None if found is None else (found[1], found[2])
         self.is_batch_invariant: bool | None = None
         self._translators: OrderedDict[int, Translator] = OrderedDict()
+        self.explorer = Explorer(model)
         self.worker = Worker(name, limits or Limits())
 
     @property

@@ -23,6 +23,8 @@ def serve(
     keys_file: Path | None = None,
     limits: Limits | None = None,
     shutdown_timeout: float = 30.0,
+    over: Path | None = None,
+    page_only: bool = False,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve models over HTTP until the process is told to stop.
@@ -35,6 +37,8 @@ def serve(
             TRIPTYCH_API_KEY, with spaces between them; without any, no key is needed.
         limits: of every request.
         shutdown_timeout: seconds that running requests get to end when the process is told to stop.
+        over: a text on which the page at / measures what heads do. Default: the text that is on the page.
+        page_only: the page is all that is wanted, so that a translator needs no languages in its name.
         ready: called when requests are answered.
 
     Raises:
@@ -58,6 +62,14 @@ def serve(
         raise UsageError(f"--port {port}: give a number from 1 to 65535")
     limits = limits or Limits()
     served = [ServedModel(name, model, limits) for name, model in models.items()]
+    for model in served:
+        if "translate" in model.can and model.languages is None and not page_only:
+            raise UsageError(
+                f"{model.name} translates, and its name ends in no two languages: write de-en={model.name} "
+                "(the languages that it translates from and to)"
+            )
+        if over is not None:
+            model.explorer.over = model.model.attend_over(over)
     with _listening(host, port) as listening:
         for model in served:
             model.check_batches()  # builds it, too, before the first request comes

@@ -24,6 +24,7 @@ from triptych.storage.tensors import (
     PICKLED_INDEX,
     SAFETENSORS,
     SAFETENSORS_INDEX,
+    TensorInfo,
     Tensors,
     open_tensors,
 )
@@ -93,13 +94,12 @@ class FolderCopy:
         self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
     ) -> dict[str, TensorHash]:
         """Copy the tensors. Those that are not replaced are copied byte for byte."""
-        shapes, hashes = dict[str, tuple[int, ...]](), dict[str, TensorHash]()
+        written, hashes = dict[str, dict[str, TensorInfo]](), dict[str, TensorHash]()
         for path, name in self._layout.shards.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            of_shard = copy_shard(path, self.folder / name, replacement, on_written)
-            shapes |= of_shard[0]
-            hashes |= of_shard[1]
-        self._write_index(shapes)
+            written[name], of_shard = copy_shard(path, self.folder / name, replacement, on_written)
+            hashes |= of_shard
+        self._write_index(written)
         return hashes
 
     def write_beside(self, settings: Mapping[str, Any]) -> None:
@@ -126,23 +126,22 @@ class FolderCopy:
         self.folder = self._target
         return CopiedCheckpoint(self._target, self.checkpoint, self.left_out)
 
-    def _write_index(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _write_index(self, written: Mapping[str, Mapping[str, TensorInfo]]) -> None:
         layout = self._layout
         if not layout.index:
             return
-        infos = layout.tensors.infos
-        before = {name: info.shape for name, info in infos.items()}
-        if layout.index != PICKLED_INDEX and shapes == before:
+        infos = {name: info for of_shard in written.values() for name, info in of_shard.items()}
+        shapes = {name: info.shape for name, info in layout.tensors.infos.items()}
+        if layout.index != PICKLED_INDEX and shapes == {name: info.shape for name, info in infos.items()}:
             shutil.copyfile(self._source / layout.index, self.folder / layout.weights)
             return
         record = read_json(self._source / layout.index)
-        named = {path.relative_to(self._source).as_posix(): name for path, name in layout.shards.items()}
-        record["weight_map"] = {
-            tensor: named[PurePosixPath(shard).as_posix()] for tensor, shard in record["weight_map"].items()
-        }
+        places = {tensor: name for name, of_shard in written.items() for tensor in of_shard}
+        kept = [tensor for tensor in record["weight_map"] if tensor in places]
+        record["weight_map"] = {tensor: places[tensor] for tensor in dict.fromkeys((*kept, *places))}
         metadata = record.get("metadata")
         if isinstance(metadata, dict):
-            numbers = {name: prod(shape) for name, shape in shapes.items()}
+            numbers = {name: prod(info.shape) for name, info in infos.items()}
             if "total_size" in metadata:
                 metadata["total_size"] = sum(n * infos[name].dtype.itemsize for name, n in numbers.items())
             if "total_parameters" in metadata:

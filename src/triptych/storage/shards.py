@@ -24,7 +24,8 @@ from triptych.errors import DataError
 from triptych.storage.tensors import STORED_DTYPES, Pickled, Safetensors, TensorInfo
 from triptych.storage.untrusted import LocalBytes
 
-Replacement = Callable[[str], Tensor | None]
+# What takes the place of a tensor: another of its name and dtype, some of other names, or nothing else.
+Replacement = Callable[[str], Tensor | Mapping[str, Tensor] | None]
 OnWritten = Callable[[int], None]
 """Called now and then with how many more bytes are written."""
 
@@ -37,8 +38,8 @@ _MOST_WAITING = 8  # tensors that are copied or written at a time, those that re
 class TensorHash(NamedTuple):
     """sha256 of a tensor as it was read and as it was written; see `tensor_hash`."""
 
-    read: str
-    written: str
+    read: str | None  # None for one that was not there
+    written: str | None  # None for one that is gone
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -61,13 +62,13 @@ class _SafetensorsShard:
         self.infos = {name: infos[name] for name in ordered}
         self._handle = os.open(path, os.O_RDONLY)
 
-    def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    def header(self, written: Mapping[str, TensorInfo]) -> bytes:
         end, sizes = self._file.data_start, [info.num_bytes for info in self.infos.values()]
         expected = accumulate(sizes, initial=end)  # without holes between them
-        adjoin = all(self._file.start(name) == at for name, at in zip(shapes, expected, strict=False))
-        if adjoin and all(self.infos[name].shape == shape for name, shape in shapes.items()):
+        adjoin = all(self._file.start(name) == at for name, at in zip(self.infos, expected, strict=False))
+        if adjoin and self.infos == dict(written):
             return bytes(self._source.read(0, end))
-        return _header_of(shapes, self.infos, self._file.metadata)
+        return _header_of(written, self._file.metadata)
 
     def blocks(self, name: str) -> _Blocks:
         start, size = self._file.start(name), self.infos[name].num_bytes
@@ -98,8 +99,8 @@ class _PickledShard:
         ordered = sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
         self.infos = {name: infos[name] for name in ordered}
 
-    def header(self, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-        return _header_of(shapes, self.infos, {"format": "pt"})
+    def header(self, written: Mapping[str, TensorInfo]) -> bytes:
+        return _header_of(written, {"format": "pt"})
 
     def blocks(self, name: str) -> _Blocks:
         return _blocks_of(self._file.read(name))
@@ -116,19 +117,19 @@ _Shard = _SafetensorsShard | _PickledShard
 
 def copy_shard(
     path: Path, target: Path, replacement: Replacement, on_written: OnWritten
-) -> tuple[dict[str, tuple[int, ...]], dict[str, TensorHash]]:
-    """Copy one file, several tensors at a time; the shapes and the hashes of what was written."""
+) -> tuple[dict[str, TensorInfo], dict[str, TensorHash]]:
+    """Copy one file, several tensors at a time; what was written, and the hashes of all tensors."""
     shard: _Shard = (_SafetensorsShard if path.suffix == ".safetensors" else _PickledShard)(path)
-    shapes, hashes = {name: info.shape for name, info in shard.infos.items()}, dict[str, TensorHash]()
-    waiting: deque[tuple[str, Future[TensorHash]]] = deque()
-    header = shard.header(shapes)
+    written, hashes = dict[str, TensorInfo](), dict[str, TensorHash]()
+    waiting: deque[tuple[int, Future[dict[str, TensorHash]]]] = deque()
+    header = shard.header(shard.infos)
     at = room = len(header)
 
     def complete(most: int) -> None:
         while len(waiting) > most:
-            name, future = waiting.popleft()
-            hashes[name] = future.result()
-            on_written(prod(shapes[name]) * shard.infos[name].dtype.itemsize)
+            num_bytes, future = waiting.popleft()
+            hashes.update(future.result())
+            on_written(num_bytes)
 
     handle, pool = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), ThreadPoolExecutor(4)
     try:
@@ -136,14 +137,19 @@ def copy_shard(
         for name, info in shard.infos.items():
             complete(_MOST_WAITING - 1)
             new = replacement(name)
-            if new is not None and new.dtype != info.dtype:
-                raise ValueError(f"{name} is {_LABELS[info.dtype]}, and what replaces it {new.dtype}")
-            waiting.append((name, pool.submit(_copy, shard, name, new, handle, at)))
+            new = {name: new} if isinstance(new, Tensor) else new
+            for tensor in (new or {}).values():
+                if tensor.dtype != info.dtype:
+                    raise ValueError(f"{name} is {_LABELS[info.dtype]}, and what replaces it {tensor.dtype}")
+            infos = {name: info}
             if new is not None:
-                shapes[name] = tuple(new.shape)
-            at += prod(shapes[name]) * info.dtype.itemsize
+                infos = {own: TensorInfo(one.dtype, tuple(one.shape), one.nbytes) for own, one in new.items()}
+            written |= infos
+            num_bytes = sum(one.num_bytes for one in infos.values())
+            waiting.append((num_bytes, pool.submit(_copy, shard, name, new, handle, at)))
+            at += num_bytes
         complete(0)
-        header = shard.header(shapes)
+        header = shard.header(written)
         if len(header) <= room:
             blanks = b" " * (room - len(header))
             _write_at(handle, struct.pack("<Q", room - 8) + header[8:] + blanks, 0)
@@ -153,10 +159,12 @@ def copy_shard(
         shard.close()
     if len(header) > room:
         _move_data(target, header, room)
-    return shapes, hashes
+    return written, hashes
 
 
-def _copy(shard: _Shard, name: str, new: Tensor | None, handle: int, at: int) -> TensorHash:
+def _copy(
+    shard: _Shard, name: str, new: Mapping[str, Tensor] | None, handle: int, at: int
+) -> dict[str, TensorHash]:
     info = shard.infos[name]
     read = _begun(info.dtype, info.shape)
     place, done = shard.place(name), 0
@@ -169,13 +177,16 @@ def _copy(shard: _Shard, name: str, new: Tensor | None, handle: int, at: int) ->
             _write_at(handle, block, at + done)
         done += len(block)
     if new is None:
-        return TensorHash(read.hexdigest(), read.hexdigest())
-    written = _begun(new.dtype, tuple(new.shape))
-    for block in _blocks_of(new):
-        written.update(block)
-        _write_at(handle, block, at)
-        at += len(block)
-    return TensorHash(read.hexdigest(), written.hexdigest())
+        return {name: TensorHash(read.hexdigest(), read.hexdigest())}
+    hashes = {name: TensorHash(read.hexdigest(), None)}
+    for own, tensor in new.items():
+        written = _begun(tensor.dtype, tuple(tensor.shape))
+        for block in _blocks_of(tensor):
+            written.update(block)
+            _write_at(handle, block, at)
+            at += len(block)
+        hashes[own] = TensorHash(read.hexdigest() if own == name else None, written.hexdigest())
+    return hashes
 
 
 def _copy_in_kernel(source: int, start: int, handle: int, at: int, length: int) -> bool:
@@ -210,15 +221,16 @@ def _write_at(handle: int, content: bytes | bytearray | memoryview, at: int) -> 
         left, at = left[count:], at + count
 
 
-def _header_of(
-    shapes: Mapping[str, tuple[int, ...]], infos: Mapping[str, TensorInfo], metadata: dict[str, str] | None
-) -> bytes:
+def _header_of(written: Mapping[str, TensorInfo], metadata: dict[str, str] | None) -> bytes:
     record: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     at = 0
-    for name, shape in shapes.items():
-        dtype = infos[name].dtype
-        size = prod(shape) * dtype.itemsize
-        record[name] = {"dtype": _LABELS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+    for name, info in written.items():
+        size = prod(info.shape) * info.dtype.itemsize
+        record[name] = {
+            "dtype": _LABELS[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

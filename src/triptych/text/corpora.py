@@ -166,17 +166,19 @@ class ParallelCorpus:
     def split(self, share: float) -> tuple["ParallelCorpus", "ParallelCorpus"]:
         """Hold out this share of the pairs, 2,000 at most; the held-out ones come second.
 
-        Equal sources stay together. Which ones are held out depends on their texts and not on their order.
+        Equal sources stay together. Which ones are held out depends on their texts and not on their order;
+        a source with more pairs than are still wanted is not, unless all have more: then the rarest is.
         """
         times = Counter(self.source)
         if len(times) == 1:
             raise DataError(f"{self.name} has one source, nothing can be held out of it: give data.valid")
         left, held = min(max(round(share * len(self)), 1), _MOST_HELD_OUT), set[str]()
-        for source in sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]:
-            if left <= 0:
-                break
-            held.add(source)
-            left -= times[source]
+        order = sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]
+        for source in order:
+            if times[source] <= left:
+                held.add(source)
+                left -= times[source]
+        held = held or {min(order, key=lambda text: times[text])}
         parts = [[i for i, text in enumerate(self.source) if (text in held) == out] for out in (False, True)]
         train, valid = (
             replace(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
 from triptych.text.pretrained import PretrainedTokenizer
-from triptych.text.tokenizers import OutputRules, SentenceTokenizer
+from triptych.text.tokenizers import OutputRules, SentenceTokenizer, Tokenizer
 
 
 class Frame(NamedTuple):
@@ -14,7 +14,7 @@ class Frame(NamedTuple):
     after: tuple[int, ...]  # behind it
 
     @classmethod
-    def of(cls, tokenizer: PretrainedTokenizer) -> "Frame":
+    def of(cls, tokenizer: Tokenizer) -> "Frame":
         """What a tokenizer puts around every text."""
         (plain,) = tokenizer.encode(["a"])
         (framed,) = tokenizer.encode(["a"], add_special=True)

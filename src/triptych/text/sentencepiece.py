@@ -17,7 +17,7 @@ _OLDEST = (0, 2, 3)
 
 # Numbers of fields, types and kinds in github.com/google/sentencepiece, src/sentencepiece_model.proto.
 _PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
-_TYPE, _MODEL_TYPE, _BYTE_FALLBACK, _CHARSMAP = 3, 3, 35, 2
+_TYPE, _MODEL_TYPE, _CHARSMAP = 3, 3, 2
 _CONTROL, _USER_DEFINED = 3, 4
 _KINDS: dict[int, Literal["unigram", "bpe"]] = {1: "unigram", 2: "bpe"}
 
@@ -53,9 +53,6 @@ class SentencePieceModel:
     kind: Literal["unigram", "bpe"]  # how text is cut
     charsmap: bytes  # the rules of normalization, in SentencePiece's own format; empty for none
     unk_id: int  # stands for what no piece covers
-    bos_piece: str | None  # begins a text; None where the model has none
-    eos_piece: str | None  # ends a text; None where the model has none
-    byte_fallback: bool  # whether what no piece covers is spelled in bytes
 
 
 def read_model(model: bytes) -> SentencePieceModel:
@@ -70,21 +67,13 @@ def read_model(model: bytes) -> SentencePieceModel:
         raise ValueError("it cuts text into words or characters, not by unigram or bpe")
     ids = list(range(len(processor)))
     types = [_as_int(_fields(_as_bytes(piece)).get(_TYPE, [1])[-1]) for piece in fields.get(_PIECE, [])]
-    names = processor.id_to_piece(ids)
-
-    def piece_of(token: int) -> str | None:
-        return names[token] if token >= 0 else None
-
     return SentencePieceModel(
-        pieces=tuple(zip(names, processor.get_score(ids), strict=True)),
+        pieces=tuple(zip(processor.id_to_piece(ids), processor.get_score(ids), strict=True)),
         control=frozenset(token for token in ids if types[token] == _CONTROL),
         user_defined=frozenset(token for token in ids if types[token] == _USER_DEFINED),
         kind=kind,
         charsmap=_as_bytes(rules.get(_CHARSMAP, [b""])[-1]),
         unk_id=processor.unk_id(),
-        bos_piece=piece_of(processor.bos_id()),
-        eos_piece=piece_of(processor.eos_id()),
-        byte_fallback=bool(settings.get(_BYTE_FALLBACK, [0])[-1]),
     )
 
 

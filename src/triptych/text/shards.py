@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from triptych.errors import DataError
 from triptych.files import hold_folder, remove_leftovers, write_atomically, write_bytes, write_text
 from triptych.text.documents import LanguageCorpusSpec, TextPart, fingerprint, read_documents, require_text
+from triptych.text.framed import Frame
 from triptych.text.tokenizers import Tokenizer
 
 TOKENS_PER_SHARD = 1 << 24
@@ -157,7 +158,7 @@ def write_shards(
         records = _complete_shards(folder, dtype)
         num_done = records[-1].num_parts if records else 0
         parts = islice((TextPart(text) if isinstance(text, str) else text for text in texts), num_done, None)
-        begin, end = _surroundings(tokenizer)
+        frame = _frame(tokenizer)
         groups = _groups(parts)
         for group in groups:
             last = (
@@ -165,7 +166,7 @@ def write_shards(
                 if records
                 else ShardRecord(num_tokens=0, num_documents=0, num_bytes=0, num_parts=0, ends_document=True)
             )
-            shard = _Shard(tokenizer, begin, end, dtype, last)
+            shard = _Shard(tokenizer, frame, dtype, last)
             shard.write(folder, len(records), chain([group], groups), tokens_per_shard)
             records.append(shard.record)
         index = ShardIndex(dtype=dtype, vocab_size=tokenizer.vocab_size, shards=tuple(records))
@@ -192,10 +193,8 @@ def read_shards(folder: Path) -> TokenShards:
 class _Shard:
     """A shard while it is written."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, begin: list[int], end: list[int], dtype: str, before: ShardRecord
-    ) -> None:
-        self._tokenizer, self._begin, self._end, self._dtype = tokenizer, begin, end, dtype
+    def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord) -> None:
+        self._tokenizer, self._frame, self._dtype = tokenizer, frame, dtype
         self._starts: list[int] = []
         self._num_tokens = self._num_bytes = 0
         self._num_parts, self._is_between = before.num_parts, before.ends_document
@@ -231,9 +230,9 @@ class _Shard:
         for part, ids in zip(group, self._tokenizer.encode([part.text for part in group]), strict=True):
             if self._is_between:
                 self._starts.append(self._num_tokens)
-                ids = [*self._begin, *ids]
+                ids = [*self._frame.before, *ids]
             if part.ends_document:
-                ids = [*ids, *self._end]
+                ids = [*ids, *self._frame.after]
             sequences.append(np.array(ids, dtype=self._dtype))
             self._num_tokens += len(ids)
             self._num_bytes += len(part.text.encode())
@@ -257,14 +256,12 @@ def _groups(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
         yield group
 
 
-def _surroundings(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What stands at the beginning and the end of every document."""
-    (bare,), (whole,) = tokenizer.encode("a"), tokenizer.encode("a", add_special=True)
-    at = next(place for place in range(len(whole) + 1) if whole[place : place + len(bare)] == bare)
-    begin, end = whole[:at], whole[at + len(bare) :]
-    if not end and tokenizer.eos_id is not None:
-        end = [tokenizer.eos_id]
-    return begin, end
+def _frame(tokenizer: Tokenizer) -> Frame:
+    """What stands around every document."""
+    frame = Frame.of(tokenizer)
+    if not frame.after and tokenizer.eos_id is not None:
+        return frame._replace(after=(tokenizer.eos_id,))
+    return frame
 
 
 def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:

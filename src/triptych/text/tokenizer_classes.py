@@ -168,7 +168,8 @@ _CLASS_OF_TYPE = {
     **{"siglip2": "Siglip2Tokenizer", "whisper": "WhisperTokenizer", "xglm": "XGLMTokenizer"},
     **{"xlm-roberta": "XLMRobertaTokenizer", "xlnet": "XLNetTokenizer"},
     **dict.fromkeys(("hubert", "wav2vec2"), "Wav2Vec2CTCTokenizer"),
-    **dict.fromkeys(("ernie4_5", "glm", "glm4", "granite", "granitemoe", "granitemoeshared"), _WHOLE),
+    **dict.fromkeys(("ernie4_5", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite"), _WHOLE),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _WHOLE),
     **dict.fromkeys(("ministral", "ministral3", "mistral", "mistral3", "mixtral", "modernbert"), _WHOLE),
     **dict.fromkeys(("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE),
 }

@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
@@ -49,9 +49,11 @@ ONE_PROCESS = Layout()
 
 
 class Computing(ABC):
-    """The model of a run as it computes losses and gradients."""
+    """The model of a run as it computes losses and gradients; here every process has all of it."""
 
-    objective: Objective[Any, Any]  # what is learned; its model's parameters are what the optimizer changes
+    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
+        # What is learned; its model's parameters are what the optimizer changes.
+        self.objective, self._world = objective, world
 
     @property
     def model(self) -> OwnModel:
@@ -80,32 +82,44 @@ class Computing(ABC):
                 tokens += batch.num_target_tokens
         return loss, tokens
 
-    @abstractmethod
     def clip(self, limit: float) -> float:
         """Scale the gradients to at most this norm, over the whole model; returns the norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit)
+        return self._whole(norm).item()
 
-    @abstractmethod
     def set_mode(self, *, training: bool) -> None:
         """Training or evaluation."""
+        self.objective.model.train(training)
 
-    @abstractmethod
-    def follow(self) -> None:
+    def follow(self) -> None:  # noqa: B027 - nothing more to do where what computes is what is trained
         """After the optimizer has changed the parameters."""
 
-    @abstractmethod
-    def whole(self, *, on_host: bool = False) -> AbstractContextManager[Any]:
+    @contextmanager
+    def whole(self, *, on_host: bool = False) -> Iterator[Any]:
         """A context with the whole model, in evaluation mode or training mode as it is set.
 
         Every process must enter it. The first one gets the model, the others None.
         """
+        del on_host  # it is whole where it computes
+        yield self.objective.model if self._world.is_first else None
 
-    @abstractmethod
     def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on the CPU; in the first process only, the others get nothing. All must call it."""
+        found: dict[str, Tensor] = {}
+        for name, value in named.items():
+            whole = self._whole(value.detach())
+            if self._world.is_first:
+                found[name] = whole.cpu().contiguous()
+        return found
 
-    @abstractmethod
+    def _whole(self, value: Tensor) -> Tensor:
+        """A tensor of which every process has its part."""
+        return value
+
     def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """What this process keeps of a whole tensor with the layout of a parameter."""
+        del parameter
+        return whole
 
     def load(self, tensors: dict[str, Tensor], origin: str) -> None:
         """Copy whole tensors into the parameters; every process has them all."""
@@ -117,13 +131,12 @@ class OneProcess(Computing):
     """The whole model in one process, or its twin in bfloat16."""
 
     def __init__(self, objective: Objective[Any, Any], precision: str) -> None:
-        self.objective = objective
+        super().__init__(objective, World())
         self._twin = NarrowTwin(objective.model) if precision == "bf16" else None
 
     @property
     def model(self) -> OwnModel:
-        model: OwnModel = self.objective.model if self._twin is None else self._twin.model
-        return model
+        return super().model if self._twin is None else self._twin.model
 
     def begin_update(self, step: int) -> None:
         del step
@@ -139,30 +152,15 @@ class OneProcess(Computing):
     def judge(self, batch: TrainingBatch) -> Loss:
         return self.objective.loss(self.model, batch)
 
-    def clip(self, limit: float) -> float:
-        return torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit).item()
-
     def set_mode(self, *, training: bool) -> None:
-        self.objective.model.train(training)
+        super().set_mode(training=training)
         if self._twin is not None:
             self._twin.model.train(training)
-            self._twin.follow()
+        self.follow()
 
     def follow(self) -> None:
         if self._twin is not None:
             self._twin.follow()
-
-    @contextmanager
-    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel]:
-        del on_host  # it is whole where it computes
-        yield self.objective.model
-
-    def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.detach().cpu().contiguous() for name, value in named.items()}
-
-    def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        del parameter
-        return whole
 
 
 class LossOfBatch(nn.Module):

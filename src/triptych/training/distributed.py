@@ -7,7 +7,7 @@ is one, too (pytorch #162338), so no average is ever asked for.
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -74,18 +74,13 @@ class _Spread(Computing):
     """What copies and shards have in common."""
 
     def __init__(self, objective: Objective[Any, Any], world: World) -> None:
-        self.objective, self._world = objective, world
+        super().__init__(objective, world)
         self._seed = torch.initial_seed()
 
     def begin_update(self, step: int) -> None:
         # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
         drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]))
-
-    def set_mode(self, *, training: bool) -> None:
-        self.objective.model.train(training)
-
-    def follow(self) -> None: ...
 
 
 @final
@@ -111,22 +106,6 @@ class Copies(_Spread):
 
     def judge(self, batch: TrainingBatch) -> Loss:
         return Loss(*self._loss(batch, None))
-
-    def clip(self, limit: float) -> float:
-        return torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit).item()
-
-    @contextmanager
-    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
-        del on_host  # it is whole where it computes
-        yield self.objective.model if self._world.is_first else None
-
-    def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not self._world.is_first:
-            return {}
-        return {name: value.detach().cpu().contiguous() for name, value in named.items()}
-
-    def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        return whole
 
 
 @final
@@ -188,10 +167,6 @@ class Shards(_Spread):
             part.reshard()
         return found
 
-    def clip(self, limit: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-
     @contextmanager
     def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
         model, device = self.objective.model, "cpu" if on_host else self._mesh.device_type
@@ -210,15 +185,8 @@ class Shards(_Spread):
                 setattr(module, name, buffer.to(device))
         yield whole.train(model.training)
 
-    def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, value in named.items():
-            whole = value.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
-            if self._world.is_first:
-                found[name] = whole.cpu().contiguous()
-        return found
+    def _whole(self, value: Tensor) -> Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor), "every parameter is in a group"

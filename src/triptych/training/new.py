@@ -68,7 +68,8 @@ def new_recipe(
         The recipe, as it is read from the file.
 
     Raises:
-        UsageError: no text is given, or several; the file is there; or a text cannot be read.
+        UsageError: no text is given, or several; the file is there, or its folder is not; or a text cannot
+                be read.
         DataError: the text is empty, or the two files have different numbers of lines.
     """
     path, pair = Path(path), None if source is None and target is None else (source, target)
@@ -76,6 +77,8 @@ def new_recipe(
         raise UsageError(f"{path}: the name of a recipe ends in .toml")
     if path.exists() and not force:
         raise UsageError(f"{path} is there: choose another name, or add --force to replace it")
+    if not path.parent.is_dir():
+        raise UsageError(f"the folder of {path} does not exist: make it first")
     if [pair, tsv, text].count(None) != 2 or (pair is not None and None in pair):
         raise UsageError(
             "give --source and --target, or --tsv with both sides, or --text for a language model"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -30,6 +31,7 @@ _ERROR_KEY = "error"
 _SECONDS_FOR_MESSAGE = 3.0
 _ALL_DAY = timedelta(days=30)
 _MINUTES_OF_A_WEEK = 7 * 24 * 60.0
+_JOINS = count()  # of this process; all processes join in the same order
 
 
 @dataclass(frozen=True)
@@ -281,8 +283,8 @@ def _join(on_gpu: bool, timeout_minutes: float) -> Store:
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        # Processes that were started anew must not find the addresses of those before them.
-        store = PrefixStore(f"attempt-{num_restarts()}", store)
+        # Processes that were started anew, or join again, must not find the addresses of those before them.
+        store = PrefixStore(f"attempt-{num_restarts()}-{next(_JOINS)}", store)
         joined = PrefixStore("triptych-group", store)
         dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:

@@ -34,7 +34,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
     tokenizers = None if folder is None else TokenizerPair.load(folder)
     if tokenizers is not None and folder is not None:
         check_tokenizers(tokenizers, recipe, folder)
-    train_text, valid_text = _read_texts(recipe, base, display)
+    train_text, valid_text = read_corpora(recipe, base, display)
     if tokenizers is not None:
         return _prepared(
             recipe, tokenizers, _encode(recipe, base, tokenizers, train_text, valid_text, display), base
@@ -88,7 +88,7 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: 
     )
 
 
-def _read_texts(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
+def read_corpora(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
     data = recipe.data
 
     def read(part: str, spec: CorpusSpec) -> ParallelCorpus:

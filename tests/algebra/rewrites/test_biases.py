@@ -9,9 +9,9 @@ import torch
 
 from heads import (
     LENGTH,
-    Untouched,
+    NAMES,
     assert_same_function,
-    make_layer,
+    make,
     output_of,
     random_input,
     storages,
@@ -20,28 +20,18 @@ from heads import (
 from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadGate, HeadNorm
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention.projections import PARAMETERISATIONS
+from triptych.algebra.weights import Link
 
-KINDS = ("self", "causal", "cross")
-NAMES = tuple(PARAMETERISATIONS)
 WITHOUT_KEY_MAP = ("bilinear", "direct")
-
-
-def make(name: str, kind: Any = "self", *, biased: bool = True) -> AttentionWeights:
-    return make_layer(name, biased=biased).weights(kind)
 
 
 # Keys.
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_no_output_depends_on_the_key_bias(name: str, kind: str) -> None:
-    weights = make(name, kind)
-    with Untouched(weights):
-        result, record = drop_key_bias(weights)
-    assert_same_function(weights, result)
+def test_the_key_bias_goes(name: str) -> None:
+    weights = make(name)
+    result, record = drop_key_bias(weights)
     assert result.head_bias("k") is None
     assert (result is weights) == (name in WITHOUT_KEY_MAP)
     assert len(set(storages(result))) == len(list(result.links()))
@@ -138,16 +128,10 @@ def test_a_key_bias_after_a_norm_is_dropped() -> None:
 # Values.
 
 
-@pytest.mark.parametrize("output_biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_value_bias_is_one_of_the_output(name: str, kind: str, output_biased: bool) -> None:
-    weights = make(name, kind)
-    if not output_biased:
-        weights = replace(weights, o_bias=None)
-    with Untouched(weights):
-        result, _ = fold_value_bias(weights)
-    assert_same_function(weights, result)
+def test_the_value_bias_goes(name: str) -> None:
+    weights = make(name)
+    result = fold_value_bias(weights).weights
     assert result.head_bias("v") is None
     assert (result is weights) == (name in ("direct", "identity_value", "identity_ov"))
     assert len(set(storages(result))) == len(list(result.links()))

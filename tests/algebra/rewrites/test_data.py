@@ -1,7 +1,7 @@
 """Ranks by what a text does: the least error on it, as much as said, in every gauge."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from heads import D_MODEL, NUM_HEADS, Untouched, assert_same_function, make_layer, with_semantics
+from heads import (
+    D_MODEL,
+    NUM_HEADS,
+    Form,
+    Untouched,
+    assert_same_function,
+    make,
+    with_semantics,
+)
 from triptych.algebra.function import attend, channels, of_heads, probabilities
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
@@ -20,11 +28,6 @@ from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import AttentionWeights, Link
 
 NAMES = ("factored", "grouped", "stacked", "latent", "bilinear", "shared", "collaborative", "direct")
-Form = Literal["qk", "ov"]
-
-
-def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) -> AttentionWeights:
-    return make_layer(name, biased=biased, **options).weights(kind)
 
 
 def some_text(tokens: int = 40) -> Tensor:

@@ -25,8 +25,8 @@ from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.folding import expand, factor, fold
 from triptych.algebra.rewrites.gauge import gauge_fix
 from triptych.algebra.rewrites.heads import permute_heads, repeat_kv_heads
+from triptych.algebra.rewrites.latent import to_latent
 from triptych.algebra.rewrites.norm_folding import fold_norm
-from triptych.algebra.rewrites.rank import to_latent
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import (

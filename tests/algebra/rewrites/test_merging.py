@@ -6,17 +6,20 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from heads import (
     D_MODEL,
+    KINDS,
     LENGTH,
     MEMORY_LENGTH,
+    NAMES,
     NUM_HEADS,
     Untouched,
+    assert_layers_agree,
     assert_same_function,
-    make_layer,
+    dense,
+    make,
     output_of,
     random_input,
     turned_by,
@@ -30,36 +33,6 @@ from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link, Side
 from triptych.attention import MultiHeadAttention
-from triptych.attention.projections import PARAMETERISATIONS
-
-NAMES = tuple(PARAMETERISATIONS)
-KINDS = ("self", "causal", "cross")
-Array = NDArray[np.float64]
-Form = Literal["qk", "ov"]
-
-
-def make(name: str, kind: Any = "self", *, biased: bool = True, **options: int) -> AttentionWeights:
-    return make_layer(name, biased=biased, **options).weights(kind)
-
-
-def outputs(layer: MultiHeadAttention, kind: str, x: Tensor, memory: Tensor) -> Tensor:
-    if kind == "cross":
-        return layer(x, memory=memory).output.detach()
-    return layer(x, causal=kind == "causal").output.detach()
-
-
-def assert_layers_agree(before: AttentionWeights, after: AttentionWeights) -> None:
-    """Real layers made of both give the same output."""
-    x, memory = random_input(LENGTH), random_input(MEMORY_LENGTH)
-    one, two = (
-        outputs(MultiHeadAttention.from_weights(w), before.semantics.kind, x, memory) for w in (before, after)
-    )
-    torch.testing.assert_close(two, one, rtol=1e-10, atol=1e-10 * float(one.abs().max()))
-
-
-def dense(weights: AttentionWeights, form: Form) -> Array:
-    left, right = (weights.W_Q, weights.W_K.mT) if form == "qk" else (weights.W_V, weights.W_O)
-    return np.stack([a @ b for a, b in zip(left.numpy(), right.numpy(), strict=True)])
 
 
 def served(copies: int) -> int:

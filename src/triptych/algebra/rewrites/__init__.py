@@ -22,6 +22,7 @@ from triptych.algebra.rewrites.heads import (
     permute_heads,
     repeat_kv_heads,
 )
+from triptych.algebra.rewrites.latent import ToLatent, to_latent
 from triptych.algebra.rewrites.merging import MergeKVHeads, merge_kv_heads
 from triptych.algebra.rewrites.norm_folding import (
     FoldNorm,
@@ -31,7 +32,7 @@ from triptych.algebra.rewrites.norm_folding import (
     require_readers_foldable,
 )
 from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
-from triptych.algebra.rewrites.rank import ToLatent, to_latent, truncate
+from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite

@@ -168,18 +168,21 @@ class Move(NamedTuple):
 
 def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
     """How far a form of every head moves from one writing to another."""
+    before, after = before.behind_norms(), after.behind_norms()
     one, other = (before.qk, after.qk) if form == "qk" else (before.ov, after.ov)
     return Move(one.difference_norm(other), (bias_row(before, form) - bias_row(after, form)).norm(dim=-1))
 
 
 def size(weights: AttentionWeights, form: Form) -> Move:
     """The norms of a form of every head and of its bias row: how far it is from nothing."""
+    weights = weights.behind_norms()
     whole = weights.qk if form == "qk" else weights.ov
     return Move(whole.norm(), bias_row(weights, form).norm(dim=-1))
 
 
 def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads d"]:
     """What the bias of queries is to a key, `b_Q W_Kᵀ`, or that of values to the output, `b_V W_O`."""
+    weights = weights.behind_norms()
     bias = weights.head_bias("q" if form == "qk" else "v")
     reader = weights.W_K.mT if form == "qk" else weights.W_O
     if bias is None:

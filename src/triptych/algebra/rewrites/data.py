@@ -108,6 +108,7 @@ def measure_energies(
     if moments is not None:
         require_moments_of(name, weights, moments, [form])
         return _basis(wide, moments, form, _centred(name, weights, form, centred), prior).S.square()
+    wide = wide.behind_norms()
     k, v = wide.multiplied("k"), wide.multiplied("v")
     if form == "ov":
         return joint_basis(_own(wide.W_O.mT, v.copies), v.weight[:, None], "common").S.square()
@@ -160,7 +161,7 @@ def _grams(weights: AttentionWeights, moments: Moments, form: Form, centred: boo
     def blended(
         gram: Tensor, side: Side, square: float, copies: int, constant: bool
     ) -> Float[Tensor, "copies r r"]:
-        link = weights.multiplied(side).of_heads(copies)
+        link = weights.behind_norms().multiplied(side).of_heads(copies)
         of_any_input = square * link.weight.mT @ link.weight
         if constant and link.bias is not None:
             of_any_input = of_any_input + link.bias[:, :, None] * link.bias[:, None, :]

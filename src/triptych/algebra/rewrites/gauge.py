@@ -26,7 +26,7 @@ from triptych.algebra.rewrites.channels import (
     times,
     with_learned_maps,
 )
-from triptych.algebra.rewrites.legality import CHANNELS_FREE, require_nothing_between
+from triptych.algebra.rewrites.legality import CHANNELS_FREE, require_last_map
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
 from triptych.algebra.weights import AttentionWeights
@@ -89,7 +89,7 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
             ]
             raise RewriteRefusedError("gauge_fix", f"{form}: {reason}", ", or ".join(advice))
         for side in SIDES_OF[form]:
-            require_nothing_between("gauge_fix", side, weights.chain(side)[:-1])
+            require_last_map("gauge_fix", side, weights.chain(side))
     notes: list[str] = []
     result = in_working_precision(weights)
     if forms:
@@ -125,7 +125,8 @@ def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
 
 
 def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    q, k = weights.multiplied("q").of_heads(weights.num_heads), weights.multiplied("k")
+    behind = weights.behind_norms()
+    q, k = behind.multiplied("q").of_heads(weights.num_heads), behind.multiplied("k")
     own, b_Q = q.weight.reshape(k.copies, -1, q.d_out), q.bias
     basis = joint_basis(own[:, None], k.weight[:, None], "own")
     to_q, to_k = _completed(
@@ -139,7 +140,7 @@ def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
 
 
 def _fix_ov(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    v, W_O = weights.multiplied("v"), weights.W_O
+    v, W_O = weights.behind_norms().multiplied("v"), weights.W_O
     own = W_O.mT.reshape(v.copies, -1, v.d_out)
     basis = joint_basis(own[:, None], v.weight[:, None], "common")
     to_o, to_v = _completed(basis, own, None, v.weight, v.bias)

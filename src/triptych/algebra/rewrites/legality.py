@@ -52,6 +52,18 @@ _TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
     "of_patches": lambda weights: (
         (rotary := weights.semantics.rotary) is not None and rotary.places is not None
     ),
+    "window": lambda weights: weights.semantics.window is not None or weights.semantics.chunk is not None,
+    "temperature": lambda weights: weights.semantics.temperature is not None,
+    "compared": lambda weights: weights.semantics.scores is not None,
+    "both_ways": lambda weights: weights.semantics.kind != "causal",
+    "growing": lambda weights: (
+        (rotary := weights.semantics.rotary) is not None
+        and rotary.long is not None
+        and (rotary.long.grows or rotary.long.times != 1)
+    ),
+    "biased": lambda weights: (
+        weights.o_bias is not None or any(link.bias is not None for link in weights.links())
+    ),
     "no_output_bias": lambda weights: "o" not in weights.bias_slots,
 }
 # Queries, keys and values must stay the numbers that they are.
@@ -127,6 +139,30 @@ ONE_LATENT = Need(
     },
     ("no rotary positions",),
 )
+# Keys and values may be made as in DeepSeek's layers, and nothing else is done that these do not do.
+_DEEPSEEK_HAS_NO = "DeepSeek's layers have no "
+DECOUPLED = Need(
+    {
+        "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
+        "qk_norm": _DEEPSEEK_HAS_NO + "norm of queries and keys (QK-norm)",
+        "of_patches": _DEEPSEEK_HAS_NO + "positions of patches",
+        "growing": _DEEPSEEK_HAS_NO
+        + "rotation that changes with the length of the text and repeats its pairs",
+        "biased": "maps have biases, and the format has no place for one of the queries",
+        "clip": _CLIPPED,
+        "soft_cap": _DEEPSEEK_HAS_NO + "soft cap",
+        "sinks": _DEEPSEEK_HAS_NO + "sinks",
+        "gate": _DEEPSEEK_HAS_NO + "gates",
+        "window": _DEEPSEEK_HAS_NO + "window of keys",
+        "temperature": _DEEPSEEK_HAS_NO + "temperature that grows with the position",
+        "compared": _DEEPSEEK_HAS_NO + "scores but products",
+        "both_ways": _DEEPSEEK_HAS_NO + "attention to later tokens or to another text",
+    },
+    (
+        "rotary positions that are the same for texts of every length",
+        "no biases, QK-norm, soft cap, sinks, gates or windows",
+    ),
+)
 # Rotary pairs are what meets in the scores.
 ROTARY_PAIRS_MEET = Need(
     {
@@ -199,6 +235,12 @@ def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "
     for place, link in enumerate(chain, start=1):
         if link.norm is not None:
             raise RewriteRefusedError(name, f"a norm stands after map {place} of {side}", advice)
+
+
+def require_last_map(name: str, side: Side, chain: Chain) -> None:
+    """Refuse to change the channels of a side where a norm stands and no learned map is behind it."""
+    if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
+        require_nothing_between(name, side, chain[:-1])
 
 
 def share_a_map(one: Chain, other: Chain) -> bool:

@@ -24,7 +24,10 @@ _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 @final
 class FoldNorm(LayerRewrite):
-    """Fold the norm's weight and bias into the maps that read it, those of a parallel MLP included."""
+    """Fold the norm's weight and bias into the maps that read it, those of a parallel MLP included.
+
+    The weights of norms of latents go into the maps from the latents to the heads.
+    """
 
     name = _NAME
     tier = "rounding-exact"
@@ -56,7 +59,8 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
     Every map that reads the norm takes it: those to queries, keys and values of self-attention;
     those to queries only in cross-attention, where keys and values take the memory's norm. Where the
     input itself is the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the
-    `q · β` left over is the same for a whole row of scores.
+    `q · β` left over is the same for a whole row of scores. The gain of a norm between two maps goes into the
+    second.
     """
     cross = weights.semantics.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm
@@ -78,7 +82,9 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
         for name, norm in gone.items()
         if norm is not None
     ]
-    result = with_chains(source, chains)
+    result = _with_inner_gains_folded(with_chains(source, chains))
+    if result.q is not chains.get("q", source.q) or result.v is not chains.get("v", source.v):
+        notes.append("the maps that read a latent took up the gain of its norm")
     gate = weights.semantics.gate
     if gate is not None and weights.norm is not None:
         norm = _as_map(weights.norm)
@@ -114,6 +120,28 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
             links[chain[0], norm] = _as_map(norm).then(chain[0])
         found[side] = chains.setdefault((chain, norm), (links[chain[0], norm], *chain[1:]))
     return found
+
+
+def _has_inner_gain(chain: Chain) -> bool:
+    return any(link.gain is not None for link in chain[:-1])
+
+
+def _with_inner_gains_folded(weights: AttentionWeights) -> AttentionWeights:
+    """The gains of norms between maps in the maps behind them; what was shared is shared still."""
+    chains: dict[Chain, Chain] = {}
+    bare: dict[Link, Link] = {}
+    for chain in filter(_has_inner_gain, map(weights.chain, INPUT_SIDES)):
+        links = [*chain]
+        for place, link in enumerate(chain[:-1]):
+            if link.norm is not None and (gain := link.gain) is not None:
+                links[place + 1] = Link(gain[None]).then(links[place + 1])
+                links[place] = bare.setdefault(
+                    link, replace(links[place], norm=replace(link.norm, weight=None))
+                )
+        chains.setdefault(chain, tuple(links))
+    return with_chains(
+        weights, {side: chains.get(weights.chain(side), weights.chain(side)) for side in INPUT_SIDES}
+    )
 
 
 def require_readers_foldable(
@@ -153,7 +181,7 @@ def _require_foldable(
 ) -> tuple[str, ...]:
     """What was looked at, if every reader of the norms can take them up."""
     _require_before(_NAME, weights.norm_place)
-    if not any(read.values()):
+    if not any(read.values()) and not any(_has_inner_gain(weights.chain(side)) for side in INPUT_SIDES):
         raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")
     if weights.other_norm_readers and (others is None or others.refused):
         reason = f"the norm is also read by {weights.other_norm_readers}, which "

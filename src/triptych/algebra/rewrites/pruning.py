@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.channels import SIDES_OF, Move, in_working_precision
+from triptych.algebra.rewrites.channels import Move, in_working_precision
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.heads import (
     OWN_NUMBERS,
@@ -120,8 +120,7 @@ def prune_heads(
     if not heads:
         return unchanged("prune_heads", weights, "no head was named")
     (HEADS_ALIKE_BUT_DISTANCES if distances_follow else HEADS_ALIKE).require("prune_heads", weights)
-    for side in SIDES_OF["ov"]:
-        require_nothing_between("prune_heads", side, weights.chain(side)[:-1])
+    require_nothing_between("prune_heads", "o", weights.o[:-1])
     lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
     active = bool(lost.whole.gt(0).any())
     if active and not bounded:
@@ -214,7 +213,7 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
 
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides."""
-    weights = in_working_precision(weights)
+    weights = in_working_precision(weights.behind_norms())
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)
     if weights.semantics.clip is not None:

@@ -14,10 +14,10 @@ from triptych.algebra.rewrites.biases import DropKeyBias, FoldValueBias
 from triptych.algebra.rewrites.folding import Expand, Factor, Fold
 from triptych.algebra.rewrites.gauge import GaugeFix
 from triptych.algebra.rewrites.heads import PermuteHeads, RepeatKVHeads, SortHeads
+from triptych.algebra.rewrites.latent import ToLatent
 from triptych.algebra.rewrites.merging import MergeKVHeads
 from triptych.algebra.rewrites.norm_folding import FoldNorm, FoldOtherNorms
 from triptych.algebra.rewrites.pruning import PruneHeads
-from triptych.algebra.rewrites.rank import ToLatent
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.algebra.rewrites.truncation import Truncate
 from triptych.errors import UsageError

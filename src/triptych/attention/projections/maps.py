@@ -175,17 +175,11 @@ class PerHead(HeadMap):
 @final
 @dataclass(frozen=True)
 class Mixing(HeadMap):
-    """Weights of each head for the channels of one stream, diag(m_i), stored as `[num_heads, width]`.
+    """Weights of each head for the channels of one stream, diag(m_i), stored as `[num_heads, width]`."""
 
-    Attributes:
-        num_heads: how many there are.
-        width: of the stream.
-        variance: of the numbers drawn. They differ from the start, so that the heads do.
-    """
-
-    num_heads: int
-    width: int
-    variance: float
+    num_heads: int  # how many there are
+    width: int  # of the stream
+    variance: float  # of the numbers drawn. They differ from the start, so that the heads do.
 
     def make(self) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.num_heads, self.width))
@@ -228,15 +222,10 @@ class ConstantFactor(_Fixed):
 @final
 @dataclass(frozen=True)
 class Slices(_Fixed):
-    """Head i takes the i-th slice of the stream.
+    """Head i takes the i-th slice of the stream."""
 
-    Attributes:
-        num_heads: how many there are.
-        width: of each slice.
-    """
-
-    num_heads: int
-    width: int
+    num_heads: int  # how many there are
+    width: int  # of each slice
 
     def apply(self, held: Held, x: Tensor) -> Tensor:
         return split_heads(x[:, 0], self.num_heads)
@@ -268,17 +257,11 @@ class Beside(nn.Module):
 @final
 @dataclass(frozen=True)
 class Joined(HeadMap):
-    """W^O = I: head i writes the i-th slice of the output.
+    """W^O = I: head i writes the i-th slice of the output."""
 
-    Attributes:
-        num_heads: how many there are.
-        width: of each slice.
-        bias: whether the output has one. It belongs to all heads together and is not part of the link.
-    """
-
-    num_heads: int
-    width: int
-    bias: bool
+    num_heads: int  # how many there are
+    width: int  # of each slice
+    bias: bool  # whether the output has one. It belongs to all heads together and is not part of the link.
 
     def make(self) -> Beside:
         return Beside(self.num_heads * self.width, self.bias)

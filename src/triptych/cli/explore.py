@@ -1,0 +1,67 @@
+"""`triptych explore`."""
+
+import re
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlencode
+
+import triptych
+from triptych.cli.failures import say
+from triptych.cli.outputs import Output, require_free
+from triptych.cli.signatures import Options
+from triptych.cli.terminal import Terminal, progress_bar
+from triptych.errors import UsageError
+from triptych.face import load
+from triptych.reports import is_page
+from triptych.serving.recording import write_page
+
+
+def explore(
+    model: str,
+    *,
+    text: str | None = None,
+    port: int = 8000,
+    over: Path | None = None,
+    no_open: bool = False,
+    html: Path | None = None,
+    force: bool = False,
+    opening: Annotated[Options, "Model", load, "device dtype languages offline"],
+) -> None:
+    """See one computation of attention on a page, and change it.
+
+    Translate or continue a text, choose a head, and follow one row of its attention from q and k to the next
+    token's probabilities. Switches say what if W_Q = W_K, a head is off, or W_QK has rank r. The page is
+    computed on this machine and reached from nowhere else; its address keeps what is shown.
+
+    Options:
+        text: The text to begin with.
+        port: Port of 127.0.0.1 to listen at.
+        over: Measure what heads do over this file, for the gallery. Default: over the text on the page.
+        no_open: Print the address and open no browser.
+        html: Write the page of --text to this file, with recorded answers, and serve nothing.
+        force: Replace an existing file, even if triptych did not write it.
+
+    Examples:
+        triptych explore gpt2
+        triptych explore gpt2 --text "The king said that" --html king.html
+    """
+    if html is not None:
+        if text is None:
+            raise UsageError("--html writes the page of one text: give --text")
+        require_free([Output(html, is_page)], [Path(model)] if Path(model).exists() else [], force=force)
+        with progress_bar("{task.description}", "recording", of_bytes=False) as tell:
+            write_page(load(model, **opening), text, html, tell)
+        Terminal(soft_wrap=True).print(f"written: {html}")
+        return
+    address = f"http://127.0.0.1:{port}/" + ("" if text is None else f"#&{urlencode({'text': text})}")
+
+    def ready() -> None:
+        say(f"exploring {model} at {address} (Ctrl-C ends it)")
+        if not no_open:
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._")[:64] or "model"
+    opened = {name: load(model, **opening)}
+    triptych.serve(opened, port=port, shutdown_timeout=1, over=over, page_only=True, ready=ready)

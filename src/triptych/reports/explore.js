@@ -1,0 +1,412 @@
+// The page at `/`: what the model writes, where its heads look, one row step by step, and what changes change.
+const recorded = JSON.parse(byId("answers").textContent);
+const TEXTS = { translate: "A man in a blue shirt is standing on a ladder.", generate: "The king said that the queen was tired, and the king" };
+
+// What a question to the server gives; in a file, what was recorded when it was made.
+async function ask(name, fields) {
+  if (recorded) {
+    const found = recorded[`${name} ${JSON.stringify(fields)}`];
+    if (found) return found;
+    const refused = fields.changes?.map((call) => recorded[`why ${call}`]).find(Boolean);
+    throw new Error(refused ?? "This file has no answer to that: triptych explore MODEL computes it.");
+  }
+  const key = byId("key").value;
+  const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const answer = await fetch(`/v1/explore/${name}`, { method: "POST", headers, body: JSON.stringify(fields) });
+  const found = await answer.json();
+  if (answer.status === 401 || answer.status === 403) byId("key-form").hidden = false;
+  if (!answer.ok) throw new Error(found.error?.message ?? String(found.error));
+  return found;
+}
+
+class Explorer {
+  constructor() {
+    this.row = new Row();
+    this.turn = 0;
+    this.changes = [];
+    this.text = this.target = "";
+    this.viewer = null;
+    this.listen();
+    this.start();
+  }
+
+  get model() { return this.models.find(({ name }) => name === byId("model").value); }
+  get isTranslator() { return this.model.can.includes("translate"); }
+  get asked() { return { model: this.model.name, text: this.text, target: this.target, changes: this.changes }; }
+  // The layer and the head that are looked at; of the mean of heads none
+  get place() {
+    const { kind, layer, at } = this.viewer;
+    const name = this.model.layers[0].name.includes(".") ? `${kind.kind}.${layer.number}` : String(layer.number);
+    return { layer: name, head: at.head === MEAN ? null : layer.heads[at.head].number };
+  }
+  // A layer that runs several times has a number for each time, and one name.
+  layer(named) { return this.model.layers.find(({ name }) => name === named) ?? this.model.layers[0]; }
+  get query() {
+    const { viewer } = this;
+    const last = viewer.kind.queries.length - 1;
+    if (viewer.pinned && viewer.side === "query" && viewer.focus !== null) return Math.min(viewer.focus, last);
+    return viewer.kind.kind === "cross" ? Math.min(1, last) : last;
+  }
+
+  async start() {
+    await this.tell(async () => {
+      this.models = (await ask("models", {})).models;
+      byId("key-form").hidden = true;
+      byId("model").replaceChildren(...this.models.map(({ name }) => make("option", { value: name }, name)));
+      byId("model-choice").hidden = this.models.length < 2;
+      this.fromHash();
+      await (this.target ? this.look(this.turn) : this.write());
+    });
+  }
+
+  // An error is said, and the time of an answer.
+  async tell(work) {
+    const began = performance.now();
+    byId("problem").hidden = true;
+    byId("problem").textContent = "";
+    byId("busy").textContent = "computing …";
+    try {
+      await work();
+      byId("busy").textContent = `answered in ${Math.round(performance.now() - began)} ms`;
+      return true;
+    } catch (error) {
+      byId("busy").textContent = "";
+      byId("problem").hidden = false;
+      byId("problem").textContent = error.message;
+      return false;
+    }
+  }
+
+  fromHash() {
+    const rest = new URLSearchParams(location.hash.replace(/^[^&]*&?/, ""));
+    const named = this.models.find(({ name }) => name === rest.get("model"));
+    byId("model").value = (named ?? this.models[0]).name;
+    this.text = rest.get("text") || (recorded?.text ?? TEXTS[this.isTranslator ? "translate" : "generate"]);
+    this.target = rest.get("target") ?? "";
+    this.changes = rest.getAll("if");
+    byId("text").value = this.text;
+    this.showModel();
+  }
+  remember() {
+    const rest = new URLSearchParams();
+    if (this.models.length > 1) rest.set("model", this.model.name);
+    rest.set("text", this.text);
+    if (this.target) rest.set("target", this.target);
+    for (const change of this.changes) rest.append("if", change);
+    const first = location.hash.match(/^#([^&]*)/)?.[1] ?? "";
+    history.replaceState(null, "", `#${first}&${rest}`);
+    if (this.viewer) this.viewer.part("anchor").href = location.hash;
+  }
+
+  showModel() {
+    const { layers } = this.model;
+    const [first] = layers;
+    byId("about").textContent = `${layers.length} attention layers × ${first.heads} heads, d_model ${first.d_model}, d_k ${first.d_k}${first.between.length ? `; ${first.between.join(", ")}` : ""}`;
+    byId("text-name").textContent = this.isTranslator ? "Text to translate" : this.model.can.includes("generate") ? "Text to continue" : "Text to read";
+    byId("write").textContent = this.isTranslator ? "Translate" : this.model.can.includes("generate") ? "Continue" : "Read";
+    byId("count-choice").hidden = !this.model.can.includes("generate");
+  }
+
+  written(changes) { return ask("write", { model: this.model.name, text: this.text, changes, count: Number(byId("count").value) }); }
+
+  // Translate or continue the text, then look at it.
+  async write() {
+    const turn = ++this.turn;
+    const found = await this.written([]);
+    if (turn !== this.turn) return;
+    this.candidates = found.candidates;
+    this.target = found.candidates[0]?.text ?? "";
+    try {
+      await this.look(turn);
+    } catch (error) {
+      if (this.isTranslator || !this.target) throw error;
+      this.target = ""; // read again, the continuation may be too long
+      await this.look(turn);
+    }
+  }
+
+  // Read the text with the changes.
+  async look(turn) {
+    const data = await ask("view", this.asked);
+    if (turn !== this.turn) return;
+    await this.draw(data);
+    this.showOutput();
+    await this.showRow(turn);
+    this.later(turn);
+  }
+
+  async draw(data) {
+    const root = document.querySelector("section.attention");
+    this.isDrawing = true;
+    if (this.viewer) await this.viewer.replace(data);
+    else {
+      this.viewer = root.viewer = new Viewer(root, data);
+      this.viewer.part("all").before(byId("row-name"), byId("row")); // below the matrix that it is a row of
+      await this.viewer.ready;
+      root.addEventListener("chosen", () => this.choose());
+    }
+    this.isDrawing = false;
+  }
+
+  // What takes longer: the text after a change, what heads do, the forms.
+  async later(turn, isChanged = false) {
+    try {
+      if (isChanged) {
+        const data = await ask("view", this.asked);
+        if (turn !== this.turn) return;
+        await this.draw(data);
+      }
+      await this.showAfter(turn);
+      if (byId("forms").open) await this.showForms(turn);
+      if (recorded && this.changes.length) return;
+      const data = await ask("gallery", this.asked);
+      if (turn !== this.turn) return;
+      await this.draw(data);
+    } catch { /* the page goes without */ } finally {
+      document.body.dataset.settled = turn;
+    }
+  }
+
+  // Another head or token
+  choose() {
+    const chosen = JSON.stringify([this.place, this.query]);
+    if (this.isDrawing || chosen === this.chosen) return;
+    this.tell(async () => {
+      await this.showRow(this.turn);
+      if (byId("forms").open) await this.showForms(this.turn);
+    });
+  }
+
+  async showRow(turn) {
+    this.chosen = JSON.stringify([this.place, this.query]);
+    const { chosen } = this;
+    this.drawSwitches();
+    const { layer, head } = this.place;
+    const about = this.layer(layer);
+    const record = await ask("row", { ...this.asked, layer, head: head ?? 0, query: this.query });
+    if (turn !== this.turn || chosen !== this.chosen) return;
+    this.remember();
+    this.row.show(record, about);
+    if (head === null) byId("row-name").textContent += " (the matrix shows the mean of the heads)";
+    this.showEffect(record.next);
+    document.body.dataset.row = `${record.head} ${record.query} ${this.changes.join(" ")}`;
+  }
+
+  // The output: its words, what each came from, and the other candidates
+  showOutput() {
+    const { viewer } = this;
+    const own = this.candidates?.find(({ text }) => text === this.target);
+    const first = this.isTranslator ? 0 : viewer.kind.generated_query;
+    byId("output").replaceChildren();
+    byId("from").textContent = "";
+    if (this.target && first !== null) {
+      const tokens = viewer.data.texts[0].kinds.at(-1).queries.slice(first, own && first + own.tokens.length);
+      byId("output").append(...tokens.map((token, i) => make("span", { "data-query": first + i, tabindex: i ? "-1" : "0", "data-at": `0 ${i}` }, token)));
+      byId("from").textContent = "Point at a word, or go through them with the arrow keys, to see what it came from.";
+    }
+    const others = (this.candidates ?? []).map(({ text, score }, i) => make("li", {},
+      make("button", { type: "button", "data-candidate": i, "aria-pressed": String(text === own?.text) }, text || "∅"), ` score ${digits(score)}`));
+    byId("alternatives").replaceChildren(...others);
+  }
+  // A word of the output: where the chosen head looks when it is written
+  showFrom(query) {
+    const { viewer } = this;
+    const isOfOutput = !this.isTranslator || viewer.kind.kind !== "encoder";
+    if (!isOfOutput || !viewer.map) return;
+    // A language model writes a token at the one before it.
+    const at = this.isTranslator ? query : query - 1;
+    if (!viewer.pinned) viewer.point("query", at);
+    const { queries, keys } = viewer.kind;
+    const token = (this.isTranslator ? viewer.data.texts[0].kinds.at(-1).queries : queries)[query];
+    const largest = [...viewer.map.row(at)].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([key, weight]) => `${shortly(keys[key])} ${shown(weight)}`);
+    byId("from").textContent = `“${shortly(token)}” came from: ${largest.join(" · ")} (${viewer.part("name").textContent}, as it was written)`;
+  }
+
+  // What-ifs
+  stackOf(layer) {
+    const prefix = layer.includes(".") ? layer.split(".")[0] : "";
+    return this.model.layers.filter(({ name }) => (name.includes(".") ? name.split(".")[0] : "") === prefix).map(({ name }) => name);
+  }
+  switches() {
+    const { layer, head } = this.place;
+    const about = this.layer(layer);
+    const place = `${layer}.${head}`;
+    const others = [...Array(about.heads).keys()].filter((other) => other !== head).map((other) => `${layer}.${other}`).join(" ");
+    const layers = this.everywhere ? this.stackOf(layer) : [layer];
+    const tie = (name, to) => layers.map((one) => `tie(${one}, ${name}, ${to})`);
+    const of = this.everywhere ? "Every layer" : `Layer ${layer}`;
+    return [
+      [`Head ${place}`, head === null ? [] : [
+        ["head off", [`ablate(${place})`], "What the head gives W_O is 0."],
+        ...(about.heads > 1 ? [["no other head", [`ablate(${others})`], "All other heads of the layer are off."]] : []),
+        ["look evenly", [`even(${place})`], "All scores are 0: the softmax is the same for every key that is seen."],
+        ["no scale", [`unscaled(${place})`], "q is multiplied by √d_k, so that the scale cancels."],
+      ]],
+      [of, [
+        ["W_Q = W_K", tie("W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a."],
+        ["W_K = W_V", tie("W_K", "W_V"), "Each head is found by what it gives."],
+      ]],
+      ["Model", [["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
+      ["Changes nothing", this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])],
+    ];
+  }
+  drawSwitches() {
+    const groups = this.switches().filter(([, switches]) => switches.length).map(([title, switches]) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title),
+      ...switches.map(([name, calls, about]) => make("button", { type: "button", title: about, "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name))));
+    const { layer, head } = this.place;
+    const about = this.layer(layer);
+    if (head !== null) {
+      const found = this.changes.find((call) => call.startsWith(`truncate(${layer}.${head}, `));
+      const rank = found ? Number(found.match(/, (\d+)\)/)[1]) : about.d_k;
+      const slider = make("input", { type: "range", id: "rank", min: "1", max: about.d_k, value: rank });
+      groups[0].append(make("label", {}, "rank of W_QK ", slider, make("output", { for: "rank" }, ` ${rank} of ${about.d_k}`)));
+    }
+    const every = make("input", { type: "checkbox", id: "everywhere", ...(this.everywhere ? { checked: "" } : {}) });
+    groups.find((group) => group.querySelector('[data-calls*="tie"]')).append(make("label", {}, every, " in every layer of its stack"));
+    const active = document.activeElement?.dataset?.calls ?? document.activeElement?.id;
+    byId("switches").replaceChildren(...groups);
+    if (active) [...byId("switches").querySelectorAll("button, input")].find((node) => node.dataset.calls === active || node.id === active)?.focus();
+    const chips = this.changes.map((call) => make("button", { type: "button", class: "chip", "data-remove": call, "aria-label": `undo ${call}` }, `${call} ✕`));
+    if (chips.length) chips.push(make("button", { type: "button", "data-remove": "*" }, "undo all"));
+    byId("changes").replaceChildren(...chips);
+  }
+  change(changes) {
+    const before = this.changes;
+    this.changes = changes;
+    const turn = ++this.turn;
+    // What is asked for is answered first, and drawn everywhere after.
+    return this.tell(() => this.showRow(turn)).then((done) => {
+      if (turn !== this.turn) return;
+      if (done) {
+        this.later(turn, true);
+        return;
+      }
+      this.changes = before; // refused: the switch goes back
+      this.drawSwitches();
+    });
+  }
+  toggle(calls) {
+    const isOn = calls.every((call) => this.changes.includes(call));
+    const left = this.changes.filter((call) => !calls.includes(call));
+    return this.change(isOn ? left : [...left, ...calls]);
+  }
+
+  showEffect(next) {
+    const place = byId("effect");
+    if (!next) { place.replaceChildren(); return; }
+    if (!this.changes.length) {
+      place.replaceChildren(make("p", { class: "note" }, `Loss on the text: ${next.loss[0] === null ? "–" : `${digits(next.loss[0])} nats per token`}. Press a switch: the change of the next token, of the loss and of the text is shown here.`));
+      return;
+    }
+    const [before, after] = next.loss;
+    const small = (value) => (value < 1e-9 ? "0 (below 1e-9)" : digits(value));
+    const facts = [
+      [`KL of the next token at “${shortly(next.token)}” (${next.at})`, `${small(next.kl)} nats`],
+      ["KL, mean over the text", `${small(next.mean_kl)} nats`],
+      ["loss on the text, nats per token", before === null ? "–" : `${digits(before)} → ${digits(after)} (${after >= before ? "+" : "−"}${digits(Math.abs(after - before))})`],
+    ].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+    const most = Math.max(...next.tokens.flatMap(([, ...both]) => both));
+    const bar = (value, kind) => { const node = make("span", { class: `bar ${kind}` }); node.style.width = `${(100 * value) / most}%`; return node; };
+    const rows = next.tokens.slice(0, 8).map(([token, was, is]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, bar(was, "was"), bar(is, "is")), make("td", { class: "number" }, `${percent(was)} → ${percent(is)}`)));
+    place.replaceChildren(make("dl", { class: "facts" }, ...facts),
+      make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)),
+      make("dl", { class: "both", id: "after" }));
+  }
+  async showAfter(turn) {
+    if (!this.changes.length || !this.candidates && !this.target) return;
+    const found = await this.written(this.changes);
+    if (turn !== this.turn || !byId("after")) return;
+    const [was, is] = [this.candidates?.[0]?.text ?? this.target, found.candidates[0]?.text ?? ""];
+    const known = new Set(was.split(/\s+/));
+    const words = is.split(/(\s+)/).map((word) => (word.trim() && !known.has(word) ? make("mark", {}, word) : word));
+    byId("after").replaceChildren(
+      make("dt", {}, "output before"), make("dd", {}, was), make("dt", {}, "output after"), make("dd", { id: "after-text" }, ...(is ? words : ["∅"])),
+      make("dt", {}, "in Python"), make("dd", {}, make("code", {}, `model${found.python}`)));
+  }
+
+  async showForms(turn) {
+    const { layer, head } = this.place;
+    const found = await ask("head", { model: this.model.name, changes: this.changes, layer, head: head ?? 0 });
+    if (turn !== this.turn) return;
+    this.forms = found;
+    this.drawForms();
+  }
+  drawForms() {
+    const { about, pictures, spectra, chance, figures, directions } = this.forms;
+    const { layer, head } = this.place;
+    const curves = (form) => {
+      const values = spectra[form];
+      const [top, random] = [values[0] || 1, chance[form]];
+      const size = length(values) / (length(random) || 1); // chance of the same norm
+      const high = Math.max(top, random[0] * size) || 1;
+      return plot(`W_${form.toUpperCase()}: singular values over the largest`, [
+        { of: form, name: "here", values: values.map((value) => value / high) },
+        { of: "chance", name: "chance", values: random.slice(0, values.length).map((value) => (value * size) / high) }], 1);
+    };
+    const titles = { qk_effective_rank: "effective rank of W_QK", ov_effective_rank: "effective rank of W_OV", qk_symmetric_share: "symmetric share of W_QK", ov_copying: "copying score of W_OV", qk_times_chance: "overlap of W_Q and W_K, times chance" };
+    const facts = Object.entries(figures).filter(([, value]) => typeof value === "number").map(([name, value]) => make("div", {}, make("dt", {}, titles[name]), make("dd", {}, digits(value))));
+    const tables = [["qk", "asks", "is asked"], ["ov", "reads", "writes"]].map(([form, left, right]) => {
+      const rows = directions.filter((one) => one.form === form).map(({ number, value, reads, writes }, i) => make("tr", {},
+        make("td", { class: "number" }, i % 2 ? "−" : `${number} (${digits(value)})`), make("td", {}, reads.map(shortly).join(" · ")), make("td", {}, writes.map(shortly).join(" · ") || "–")));
+      return make("div", { class: "table", role: "region", tabindex: "0", "aria-label": `singular directions of W_${form.toUpperCase()}` }, make("table", {}, make("caption", {}, `Singular directions of W_${form.toUpperCase()}: the nearest tokens`),
+        make("thead", {}, make("tr", {}, ...["direction (σ)", left, right].map((name) => make("th", { scope: "col" }, name)))), make("tbody", {}, ...rows)));
+    });
+    byId("head-forms").replaceChildren(
+      make("h3", {}, `Head ${layer}.${head ?? 0}`), make("p", { class: "note" }, about.join("; ")),
+      make("div", { class: "pictures" }, ...Object.entries(pictures).map(([side, rows]) => picture(side, rows))),
+      make("p", { class: "note" }, "Root mean squares of blocks of entries, each picture by its own largest. Rows are channels of the input."),
+      make("dl", { class: "facts" }, ...facts),
+      make("div", { class: "groups" }, curves("qk"), curves("ov")),
+      make("p", { class: "note" }, "Chance: forms of random maps of the same sizes and norm. Directions are read through the embedding tables (asks, is asked, reads) and the output table (writes), which tells less of later layers, whose stream has moved away from the tables."),
+      ...tables);
+  }
+
+  listen() {
+    byId("use").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.text = byId("text").value;
+      this.tell(() => this.write());
+    });
+    byId("text").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("use").requestSubmit(); });
+    byId("key").addEventListener("change", () => this.start());
+    byId("model").addEventListener("change", () => {
+      this.changes = [];
+      this.text = TEXTS[this.isTranslator ? "translate" : "generate"];
+      byId("text").value = this.text;
+      this.showModel();
+      this.tell(() => this.write());
+    });
+    byId("alternatives").addEventListener("click", (event) => {
+      const button = event.target.closest("[data-candidate]");
+      if (!button) return;
+      this.target = this.candidates[Number(button.dataset.candidate)].text;
+      this.tell(() => this.look(++this.turn));
+    });
+    for (const kind of ["mouseover", "focusin"]) byId("output").addEventListener(kind, (event) => {
+      const word = event.target.closest("[data-query]");
+      if (word) this.showFrom(Number(word.dataset.query));
+    });
+    byId("output").addEventListener("mouseleave", () => this.viewer?.unpoint());
+    moveByArrows(byId("output"));
+    byId("switches").addEventListener("click", (event) => {
+      const button = event.target.closest("[data-calls]");
+      if (button) this.toggle(JSON.parse(button.dataset.calls));
+    });
+    byId("switches").addEventListener("input", (event) => {
+      if (event.target.id === "everywhere") { this.everywhere = event.target.checked; this.drawSwitches(); }
+      if (event.target.id !== "rank") return;
+      const { layer, head } = this.place;
+      const rank = Number(event.target.value);
+      const left = this.changes.filter((call) => !call.startsWith(`truncate(${layer}.${head}, `));
+      this.change(rank < Number(event.target.max) ? [...left, `truncate(${layer}.${head}, ${rank})`] : left);
+    });
+    byId("changes").addEventListener("click", (event) => {
+      const wanted = event.target.closest("[data-remove]")?.dataset.remove;
+      if (wanted) this.change(wanted === "*" ? [] : this.changes.filter((call) => call !== wanted));
+    });
+    byId("forms").addEventListener("toggle", () => { if (byId("forms").open && this.viewer) this.tell(() => this.showForms(this.turn)); });
+    document.addEventListener("themechange", () => { if (this.forms) this.drawForms(); });
+    addEventListener("hashchange", () => this.tell(async () => { this.fromHash(); await (this.target ? this.look(++this.turn) : this.write()); }));
+  }
+}
+document.getElementById("explore").explorer = new Explorer();

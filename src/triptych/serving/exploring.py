@@ -1,0 +1,362 @@
+"""What the page at `/` asks: a model's computation of attention, and what a change of it changes.
+
+Every answer is a record of the face (`Model.attend`, `steps`, `run`, `inspect`), and every what-if one of its
+changes. The page is `reports/explore.html`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.algebra.chance import random_spectra
+from triptych.attending import Attention
+from triptych.attending.over import OverText
+from triptych.attending.page import HeadNote, viewer_data
+from triptych.attending.writing import OutputTable
+from triptych.errors import TriptychError, UsageError
+from triptych.face import Head, Model, RotaryForm, Run
+from triptych.models import EncoderDecoder
+
+# Models with what-ifs that are kept, each with what it generates with, and texts that they read.
+_MOST_MODELS, _MOST_TEXTS = 4, 16
+_MOST_KEYS = 32
+_MOST_NEXT = 8
+_MOST_NEW_TOKENS = 64
+_NUM_ALTERNATIVES = 4
+_DIRECTIONS, _NEAREST = 6, 6
+_CALL = re.compile(r"(\w+)\(([^()]*)\)")
+# Rewrites that change no function and need no options.
+_EXACT = ("fold_value_bias", "drop_key_bias", "fold_norm", "gauge_fix")
+
+
+class WhatIf(NamedTuple):
+    """A change that the page offers: the face's call, and how a person writes it in Python."""
+
+    apply: Callable[..., Model]
+    python: str
+
+
+def _unscaled(model: Model, place: str) -> Model:
+    semantics = model[place].layer.outline.semantics
+    if semantics.scores is not None:
+        raise UsageError(
+            f"head {place}: its scores are no scaled products, so there is no scale to leave out"
+        )
+    return model.edit(place, "q", lambda q: q / semantics.scale)
+
+
+def _truncated(model: Model, place: str, rank: str) -> Model:
+    head = model[place]
+    most = head.d_k
+    if not rank.isdigit() or not 0 < int(rank) <= most:
+        raise UsageError(f"truncate({place}, {rank}): the rank is a number from 1 to {most}")
+    U = head.qk.svd().U[:, : int(rank)]
+    return model.replace(place, W_Q=U @ (U.mT @ head.W_Q.to(U)))
+
+
+def _rewritten(model: Model, name: str) -> Model:
+    if name not in _EXACT:
+        raise UsageError(f"rewrite({name}) is not one of {', '.join(_EXACT)}")
+    return model.rewrite(name, compare=False)
+
+
+WHAT_IFS: dict[str, WhatIf] = {
+    "ablate": WhatIf(lambda model, heads: model.ablate(heads), '.ablate("{}")'),
+    "even": WhatIf(
+        lambda model, heads: model.edit(heads, "scores", torch.zeros_like),
+        '.edit("{}", "scores", torch.zeros_like)',
+    ),
+    "unscaled": WhatIf(_unscaled, '.edit("{}", "q", lambda q: q / scale)'),
+    "truncate": WhatIf(
+        _truncated, '.replace("{0}", W_Q=U[:, :{1}] @ U[:, :{1}].mT @ W_Q)  # U of model["{0}"].qk.svd()'
+    ),
+    "tie": WhatIf(lambda model, layer, name, to: model.tie(layer, name, to), '.tie("{}", "{}", "{}")'),
+    "without_positions": WhatIf(lambda model: model.without_positions(), ".without_positions()"),
+    "rewrite": WhatIf(_rewritten, '.rewrite("{}")'),
+}
+
+
+def change_model(model: Model, call: str) -> Model:
+    """The model after a what-if, written as `tie(3, W_K, W_Q)` or `ablate(3.2 3.4)`."""
+    found = _CALL.fullmatch(call)
+    if found is None or found[1] not in WHAT_IFS:
+        raise UsageError(f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer")
+    try:
+        return WHAT_IFS[found[1]].apply(model, *_arguments(found[2]))
+    except TypeError:
+        raise UsageError(f"what if {call}: {found[1]} takes other arguments") from None
+
+
+def _arguments(given: str) -> list[str]:
+    return [one.strip() for one in given.split(",")] if given.strip() else []
+
+
+def _in_python(call: str) -> str:
+    name, _, given = call.removesuffix(")").partition("(")
+    return WHAT_IFS[name].python.format(*_arguments(given))
+
+
+class Asked(NamedTuple):
+    """A text as it is looked at.
+
+    Attributes:
+        text: what the model reads.
+        target: of a translator the translation; of a language model its continuation, or "".
+        changes: the what-ifs, in order.
+    """
+
+    text: str
+    target: str = ""
+    changes: tuple[str, ...] = ()
+
+
+@final
+class Explorer:
+    """Answers what the page asks of one model. Changed models and texts that were read are kept.
+
+    Attributes:
+        model: as it was opened.
+        over: what its heads do over a text, for the gallery; None to measure it on the text that is shown.
+    """
+
+    def __init__(self, model: Model, over: OverText | None = None) -> None:
+        self.model, self.over = model, over
+        self._changed = lru_cache(_MOST_MODELS)(self._change)
+        self._attention = lru_cache(_MOST_TEXTS)(self._attend)
+        self._run = lru_cache(_MOST_TEXTS)(self._runs)
+
+    def _change(self, changes: tuple[str, ...]) -> Model:
+        return change_model(self._changed(changes[:-1]), changes[-1]) if changes else self.model
+
+    def _read(self, asked: Asked) -> tuple[str, str | None]:
+        """The text and the target as the face takes them."""
+        if "translate" in self.model.can:
+            return asked.text, asked.target or None
+        return asked.text + asked.target, None
+
+    def _attend(self, asked: Asked) -> Attention:
+        return self._changed(asked.changes).attend(*self._read(asked))
+
+    def _runs(self, asked: Asked) -> Run:
+        text, target = self._read(asked)
+        with torch.no_grad():
+            return self._changed(asked.changes).run(text, target=target)
+
+    def about(self) -> dict[str, Any]:
+        """What the model is made of, for the controls of the page."""
+        places = []
+        for layer in self.model.layers:
+            head = layer[0]
+            sizes = {"d_model": layer.d_model, "d_k": head.d_k, "d_v": head.d_v}
+            about = {"heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "between": layer.between}
+            places.append({"name": layer.name, "kind": layer.kind, **sizes, **about})
+        return {"can": list(self.model.can), "layers": places, "exact": list(_EXACT)}
+
+    def write(self, text: str, changes: tuple[str, ...], count: int) -> dict[str, Any]:
+        """The translation or the continuation of a text, with alternatives and scores."""
+        model = self._changed(changes)
+        found: Sequence[Any] = ()
+        if "translate" in self.model.can:
+            found = model.translate(text, num_best=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES).candidates
+        elif "generate" in self.model.can:
+            found = model.generate(
+                text, max_new_tokens=count, num_samples=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES
+            )
+        return {
+            "candidates": [{"text": one.text, "score": one.score, "tokens": [*one.pieces]} for one in found],
+            "python": "".join(map(_in_python, changes)),
+        }
+
+    def view(self, asked: Asked, *, measured: bool = False) -> dict[str, Any]:
+        """All attention weights of the text as `reports/viewer.js` draws them.
+
+        `measured` adds what heads do: over the text that was given at the start, or on this one.
+        """
+        attention = self._attention(asked)
+        data = viewer_data(attention.viewed(notes=self._notes(asked) if measured else {}))
+        if not asked.target or "translate" in self.model.can:
+            return data
+        first = len(self.model.reader.encode([asked.text])[0].ids)
+        for kind in data["texts"][0]["kinds"]:
+            kind["generated_query"] = kind["generated_key"] = min(first, len(kind["queries"]) - 1)
+        return data
+
+    def _notes(self, asked: Asked) -> dict[tuple[str, int, int], HeadNote]:
+        if self.over is not None:
+            return self.over.notes()
+        text, target = self._read(asked)
+        found = self.model.attend_over([text], None if target is None else [target])
+        # Of one short text an interval says nothing.
+        return {place: HeadNote(note.label) for place, note in found.notes().items()}
+
+    def row(self, asked: Asked, layer: str, head: int, query: int) -> dict[str, Any]:
+        """One row of a head's attention step by step, and what the changes do to the next token.
+
+        Of more than 32 keys it has those with the largest weights.
+        """
+        steps = self._attention(asked).steps(layer, head, query)
+        record = steps.record()
+        kept = [*range(len(steps.keys))]
+        if len(kept) > _MOST_KEYS:
+            order = steps.weights.argsort(descending=True, stable=True)
+            kept = sorted(order[:_MOST_KEYS].tolist())
+        rows = ("k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights", "shares")
+        for name in rows:
+            record[name] = None if record[name] is None else [record[name][key] for key in kept]
+        record["keys"], record["token"] = [*map(_readable, steps.keys)], _readable(steps.token)
+        for changed in (record["direct_effect"] or {}).values():
+            for one in changed:
+                one["token"] = _readable(one["token"])
+        share = steps.share_of_output.tolist()
+        layers = {one.name: one for one in self._changed(asked.changes).layers}
+        # A layer that runs several times has a number for each time, and one name.
+        semantics = layers.get(layer, next(iter(layers.values()))).outline.semantics
+        return {
+            **record,
+            "model": "",
+            "kept": kept,
+            "share_of_output": [share[key] for key in kept],
+            "layer_output": steps.layer_output.tolist(),
+            "positions": semantics.positions,
+            "compares": "products" if semantics.scores is None else "scores",
+            "next": self._next(asked, layer, query),
+        }
+
+    def _next(self, asked: Asked, layer: str, query: int) -> dict[str, Any] | None:
+        """The next token's probabilities and the loss, with the changes and without."""
+        before = self._run(asked._replace(changes=()))
+        if not {"translate", "generate"} & {*self.model.can}:
+            return None
+        after = self._run(asked) if asked.changes else before
+        at = query if not layer.startswith("encoder") else len(before.ids) - 1
+        logs = [run.logits.double().log_softmax(dim=-1) for run in (before, after)]
+        kl = (logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1).clamp(min=0)
+        best = torch.stack([log[at] for log in logs]).topk(min(_MOST_NEXT, logs[0].shape[-1]), dim=-1)
+        ids = [*dict.fromkeys(best.indices.T.flatten().tolist())][: _MOST_NEXT + 4]
+        pieces = self.model.reader.tokenizer.pieces(ids)
+        return {
+            "at": at,
+            "token": _readable(before.tokens[at]),
+            "kl": float(kl[at]),
+            "mean_kl": float(kl.mean()),
+            "loss": [self._loss(asked.text, run) for run in (before, after)],
+            "tokens": [
+                [_readable(piece), *(float(log[at, number].exp()) for log in logs)]
+                for piece, number in zip(pieces, ids, strict=True)
+            ],
+        }
+
+    def _loss(self, text: str, run: Run) -> float | None:
+        """In nats per token: of a translation, or of the text without its continuation."""
+        losses = run.losses
+        if "translate" not in self.model.can:
+            losses = losses[: max(1, len(self.model.reader.encode([text])[0].ids) - 1)]
+        return float(losses.mean()) if len(losses) else None
+
+    def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
+        """The maps and the forms of a head: pictures, spectra with those of chance, singular directions."""
+        model = self._changed(changes)
+        stack, _, number = layer.rpartition(".")
+        found = model.inspect(layers=[int(number)], heads=[head], ignore_rotary=True)
+        kind = model[layer].kind
+        own = next(
+            one
+            for one in found.layers
+            if (one.kind == "cross") == (kind == "cross") and (not stack or stack in ("cross", one.stack))
+        )
+        widths = {"qk": own.d_k, "ov": own.d_v}
+        figures = (
+            "qk_effective_rank",
+            "ov_effective_rank",
+            "qk_symmetric_share",
+            "ov_copying",
+            "qk_times_chance",
+        )
+        return {
+            "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *model[layer].between],
+            "pictures": {name: rows[0] for name, rows in own.pictures.items()},
+            "spectra": {name: values[0] for name, values in own.spectra.items()},
+            "chance": {
+                form: random_spectra(own.d_model, width).values.mean(dim=0).tolist()
+                for form, width in widths.items()
+            },
+            "figures": {name: own.figures[name][0] for name in figures},
+            "directions": [*_directions(model, layer, model[layer][head])],
+        }
+
+
+def rounded(found: Any, digits: int = 6) -> Any:
+    """A record with numbers as a page shows them."""
+    if isinstance(found, float):
+        return float(f"{found:.{digits}g}")
+    if isinstance(found, dict):
+        return {name: rounded(value, digits) for name, value in found.items()}
+    return [rounded(value, digits) for value in found] if isinstance(found, list | tuple) else found
+
+
+def _readable(piece: str) -> str:
+    return piece.replace("▁", " ")
+
+
+def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]]:
+    """The largest singular directions of the two forms, and the tokens nearest to both ends of each."""
+    with suppress(TriptychError):  # there is no norm before it, or none that can be folded
+        head = head.folded
+    reader, kind = model.reader, model[layer].kind
+    stack = layer.partition(".")[0] if "." in layer else ("cross" if kind == "cross" else "decoder")
+    output = OutputTable.of(reader.model, stack)
+    own, memory = _tables(reader.model, stack)
+    if own.shape[1] != head.W_Q.shape[0] or memory.shape[1] != head.W_V.shape[0]:
+        return  # embeddings of another width than the stream
+    tokenizers = (
+        reader.tokenizer,
+        reader.source_tokenizer if stack in ("cross", "encoder") else reader.tokenizer,
+    )
+
+    def nearest(scores: Tensor, tokenizer: Any) -> list[str]:
+        top = scores[: tokenizer.vocab_size].topk(min(_NEAREST, len(scores)))
+        return [*map(_readable, tokenizer.pieces(top.indices.tolist()))]
+
+    for name in ("qk", "ov"):
+        try:
+            form = getattr(head, name)
+        except UsageError:
+            continue
+        form = form.at(0) if isinstance(form, RotaryForm) else form
+        U, S, Vh = form.svd()
+        for number in range(min(_DIRECTIONS, len(S))):
+            for sign in (1.0, -1.0):
+                left, right = sign * U[:, number], sign * Vh[number]
+                if name == "qk":
+                    reads, other = nearest(_cosines(own, left), tokenizers[stack == "encoder"]), memory
+                    writes = nearest(_cosines(other, right), tokenizers[1])
+                else:
+                    reads = nearest(_cosines(memory, left), tokenizers[1])
+                    logits = None if output is None else output.logits(right[None].to(output.table))[0]
+                    writes = [] if logits is None else nearest(logits, tokenizers[0])
+                yield {
+                    "form": name,
+                    "number": number,
+                    "value": float(S[number]),
+                    "reads": reads,
+                    "writes": writes,
+                }
+
+
+def _cosines(table: Tensor, direction: Tensor) -> Tensor:
+    rows = table.float()
+    found: Tensor = (rows @ direction.to(rows)) / rows.norm(dim=1).clamp(min=1e-9)
+    return found
+
+
+def _tables(model: Any, stack: str) -> tuple[Tensor, Tensor]:
+    """The embedding tables of the tokens that look and of those looked at."""
+    if not isinstance(model, EncoderDecoder):
+        return model.embeddings.table.weight, model.embeddings.table.weight
+    source, target = model.src_embedding.weight, model.tgt_embedding.weight
+    return (source if stack == "encoder" else target), (target if stack == "decoder" else source)

@@ -1,0 +1,117 @@
+"""The page as a file: one text, with the answers that need a server recorded."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from triptych.errors import TriptychError
+from triptych.face import Model
+from triptych.files import write_text
+from triptych.printable import printable
+from triptych.progress import Progress, untold
+from triptych.reports import render
+from triptych.serving.exploring import Asked, Explorer, rounded
+
+_DIGITS, _NEW_TOKENS = 4, 12
+# Ranks of W_QK that are recorded, as shares of d_k.
+_RANKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+
+
+def write_page(model: Model, text: str, path: Path, progress: Progress = untold) -> None:
+    """Write the page of one text as one HTML file that needs no server.
+
+    It has all attention weights, one row of every head, every row of the head that tells most, the matrices
+    of every head, and the what-ifs of that head one by one.
+    """
+    name = Path(model.name).name
+    recorded = _Recording(Explorer(model), name, text, progress).answers
+    title = f"Explore attention: {printable(name)}"
+    write_text(path, render("explore.html", title=title, answers=recorded))
+
+
+class _Recording:
+    """The answers that the page finds by its questions, spelled as its script spells them."""
+
+    def __init__(self, explorer: Explorer, name: str, text: str, progress: Progress) -> None:
+        self.explorer, self.name, self.text, self.progress = explorer, name, text, progress
+        self.answers: dict[str, Any] = {"text": text}
+        about = explorer.about()
+        self.keep("models", {}, {"models": [{"name": name, "languages": None, **about}]})
+        written = self.write(())
+        self.target = written["candidates"][0]["text"] if written["candidates"] else ""
+        data = self.view("view", ())
+        self.view("gallery", ())
+        kinds = data["texts"][0]["kinds"]
+        layers = [(kind, layer) for kind in kinds for layer in kind["layers"]]
+        for done, (kind, layer) in enumerate(layers):
+            progress(f"{kind['kind']} layer {layer['number']}", done, len(layers))
+            for head in layer["heads"]:
+                self.row((), kind, layer["number"], head["number"])
+                fields = {"changes": [], "layer": self.place(layer["number"], kind), "head": head["number"]}
+                found = explorer.head((), fields["layer"], head["number"])
+                self.keep("head", {"model": name, **fields}, found)
+        telling = next((kind for kind in kinds if kind["kind"] == "cross"), kinds[0])
+        at, head = telling["telling"]
+        layer = telling["layers"][at]["number"]
+        for query in range(len(telling["queries"])):
+            self.row((), telling, layer, head, query)
+        calls = [*self.what_ifs(self.place(layer, telling), head)]
+        for done, call in enumerate(calls):
+            progress(f"what if {call}", done, len(calls))
+            try:
+                self.row((call,), telling, layer, head)
+                self.view("view", (call,))
+                self.write((call,))
+            except TriptychError as error:  # the model refuses it, and the page says why
+                self.answers[f"why {call}"] = str(error)
+
+    def place(self, number: int, kind: dict[str, Any]) -> str:
+        """A layer as the face spells it."""
+        is_one_stack = "." not in self.explorer.model.layers[0].name
+        return str(number) if is_one_stack else f"{kind['kind']}.{number}"
+
+    def what_ifs(self, layer: str, head: int) -> Iterator[str]:
+        """The switches of the page at one head."""
+        model, place = self.explorer.model, f"{layer}.{head}"
+        others = [f"{layer}.{other}" for other in range(model[layer].num_heads) if other != head]
+        yield from (f"ablate({place})", f"even({place})", f"unscaled({place})")
+        if others:
+            yield f"ablate({' '.join(others)})"
+        yield from (f"tie({layer}, W_Q, W_K)", f"tie({layer}, W_K, W_V)", "without_positions()")
+        yield from (f"rewrite({name})" for name in self.explorer.about()["exact"])
+        d_k = model[place].d_k
+        for rank in sorted({max(1, round(share * d_k)) for share in _RANKS}):
+            yield f"truncate({place}, {rank})"
+
+    def keep(self, question: str, fields: dict[str, Any], found: Any) -> Any:
+        asked = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        self.answers[f"{question} {asked}"] = rounded(found, _DIGITS)
+        return found
+
+    def asked(self, changes: tuple[str, ...]) -> dict[str, Any]:
+        return {"model": self.name, "text": self.text, "target": self.target, "changes": list(changes)}
+
+    def write(self, changes: tuple[str, ...]) -> Any:
+        fields = {"model": self.name, "text": self.text, "changes": list(changes), "count": _NEW_TOKENS}
+        return self.keep("write", fields, self.explorer.write(self.text, changes, _NEW_TOKENS))
+
+    def view(self, question: str, changes: tuple[str, ...]) -> Any:
+        asked = Asked(self.text, self.target, changes)
+        found = self.explorer.view(asked, measured=question == "gallery")
+        return self.keep(question, self.asked(changes), found)
+
+    def row(
+        self,
+        changes: tuple[str, ...],
+        kind: dict[str, Any],
+        number: int,
+        head: int,
+        query: int | None = None,
+    ) -> None:
+        last = len(kind["queries"]) - 1
+        if query is None:  # where the page looks first
+            query = min(1, last) if kind["kind"] == "cross" else last
+        layer = self.place(number, kind)
+        found = self.explorer.row(Asked(self.text, self.target, changes), layer, head, query)
+        self.keep("row", {**self.asked(changes), "layer": layer, "head": head, "query": query}, found)

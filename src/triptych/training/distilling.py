@@ -1,0 +1,220 @@
+"""A student's text: a teacher's translations of the sources that a recipe trains on.
+
+They vary less than people's, so that a small model learns them more easily. Interpolation keeps the
+translation that is closest to the reference. Source: Kim & Rush 2016, arXiv 1606.07947.
+"""
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from sacrebleu.metrics.bleu import BLEU
+
+from triptych.decoding import Translator, measure_bleu
+from triptych.errors import UsageError
+from triptych.files import file_hash, hold_folder, write_atomically, write_text
+from triptych.progress import Progress
+from triptych.storage.untrusted import read_json
+from triptych.text import ParallelCorpus
+from triptych.training import Recipe, resolve
+from triptych.training.folder import digests
+from triptych.training.processes import World
+from triptych.training.progress import Display
+from triptych.training.translation import read_corpora
+
+# Sentences of a block; what an interruption loses is the blocks in hand.
+_BLOCK = 512
+_RECORD, _BLOCKS, _TRAIN, _VALID, _RECIPE = (
+    *("distillation.json", "blocks", "train.jsonl", "valid.jsonl", "student.toml"),
+)
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The text of a student, written.
+
+    Attributes:
+        recipe: file of the recipe that trains on it.
+        sentences: number of training sources that the teacher translated.
+        pairs: number of pairs of the student's text.
+        bleu: of the teacher's best translations against the references of the training text.
+    """
+
+    recipe: Path
+    sentences: int
+    pairs: int
+    bleu: float
+
+
+def distil_text(
+    teacher: Translator,
+    known_by: Mapping[str, Any],
+    recipe: Recipe,
+    folder: Path,
+    world: World,
+    display: Display,
+    progress: Progress,
+    *,
+    interpolate: bool,
+    originals: float,
+) -> Distilled:
+    """Translate the training text into a folder, or go on with it; `known_by` tells the teacher."""
+    if interpolate and teacher.options.num_best == 1:
+        raise UsageError("interpolate chooses among several translations: give num_best (--n-best 8)")
+    if not 0 <= originals <= 1:
+        raise UsageError(f"originals is {originals}: it is a share, from 0 to 1")
+    train, valid = world.on_all(lambda: read_corpora(recipe, Path.cwd(), display))
+    sides = train.source, train.target, valid.source, valid.target
+    given = {
+        "teacher": dict(known_by),
+        "search": asdict(teacher.options),
+        "text": digests({"sha256": [json.dumps(side).encode() for side in sides]}),
+        "recipe": digests({"sha256": [recipe.to_toml().encode()]}),
+        "kept": {"interpolate": interpolate, "originals": originals},
+    }
+    world.require_same({name: json.dumps(value) for name, value in given.items()})
+    world.on_first(lambda: _begin(folder, given))
+    order = sorted(range(len(train)), key=lambda i: len(train.source[i]))
+    blocks = [order[start : start + _BLOCK] for start in range(0, len(order), _BLOCK)]
+
+    def finish() -> Distilled:
+        record = read_json(folder / _RECORD)
+        if "written" not in record:
+            found = [list[str]()] * len(train)
+            for number, block in enumerate(blocks):
+                lines = _place(folder, number).read_text(encoding="utf-8").splitlines()
+                for i, line in zip(block, lines, strict=True):
+                    found[i] = json.loads(line)
+            record |= {"written": _write(folder, recipe, train, valid, found, interpolate, originals)}
+            write_text(folder / _RECORD, json.dumps(record, indent=2) + "\n")
+        shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
+        written = record["written"]
+        return Distilled(folder / _RECIPE, len(train), written["pairs"], written["teacher_bleu"])
+
+    def work() -> Distilled:
+        if not world.on_first(lambda: "written" in read_json(folder / _RECORD)):
+            world.on_all(lambda: _translate(teacher, train.source, blocks, folder, world, progress))
+        return world.on_first(finish, patiently=True)
+
+    if not world.is_first:
+        return work()
+    with hold_folder(folder, wait=False):
+        return work()
+
+
+def _place(folder: Path, number: int) -> Path:
+    """The file of a block: for each of its sentences a line, the list of its translations."""
+    return folder / _BLOCKS / f"{number:06}.jsonl"
+
+
+def _begin(folder: Path, given: Mapping[str, Any]) -> None:
+    """Make the folder; one that is there must be of the same work."""
+    path = folder / _RECORD
+    if path.is_file():
+        begun = read_json(path)
+        if other := [name for name, value in given.items() if begun.get(name) != value]:
+            raise UsageError(
+                f"{folder} was begun with another {' and '.join(other)} (see {path}): give another folder "
+                "(--out)"
+            )
+    elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(
+            f"{folder} is there, and is no student's: give a folder that is new or empty (--out)"
+        )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(given, indent=2) + "\n")
+    (folder / _BLOCKS).mkdir(exist_ok=True)
+
+
+def _translate(
+    teacher: Translator,
+    sources: Sequence[str],
+    blocks: Sequence[Sequence[int]],
+    folder: Path,
+    world: World,
+    progress: Progress,
+) -> None:
+    """Translate the blocks that are not there, each in one of the processes."""
+    turns, taken = world.turns(len(blocks)), deque[int]()
+
+    def texts() -> Iterator[list[str]]:
+        for number in turns.taken():
+            if not _place(folder, number).exists():
+                taken.append(number)
+                yield [sources[i] for i in blocks[number]]
+
+    def tell() -> None:
+        done = sum(1 for _ in (folder / _BLOCKS).glob("[0-9]*.jsonl"))
+        progress("translating", min(done * _BLOCK, len(sources)), len(sources))
+
+    with turns.given_up_on_error():
+        tell()
+        stream = teacher.translate_stream(texts())
+        for first in stream:
+            number = taken.popleft()
+            found = [first, *islice(stream, len(blocks[number]) - 1)]
+            # Several outputs may be one text, cut into other tokens.
+            texts_of = (list(dict.fromkeys(one.text for one in line.candidates)) for line in found)
+            write_text(
+                _place(folder, number), "".join(f"{json.dumps(of, ensure_ascii=True)}\n" for of in texts_of)
+            )
+            tell()
+
+
+def _write(
+    folder: Path,
+    recipe: Recipe,
+    train: ParallelCorpus,
+    valid: ParallelCorpus,
+    translations: Sequence[Sequence[str]],
+    interpolate: bool,
+    originals: float,
+) -> dict[str, Any]:
+    """Write the student's text and its recipe; what is said of them in the record."""
+    kept = translations
+    if interpolate:
+        metric = BLEU(effective_order=True)
+        kept = [
+            [max(of, key=lambda text: metric.sentence_score(text, [reference]).score)]
+            for of, reference in zip(translations, train.target, strict=True)
+        ]
+    pairs = [
+        {"source": source, "target": target, "by": by}
+        for i, source in enumerate(train.source)
+        for target, by in (
+            *((text, "teacher") for text in kept[i] if text),
+            # Spread evenly over the text.
+            *([(train.target[i], "text")] if int((i + 1) * originals) > int(i * originals) else []),
+        )
+    ]
+    data: dict[str, Any] = {"train": {"file": str(folder / _TRAIN)}}
+    files = {_TRAIN: pairs}
+    if recipe.data.valid is None:  # the pairs that were held out are of the text, not of the teacher
+        data["valid"] = {"file": str(folder / _VALID)}
+        files[_VALID] = [{"source": s, "target": t} for s, t in zip(valid.source, valid.target, strict=True)]
+    for name, records in files.items():
+        write_atomically(folder / name, partial(_write_records, records=records))
+    tree = recipe.model_dump(mode="json", exclude_unset=True)
+    tree["data"] |= data
+    resolve(tree)
+    command = f"triptych train {folder / _RECIPE} --out {folder / 'student'}"
+    write_text(folder / _RECIPE, f"# Made by `triptych distil`; train it: {command}\n{tomli_w.dumps(tree)}")
+    best = [of[0] for of in translations]
+    return {
+        "pairs": len(pairs),
+        "teacher_bleu": round(measure_bleu(best, train.target), 2),
+        "sha256": {name: file_hash(folder / name) for name in files},
+    }
+
+
+def _write_records(path: Path, records: Sequence[Mapping[str, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)

@@ -1,0 +1,157 @@
+"""`triptych distil`: a teacher's translations become the text of a student."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import Command
+from triptych import load
+from triptych.decoding import Translator
+from triptych.text import generate_pairs
+from triptych.training import distilling, read_recipe, resolve
+from triptych.training.recipe import Recipe
+
+PAIRS = generate_pairs(3, "test", seed=1)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a text of three pairs, translated in blocks of one sentence."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(distilling, "_BLOCK", 1)
+    write_pairs(PAIRS)
+    return tmp_path
+
+
+def write_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    Path("pairs.jsonl").write_text("".join(json.dumps({"source": s, "target": t}) + "\n" for s, t in pairs))
+
+
+def recipe(**data: Any) -> Recipe:
+    """A student's recipe for the text."""
+    text = {"file": "pairs.jsonl"}
+    training = {"max_steps": 2, "warmup_steps": 1}
+    sections = {"tokenizer": {"vocab_size": 300}, "model": {"preset": "tiny"}, "training": training}
+    found = resolve({"data": {"train": text, "valid": text, "cache": ""} | data, **sections})
+    assert isinstance(found, Recipe)
+    return found
+
+
+def written(folder: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in Path(folder, "train.jsonl").read_text().splitlines()]
+
+
+def test_the_text_of_a_student_is_what_its_teacher_translates(small_run: Path) -> None:
+    teacher = load(small_run)
+    found = teacher.distil(recipe(), "out", beam_size=3)
+    texts = [one.text for one in teacher.translate([source for source, _ in PAIRS], beam_size=3)]
+    assert written("out") == [
+        {"source": source, "target": text, "by": "teacher"}
+        for (source, _), text in zip(PAIRS, texts, strict=True)
+    ]
+    assert (found.sentences, found.pairs) == (3, 3)
+    student = read_recipe(found.recipe)
+    assert isinstance(student, Recipe)
+    assert student.data.train.file == Path("out/train.jsonl")
+    assert student.model_copy(update={"data": None, "name": ""}) == recipe().model_copy(
+        update={"data": None, "name": ""}
+    )
+    assert student.data.valid == recipe().data.valid
+
+
+def test_the_n_best_and_a_share_of_the_original_text_are_pairs_too(small_run: Path) -> None:
+    teacher = load(small_run)
+    teacher.distil(recipe(), "out", num_best=3, originals=0.67)
+    expected = []
+    for i, (source, target) in enumerate(PAIRS):
+        texts = {c.text: None for c in teacher.translate(source, num_best=3).candidates if c.text}
+        expected += [(source, text, "teacher") for text in texts]
+        expected += [(source, target, "text")] if i in (1, 2) else []
+    assert [tuple(pair.values()) for pair in written("out")] == expected
+
+
+def test_interpolation_keeps_the_translation_that_is_closest_to_the_reference(small_run: Path) -> None:
+    teacher = load(small_run)
+    last = [teacher.translate(source, num_best=4).candidates[-1].text for source, _ in PAIRS]
+    write_pairs([(source, text) for (source, _), text in zip(PAIRS, last, strict=True)])
+    teacher.distil(recipe(), "out", num_best=4, interpolate=True)
+    assert [pair["target"] for pair in written("out")] == last
+
+
+def test_held_out_pairs_are_of_the_original_text(small_run: Path) -> None:
+    found = load(small_run).distil(recipe(valid=None, valid_share=0.3), "out")
+    (held,) = map(json.loads, Path("out/valid.jsonl").read_text().splitlines())
+    assert (held["source"], held["target"]) in PAIRS
+    assert held["source"] not in {pair["source"] for pair in written("out")}
+    student = read_recipe(found.recipe)
+    assert isinstance(student, Recipe)
+    assert student.data.valid is not None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_was_translated_before_an_interruption_is_not_translated_again(
+    workers: int, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = load(small_run)
+    teacher.distil(recipe(), "whole")
+    translate = Translator.translate_stream
+
+    def interrupted(self: Translator, batches: Any) -> Iterator[Any]:
+        yield next(translate(self, batches))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Translator, "translate_stream", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        teacher.distil(recipe(), "out", workers=workers)
+    asked = list[str]()
+
+    def counted(self: Translator, batches: Any) -> Iterator[Any]:
+        return translate(self, (asked.extend(batch) or batch for batch in batches))  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(Translator, "translate_stream", counted)
+    teacher.distil(recipe(), "out", workers=workers)
+    assert asked == sorted((source for source, _ in PAIRS), key=len)[1:]
+    assert written("out") == written("whole")
+    teacher.distil(recipe(), "out", workers=workers)
+    assert len(asked) == 2, "a finished text is not made again"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda teacher: teacher.distil(recipe(), "out", beam_size=3), "begun with another search"),
+        (lambda teacher: teacher.ablate("cross.0.0").distil(recipe(), "out"), "another teacher"),
+        (lambda teacher: teacher.distil(recipe(max_line_chars=60), "out"), "another text and recipe"),
+        (lambda teacher: teacher.distil(recipe(), "out", originals=0.5), "another kept"),
+        (lambda teacher: teacher.distil(recipe(), "new", interpolate=True), "give num_best"),
+        (lambda teacher: teacher.distil(recipe(), "new", originals=2.0), "from 0 to 1"),
+        (lambda teacher: teacher.distil("shakespeare-char", "new"), "does not translate"),
+        (lambda teacher: teacher.distil(recipe(), "."), "new or empty"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    change: Callable[[Any], Any], said: str, small_run: Path
+) -> None:
+    teacher = load(small_run)
+    teacher.distil(recipe(), "out")
+    before = Path("out/train.jsonl").read_bytes()
+    with pytest.raises(distilling.UsageError, match=said):
+        change(teacher)
+    assert Path("out/train.jsonl").read_bytes() == before
+    assert not Path("new").exists()
+
+
+def test_a_student_is_trained_and_its_recipe_trains_it_again(triptych: Command, small_run: Path) -> None:
+    Path("recipe.toml").write_text(recipe().to_toml())
+    asked = "distil", small_run, "recipe.toml", "--out", "out", "--workers", "1"
+    assert json.loads(triptych(*asked, "--no-train", "--json").out)["pairs"] == 3
+    trained = triptych(*asked, "--json")
+    assert json.loads(trained.out)["run"] == "out/student", trained.err
+    assert triptych("translate", "out/student", PAIRS[0][0]).code == 0
+    assert triptych(*asked).code == 0, "a finished student is left as it is"
+    assert triptych("train", "out/student.toml", "--out", "again").code == 0
+    ours, again = (Path(run, "model.safetensors").read_bytes() for run in ("out/student", "again"))
+    assert ours == again
