@@ -10,6 +10,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.positions import (
     ALiBi,
     DisentangledBias,
@@ -197,3 +198,10 @@ class Untouched:
 def storages(weights: AttentionWeights) -> Iterator[int]:
     """Where the numbers of each distinct map lie."""
     return (link.weight.untyped_storage().data_ptr() for link in weights.links())
+
+
+def gathered(weights: AttentionWeights, *batches: Tensor) -> Moments:
+    gatherer = MomentsGatherer()
+    for x in batches:
+        gatherer.add(weights, x)
+    return gatherer.result()

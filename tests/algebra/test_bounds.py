@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import D_MODEL, NUM_HEADS, make_layer, with_semantics
+from heads import D_MODEL, NUM_HEADS, make, with_semantics
 from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
@@ -16,10 +16,6 @@ from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate, trunca
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link
-
-
-def make(name: str, *, biased: bool, **options: int) -> AttentionWeights:
-    return make_layer(name, biased=biased, **options).weights("self")
 
 
 def normalised(count: int) -> Tensor:

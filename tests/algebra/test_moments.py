@@ -8,23 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import BATCH, LENGTH, MEMORY_LENGTH, NUM_HEADS, make_layer, random_input, with_semantics
+from heads import BATCH, LENGTH, MEMORY_LENGTH, NUM_HEADS, gathered, make, random_input, with_semantics
 from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, HeadNorm
-from triptych.algebra.weights import AttentionWeights
 from triptych.errors import DataError
-
-
-def make(name: str, kind: Any = "self", **options: int) -> AttentionWeights:
-    return make_layer(name, biased=True, **options).weights(kind)
-
-
-def gathered(weights: AttentionWeights, *batches: Tensor) -> Moments:
-    gatherer = MomentsGatherer()
-    for x in batches:
-        gatherer.add(weights, x)
-    return gatherer.result()
 
 
 def assert_alike(one: Moments, other: Moments) -> None:

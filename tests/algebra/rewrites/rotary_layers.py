@@ -3,12 +3,20 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from heads import gathered, with_semantics
+from triptych.algebra.moments import Moments
 from triptych.algebra.positions import ALiBi, RotaryEmbedding
+from triptych.algebra.weights import AttentionWeights
 
 
 def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> RotaryEmbedding:
     return RotaryEmbedding(torch.tensor([1.0, 0.31, 0.002], dtype=torch.float64), pairing, start, factor)
+
+
+def moments_of(weights: AttentionWeights, *texts: Tensor) -> Moments:
+    return gathered(with_semantics(weights, rotary=rotation_of()), *texts)
 
 
 NOT_ROTARY: list[tuple[dict[str, Any], str]] = [

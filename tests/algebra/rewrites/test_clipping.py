@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import LENGTH, make_layer, make_norm, random_input, with_semantics
+from heads import LENGTH, gathered, make_layer, make_norm, random_input, with_semantics
 from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import attend, channels
-from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
@@ -133,10 +132,9 @@ def test_what_moves_channels_or_biases_is_refused_because_the_output_would_move(
 
 
 def test_what_looks_at_a_text_or_at_rotary_pairs_is_refused_as_well() -> None:
-    weights, gatherer = clipped("factored"), MomentsGatherer()
-    gatherer.add(weights, random_input(LENGTH))
+    weights = clipped("factored")
     with pytest.raises(RewriteRefusedError, match="clipped"):
-        truncate_on_data(weights, gatherer.result(), ov_rank=3)
+        truncate_on_data(weights, gathered(weights, random_input(LENGTH)), ov_rank=3)
     turned = with_semantics(weights, rotary=RotaryEmbedding(torch.tensor([1.0, 0.1, 0.01])))
     with pytest.raises(RewriteRefusedError, match="clipped"):
         truncate_rotary_pairs(turned, pairs=2)

@@ -16,6 +16,7 @@ from torch import Tensor
 from heads import (
     LENGTH,
     MEMORY_LENGTH,
+    NAMES,
     Untouched,
     make_layer,
     make_norm,
@@ -60,7 +61,6 @@ REWRITES: dict[str, Callable[[AttentionWeights], AttentionWeights]] = {
     "repeat_kv_heads": lambda weights: repeat_kv_heads(weights).weights,
     "to_latent": lambda weights: to_latent(weights).weights,
 }
-NAMES = tuple(PARAMETERISATIONS)
 POSITIONS: dict[str, Callable[[], AttentionPositions | None]] = {
     "none": lambda: None,
     "rotary": RotaryPositions,

@@ -9,6 +9,7 @@ import torch
 
 from heads import (
     D_MODEL,
+    NAMES,
     NUM_HEADS,
     assert_same_function,
     make_layer,
@@ -21,10 +22,6 @@ from triptych.algebra.rewrites.folding import expand, factor, fold
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Chain, Link
-from triptych.attention.projections import PARAMETERISATIONS
-
-KINDS = ("self", "causal", "cross")
-NAMES = tuple(PARAMETERISATIONS)
 
 
 def make(name: str, kind: Any = "self", *, biased: bool = False, **options: int) -> AttentionWeights:

@@ -17,6 +17,7 @@ from heads import (
     assert_layers_agree,
     assert_same_function,
     dense,
+    gathered,
     make,
     random_input,
     with_semantics,
@@ -24,7 +25,6 @@ from heads import (
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
-from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites.heads import SortHeads, permute_heads, repeat_kv_heads, taken
 from triptych.algebra.rewrites.merging import merge_kv_heads
@@ -34,11 +34,6 @@ from triptych.algebra.rewrites.rewrite import Layer
 from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
-
-
-def served(copies: int) -> int:
-    return NUM_HEADS // copies
-
 
 # Permuting.
 
@@ -326,11 +321,8 @@ def without_head(weights: AttentionWeights, head: int) -> AttentionWeights:
 
 @pytest.mark.parametrize("name", ["factored", "grouped", "stacked", "bilinear"])
 def test_importance_on_a_text_is_what_the_output_loses_with_the_head(name: str) -> None:
-    weights, gatherer = make(name), MomentsGatherer()
-    texts = [random_input(LENGTH), random_input(9) + 1.0]
-    for x in texts:
-        gatherer.add(weights, x)
-    found = measure_importance(weights, gatherer.result())
+    weights, texts = make(name), [random_input(LENGTH), random_input(9) + 1.0]
+    found = measure_importance(weights, gathered(weights, *texts))
     for head in range(NUM_HEADS):
         lost = [(attend(weights, x) - attend(without_head(weights, head), x)).flatten(0, 1) for x in texts]
         assert float(found[head]) == pytest.approx(float(torch.cat(lost).square().sum(-1).mean().sqrt()))
@@ -346,11 +338,10 @@ def test_importance_without_a_text_is_the_bound_of_leaving_a_head_out(name: str)
 
 
 def test_importance_by_the_moments_of_another_layer_is_refused() -> None:
-    gatherer = MomentsGatherer()
-    gatherer.add(make("factored", d_v=5), random_input(LENGTH))
+    moments = gathered(make("factored", d_v=5), random_input(LENGTH))
     reason = "the moments are of 4 × 5 channels of mixed values, the layer has 4 × 6; gather them"
     with pytest.raises(RewriteRefusedError, match=f"^measure_importance refused: {reason}"):
-        measure_importance(make("factored"), gatherer.result())
+        measure_importance(make("factored"), moments)
 
 
 # Repeating.

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from algebra.rewrites.rotary_layers import NOT_ROTARY, rotation_of
+from algebra.rewrites.rotary_layers import NOT_ROTARY, moments_of, rotation_of
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
-from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError, truncate_rotary_pairs
 from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
@@ -29,12 +28,6 @@ def some_text() -> Tensor:
     """Some directions much more than others, and not about zero."""
     scales = torch.logspace(0.5, -1.0, D_MODEL, dtype=torch.float64)
     return torch.randn(2, TOKENS, D_MODEL, dtype=torch.float64) * scales + 0.3
-
-
-def moments_of(weights: AttentionWeights, x: Tensor) -> Moments:
-    gatherer = MomentsGatherer()
-    gatherer.add(with_semantics(weights, rotary=rotation_of()), x)
-    return gatherer.result()
 
 
 def turned_scores(weights: AttentionWeights, x: Tensor, rotation: RotaryEmbedding, m: int) -> Tensor:

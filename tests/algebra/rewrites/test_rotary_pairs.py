@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from algebra.rewrites.rotary_layers import NOT_ROTARY, rotation_of
+from algebra.rewrites.rotary_layers import NOT_ROTARY, moments_of, rotation_of
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.measures import RotaryPairs, measure_heads
-from triptych.algebra.moments import Moments, MomentsGatherer
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.rewrites.rotary_maps import truncate_rotary_maps
@@ -25,13 +24,6 @@ PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
 def rotary(width: int = 6, kind: Any = "self", *, groups: int = 4, biased: bool = True) -> AttentionWeights:
     weights = make_layer("grouped", biased=biased, num_kv_heads=groups, d_k=width).weights(kind)
     return with_semantics(weights, positions="rotary")
-
-
-def moments_of(weights: AttentionWeights, *texts: Tensor) -> Moments:
-    gatherer = MomentsGatherer()
-    for x in texts:
-        gatherer.add(with_semantics(weights, rotary=rotation_of()), x)
-    return gatherer.result()
 
 
 def mean_square_scores(
