@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rewriting.test_checkpoint import with_tokenizer
 from triptych import load
 from triptych.algebra.rewrites import EXACT, RewriteRefusedError
 from triptych.checkpoints.models import load_language_model
@@ -230,6 +231,25 @@ def test_values_of_a_latent_of_a_lower_rank_are_the_nearest_side_by_side(tmp_pat
         attention.v_proj.weight.copy_((U[:, :10] * S[:10]) @ Vh[:10])
 
     torch.testing.assert_close(logits(target), logits(original, truncate), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("made", [small, grouped], ids=["narrower", "from grouped heads"])
+def test_a_latent_of_a_lower_rank_keeps_what_a_text_makes_of_it(made: Any, tmp_path: Path) -> None:
+    original, text = made(tmp_path / "original"), tmp_path / "text.txt"
+    with_tokenizer(original)
+    text.write_text(" ".join(f"w{n % 7}" for n in range(200)))
+    step = "to_latent(rank=6" if made is small else "to_latent(format='deepseek_v3', rank=10"
+    errors = {}
+    for options in ("", ", on_text=True"):
+        given = {"do": [f"{step}{options})"], "calibration": text if options else None}
+        target = tmp_path / f"rewritten{bool(options)}"
+        made_of = RewriteRecipe.model_validate(given)
+        certificate = rewrite_checkpoint(str(original), target, made_of, text=text)
+        claims = verify(target, original, text=text, calibration=text if options else None)
+        assert all(claim.held is not False for claim in claims)
+        assert certificate.end_to_end is not None
+        errors[options] = certificate.end_to_end.divergence_nats
+    assert errors[", on_text=True"] < 0.5 * errors[""]
 
 
 def test_bfloat16_is_written_to_its_own_rounding(tmp_path: Path) -> None:

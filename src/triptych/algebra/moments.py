@@ -4,9 +4,10 @@ They are all that the data-aware rewrites need of the data: a few numbers per pa
 never one per pair of input channels, and never a text twice.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -31,6 +32,9 @@ class Moments:
     mixed_mean: Float[Tensor, "num_heads d_v"]  # E[z]
     x_square: float  # mean square of a number of the queries' input; `y_square` of the keys'
     y_square: float
+    # E[bᵀb] of what a latent is to serve, b: the normalised latent of a layer that has one; else the channels
+    # of keys that positions do not turn and the values, of all heads. None where it was not asked for
+    served: Float[Tensor, "served served"] | None = None
 
     @property
     def k_centred(self) -> Float[Tensor, "key_heads d_k d_k"]:
@@ -47,7 +51,9 @@ class Moments:
 class MomentsGatherer:
     """Sums over a text, batch by batch: `gatherer.add(weights, x)` for each, then `result()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, served: bool = False) -> None:
+        """With `served`, also the moments of what a latent is to serve."""
+        self._served = served
         self._counts = [0, 0]
         self._longest = 0
         self._sums: list[Tensor] = []
@@ -62,6 +68,7 @@ class MomentsGatherer:
         q, k, v = channels(weights, x, memory)
         mixed = gated(weights, x, probabilities(weights, q, k) @ of_heads(v, weights.num_heads))
         y = x if memory is None else memory
+        served = _served(weights, y, k, v).double().flatten(0, 1) if self._served else None
         # `[heads, tokens, width]`, the tokens of all texts of the batch one after the other.
         q, k, mixed, inputs, asked = (
             t.transpose(0, 1).double().flatten(1, 2) for t in (q, k, mixed, x[:, None], y[:, None])
@@ -76,6 +83,8 @@ class MomentsGatherer:
             inputs.square().mean(dim=-1).sum(),
             asked.square().mean(dim=-1).sum(),
         ]
+        if served is not None:
+            sums.append(served.mT @ served)
         self._longest = max(self._longest, x.shape[1], y.shape[1])
         self._counts = [self._counts[0] + q.shape[1], self._counts[1] + k.shape[1]]
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
@@ -89,7 +98,7 @@ class MomentsGatherer:
                 "queries, keys or mixed values of the text are not finite: leave out tokens that see nothing"
             )
         count, key_count = self._counts
-        q, k, q_sum, k_sum, mixed, mixed_sum, x_square, y_square = self._sums
+        q, k, q_sum, k_sum, mixed, mixed_sum, x_square, y_square, *served = self._sums
         return Moments(
             count=count,
             key_count=key_count,
@@ -102,4 +111,17 @@ class MomentsGatherer:
             mixed_mean=mixed_sum / count,
             x_square=float(x_square) / count,
             y_square=float(y_square) / key_count,
+            served=served[0] / key_count if served else None,
         )
+
+
+def _served(
+    weights: AttentionWeights, y: Tensor, k: Tensor, v: Tensor
+) -> Float[Tensor, "batch key_len served"]:
+    down, rotary = weights.k[0], weights.semantics.rotary
+    if down.norm is not None and down.norm.channels is not None:
+        bare = replace(down, norm=replace(down.norm, weight=None))
+        return bare(y[:, None])[:, 0, :, : down.norm.channels]
+    turned = set[int]() if rotary is None else {*rotary.pairs[0], *rotary.pairs[1]}
+    plain = [channel for channel in range(k.shape[-1]) if channel not in turned]
+    return torch.cat([part.transpose(1, 2).flatten(2) for part in (k[..., plain], v)], dim=-1)

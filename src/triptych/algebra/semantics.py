@@ -275,11 +275,6 @@ class Semantics:
         return self.q_norm is not None or self.k_norm is not None
 
     @property
-    def meets_distances(self) -> bool:
-        """Whether queries and keys meet positions, and not each other alone: W_QK is not all that counts."""
-        return self.positions in ("rotary", "disentangled")
-
-    @property
     def is_local(self) -> bool:
         """Whether queries see only keys near them."""
         return self.window is not None or self.chunk is not None

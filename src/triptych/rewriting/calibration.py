@@ -24,14 +24,15 @@ def gather_moments(
     before: Callable[[AttentionLayer], AttentionWeights],
     text: Path,
     *,
+    served: bool = False,
     most_tokens: int = MOST_TOKENS,
     most_bytes: int = MOST_BYTES,
 ) -> dict[str, Moments]:
     """Gather the moments of layers over a text, as the layers are before a step, in float64.
 
     The inputs of every layer come from the forward pass of the original model. Queries, keys and outputs are
-    computed by the layer after the previous steps. In models that apply one layer several times, all uses
-    count alike.
+    computed by the layer after the previous steps; with `served`, what a latent serves, too. In models that
+    apply one layer several times, all uses count alike.
     """
     found: dict[str, Moments] = {}
     model: TextModel | None = None
@@ -42,7 +43,7 @@ def gather_moments(
             weights = before(read)
             norm = read.weights.norm if weights.norm is None else None
             memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
-            layers[site.name] = weights, norm, memory_norm, MomentsGatherer()
+            layers[site.name] = weights, norm, memory_norm, MomentsGatherer(served=served)
         model = model or open_text_model(folder)
         for window in model.windows(text, most_tokens):
             for name, uses in model.inputs(window, source, together).items():

@@ -11,7 +11,7 @@ import torch
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.forms import are_finite
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, Rewrite, RewriteRefusedError, Truncate
+from triptych.algebra.rewrites import Layer, Rewrite, RewriteRefusedError, ToLatent, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
@@ -91,7 +91,8 @@ def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Pre
                 step = step.with_losses(measure_head_losses(folder, sites, recipe.calibration))
             else:
                 before = partial(_weights_before, prepared, source, number)
-                found = gather_moments(source, folder, sites, before, recipe.calibration)
+                served = isinstance(step, ToLatent)
+                found = gather_moments(source, folder, sites, before, recipe.calibration, served=served)
                 moments = {
                     site.name: {**prepared.moments.get(site.name, {}), number: found[site.name]}
                     for site in sites

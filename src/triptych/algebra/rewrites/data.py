@@ -188,12 +188,12 @@ def _basis(
     grams, groups = _grams(weights, moments, form, centred, prior), num_groups(weights, form)
     of_groups = grams.heads.unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
     if grams.keys is None:
-        R = _root(of_groups.mean(dim=1))
+        R = gram_root(of_groups.mean(dim=1))
         return joint_basis(_own(weights.W_O.mT, groups), R[:, None], "common")
-    return joint_basis(_root(of_groups.sum(dim=1))[:, None], _root(grams.keys)[:, None], "own")
+    return joint_basis(gram_root(of_groups.sum(dim=1))[:, None], gram_root(grams.keys)[:, None], "own")
 
 
-def _root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:
+def gram_root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:
     """R with RᵀR = G, where Cholesky's would stop at a G that is singular."""
     values, vectors = torch.linalg.eigh((gram + gram.mT) / 2)
     root: Tensor = values.clamp(min=0.0).sqrt()[..., :, None] * vectors.mT
@@ -233,7 +233,7 @@ def _cut_qk(
     assert grams.keys is not None
     missing = _eye_like(to_q) - to_q @ to_k.mT
     heads, groups = weights.num_heads, len(to_q)
-    R_q, R_k = _root(grams.heads), _root(grams.keys).repeat_interleave(heads // groups, dim=0)
+    R_q, R_k = gram_root(grams.heads), gram_root(grams.keys).repeat_interleave(heads // groups, dim=0)
     error = R_q @ missing.repeat_interleave(heads // groups, dim=0) @ R_k.mT
     result = replace(weights, q=times(weights, "q", to_q, notes), k=times(weights, "k", to_k, notes))
     return result, _squares(error), _squares(R_q @ R_k.mT)
@@ -256,11 +256,11 @@ def _cut_ov(
         to_o = _whole_where_full(basis.own[:, 0], ranks).mT
     else:
         # What each head makes of these channels is its own affair: z ≈ (z T_v) X, by least squares.
-        R = _root(_grams(weights, moments, "ov", centred, prior).heads)
+        R = gram_root(_grams(weights, moments, "ov", centred, prior).heads)
         to_o = torch.linalg.pinv(R @ of_heads) @ R
     missing = _eye_like(to_v) - of_heads @ to_o
     W_O = weights.W_O
-    R_true = _root(_grams(weights, moments, "ov", centred, prior=0.0).heads)
+    R_true = gram_root(_grams(weights, moments, "ov", centred, prior=0.0).heads)
     result = replace(weights, v=times(weights, "v", to_v, notes), o=times(weights, "o", to_o.mT, notes))
     if centred:
         constant = (moments.mixed_mean[:, None, :] @ missing @ W_O).sum(dim=(0, 1))

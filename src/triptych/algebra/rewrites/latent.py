@@ -13,12 +13,14 @@ from typing import Literal, final
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
+from triptych.algebra.moments import Moments
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.rewrites.channels import FORMS, NAMES, in_working_precision, move, one_map
+from triptych.algebra.rewrites.data import gram_root
 from triptych.algebra.rewrites.legality import (
     DECOUPLED,
     ONE_LATENT,
@@ -30,7 +32,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.semantics import HeadNorm
-from triptych.algebra.weights import SIDES, AttentionWeights, Link
+from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
 # Of the norm of a latent in DeepSeek's models; and how far what it divides by may be from a constant.
 NORM_EPS, NORM_ERROR = 1e-6, 2.0**-30
@@ -51,11 +53,27 @@ class ToLatent(LayerRewrite):
         None, description="whose latent it is to be: the file becomes one of that format"
     )
 
+    on_text: bool = Field(False, description="keep what the text makes of the latent, for a `rank`")
+
+    @model_validator(mode="after")
+    def _text_for_a_rank(self) -> "ToLatent":
+        if self.on_text and self.rank is None:
+            raise ValueError("on_text goes with rank")
+        return self
+
+    @property
+    def needs_text(self) -> bool:
+        return self.on_text
+
     def apply(self, layer: Layer) -> Rewritten:
-        if any(link.norm is not None for link in layer.weights.k[:1]):
-            return narrow_latent(layer.weights, rank=self.rank)
-        make = to_latent if self.format is None else decouple
-        return make(layer.weights, rank=self.rank)
+        weights, moments = layer.weights, layer.moments if self.on_text else None
+        if any(link.norm is not None for link in weights.k[:1]):
+            return narrow_latent(weights, rank=self.rank, moments=moments)
+        if self.format is not None:
+            return decouple(weights, rank=self.rank, moments=moments)
+        if self.on_text:
+            raise RewriteRefusedError(self.name, "on_text goes with a format, or with a layer's latent")
+        return to_latent(weights, rank=self.rank)
 
 
 def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten:
@@ -114,11 +132,14 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     )
 
 
-def decouple(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten:
+def decouple(
+    weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
+) -> Rewritten:
     """Keys and values as DeepSeek's layers make them: from a normalised latent, and turned keys beside it.
 
     The turned channels of all key heads stand side by side in one key, and queries have zeros where the other
-    heads' are. Values, and channels of keys that are not turned, come from the latent.
+    heads' are. Values, and channels of keys that are not turned, come from the latent: of a lower rank, the
+    nearest there are side by side, or with moments the nearest on the text.
     """
     DECOUPLED.require("to_latent", weights)
     _require_latent_maps(weights)
@@ -135,12 +156,12 @@ def decouple(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten
     _require_latent_rank(rank, *beside.shape)
     require_finite("to_latent", weights)
     W_D, U, needed = _product_of_rank(beside, rank)
+    if moments is not None and rank < needed:
+        U = torch.linalg.eigh(_served(moments, len(U.mT))).eigenvectors[:, -rank:].mT
+        W_D = beside @ U.mT
     U_K, U_V = (
-        part.reshape(rank, copies, -1).transpose(0, 1).repeat_interleave(heads // copies, dim=0)
-        for part, copies in (
-            (U[:, : k.copies * len(plain)], k.copies),
-            (U[:, k.copies * len(plain) :], v.copies),
-        )
+        part.repeat_interleave(heads // len(part), dim=0)
+        for part in _apart(U, (k.copies, len(plain)), (v.copies, v.d_out))
     )
     turned = torch.cat([_side_by_side(k.weight[..., side]) for side in (first, second)], dim=1)
     own = torch.nn.functional.one_hot(groups, k.copies).to(q.weight.dtype)
@@ -180,6 +201,18 @@ def _side_by_side(maps: Float[Tensor, "copies d width"]) -> Float[Tensor, "d all
     return maps.transpose(0, 1).flatten(1)
 
 
+def _apart(maps: Float[Tensor, "rows all"], *sizes: tuple[int, int]) -> list[Tensor]:
+    """Maps that are side by side, by their copies and widths: each `[copies, rows, width]`."""
+    parts = torch.split(maps, [copies * width for copies, width in sizes], dim=1)
+    return [part.reshape(len(maps), *size).transpose(0, 1) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _served(moments: Moments, width: int) -> Float[Tensor, "width width"]:
+    if moments.served is None or len(moments.served) != width:
+        raise RewriteRefusedError("to_latent", f"the moments are not of the {width} channels of a latent")
+    return moments.served
+
+
 def _smallness(weights: AttentionWeights, W_D: Float[Tensor, "d rank"]) -> tuple[float, float]:
     """A power of two by which a latent is made so small that its norm hardly sees it, and what it sees.
 
@@ -203,12 +236,15 @@ def _repeated(rotation: RotaryEmbedding, times: int, start: int) -> RotaryEmbedd
     return replace(rotation, frequencies=found, pairing="halves", start=start, long=long)
 
 
-def narrow_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten:
+def narrow_latent(
+    weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
+) -> Rewritten:
     """A normalised latent of fewer channels: those that do most for the keys and values of all heads.
 
-    What is made of the normalised latent n, n U, is best kept by the first left singular vectors P of U, if
-    n has no preferred direction. The norm then takes the mean over what is left: c P / rms(c P) is n P but
-    for a factor that differs from token to token and is about 1.
+    What is made of the normalised latent n, n U, is best kept by the truncated SVD of R U, RᵀR = E[nᵀn], or
+    R = 1 without moments: n U ≈ n R⁻¹ A_r S_r Bᵀ. P is an orthonormal basis of R⁻¹ A_r. The norm then takes
+    the mean over what is left: c P / rms(c P) is n P but for a factor that differs from token to token, and
+    whose mean square the maps behind it take up.
     """
     norm, down = weights.k[0].norm, weights.k[0]
     if norm is None or norm.channels is None or len(weights.k) != 2 or len(weights.v) != 2:
@@ -221,27 +257,37 @@ def narrow_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewr
     turned = down.d_out - had
     used = (k_up.weight[:, :had, : k_up.d_out - turned], v_up.weight[:, :had])
     made = torch.cat([_side_by_side(part) for part in used], dim=1)
-    P = torch.linalg.svd(made, full_matrices=False).U[:, :rank]
-    kept = torch.eye(down.d_out, rank + turned, dtype=P.dtype).roll(had - rank, 0)
-    kept[:had] = torch.nn.functional.pad(P, (0, turned))
+    R = torch.eye(had, dtype=made.dtype) if moments is None else gram_root(_served(moments, had))
+    A, S, Bh = torch.linalg.svd(R @ made, full_matrices=False)
+    back = torch.linalg.pinv(R) @ A[:, :rank]
+    best, P = back * S[:rank] @ Bh[:rank], torch.linalg.qr(back).Q
+    factor = float((R @ P).square().sum() / rank) ** 0.5
+    kept = torch.block_diag(P, torch.eye(turned, dtype=P.dtype))  # type: ignore[no-untyped-call]
     bias = None if down.bias is None else down.bias.to(P.dtype) @ kept
-    bare = replace(norm, weight=None, channels=rank)
-    new = Link(down.weight.to(P.dtype) @ kept, bias, bare)
-    through = {"k": (Link(kept @ kept.mT @ k_up.weight),), "v": (Link(kept @ kept.mT @ v_up.weight),)}
-    moves = [move(wide, replace(wide, **through), form).whole for form in FORMS]  # type: ignore[arg-type]
-    result = replace(
-        weights.to(torch.float64),
-        k=(new, Link(kept.mT @ k_up.weight, k_up.bias)),
-        v=(new, Link(kept.mT @ v_up.weight, v_up.bias)),
-    )
-    lost = float((made - P @ (P.mT @ made)).norm() / made.norm())
+    new = Link(down.weight.to(P.dtype) @ kept, bias, replace(norm, weight=None, channels=rank))
+    sizes = [(part.shape[0], part.shape[2]) for part in used]
+
+    def with_ups(latent: Tensor, down: Chain) -> AttentionWeights:
+        """Keys and values from what a latent makes of them, `[latent, all]`."""
+        rows = torch.nn.functional.pad
+        k_part, v_part = (rows(part, (0, 0, 0, turned)) for part in _apart(latent, *sizes))
+        passed = rows(torch.eye(turned, dtype=P.dtype), (0, 0, len(latent), 0)).expand(len(k_part), -1, -1)
+        k = (*down, Link(torch.cat([k_part, passed], dim=2), k_up.bias))
+        return replace(wide, k=k, v=(*down, Link(v_part, v_up.bias)))
+
+    moved = with_ups(best, ())
+    moves = [move(wide, moved, form).whole for form in FORMS]
+    new_ups = with_ups(P.mT @ best * factor, (new,))
+    result = replace(weights.to(torch.float64), k=new_ups.k, v=new_ups.v)
+    lost = float((R @ (made - best)).norm() / (R @ made).norm())
     return rewritten(
         "to_latent",
         "bounded",
         weights,
         result.to(weights.dtype),
         checked=("the norm of the latent has no bias and takes no mean off",),
-        choice=f"a latent of {rank} of {had}, which leaves out {lost:.3g} of what is made of it",
+        choice=f"a latent of {rank} of {had}, which leaves out {lost:.3g} of what is made of it"
+        + ("" if moments is None else " on the text"),
         bound=max(float(one.max()) for one in moves),
     )
 

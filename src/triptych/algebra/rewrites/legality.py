@@ -66,9 +66,7 @@ _TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
     ),
     "no_output_bias": lambda weights: "o" not in weights.bias_slots,
 }
-# Queries, keys and values must stay the numbers that they are.
 _CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
-UNCLIPPED = Need({"clip": _CLIPPED}, ())
 # The channels between the two maps of a form may be mixed.
 CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
     "qk": Need(

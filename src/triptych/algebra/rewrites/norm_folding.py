@@ -8,7 +8,7 @@ from torch import Tensor
 from triptych.algebra.rewrites.legality import (
     INPUT_SIDES,
     KEY_BIAS_BLIND,
-    UNCLIPPED,
+    SCORES_ARE_THE_FORM,
     named,
     require_nothing_between,
     separate,
@@ -201,7 +201,7 @@ def _require_foldable(
         checked.append("bias slots for the shift")
     if read["k"] is not None and not weights.k:
         _require_gain_passes_to_queries(weights, shifted="k" in shifted)
-        checked.append("nothing stands between queries and keys")
+        checked += SCORES_ARE_THE_FORM.checked
     return tuple(checked)
 
 
@@ -217,17 +217,7 @@ def _require_map(side: Side, chain: Chain) -> None:
 
 def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool) -> None:
     """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, is `(q ∘ γ) · y` to the softmax."""
-    semantics = weights.semantics
-    if semantics.meets_distances or semantics.qk_norm:
-        what = (
-            f"{semantics.positions} positions stand"
-            if semantics.meets_distances
-            else "a norm (QK-norm) stands"
-        )
-        raise RewriteRefusedError(
-            _NAME, f"the keys are the input itself, and {what} between them and the queries"
-        )
-    UNCLIPPED.require(_NAME, weights, about="the keys are the input itself, and ")
+    SCORES_ARE_THE_FORM.require(_NAME, weights, about="the keys are the input itself, and ")
     require_nothing_between(_NAME, "q", weights.q[-1:])
     if not weights.q[-1].learned:
         raise RewriteRefusedError(
