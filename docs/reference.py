@@ -1,6 +1,6 @@
 """Parts of the reference that are made: typical figures of the columns, and drawings of parameterisations.
 
-`python tests/reference.py` (`make docs`) writes them into `docs/`.
+`python docs/reference.py` (`make docs`) writes them next to it.
 """
 
 import math
@@ -14,7 +14,7 @@ import triptych
 from triptych.attention import PARAMETERISATIONS, Grouped, HeadMap
 from triptych.inspection.measures import MEASURES
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parent
 COLUMNS, PICTURES = DOCS / "reference" / "columns.md", DOCS / "pictures" / "parameterisations"
 _BEGIN, _END = "## Where it looks", "## More in `--json`"
 _OF_PAIRS = " Of rotary heads: of the rotary pairs, σ² being their energies."  # said once, above the tables
