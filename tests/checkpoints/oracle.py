@@ -67,6 +67,11 @@ def saved(model_class: Any, configure: Callable[[], Any], folder: Path, leave: s
     return model
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a model has mixtures of experts, which must be "eager" in float64."""
+    return any(hasattr(config, f"{number}_experts") for number in ("num_local", "n_routed", "num"))
+
+
 def pairs(
     make: Callable[[str, Path], Any], load: Callable[[Path], Ours], factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Any, Ours]]:

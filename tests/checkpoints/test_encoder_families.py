@@ -90,12 +90,27 @@ def test_what_a_family_does_not_hold_is_refused_by_name(case: str, tmp_path: Pat
         outputs(tmp_path)
 
 
-def test_xlnet_is_refused_with_its_reason(tmp_path: Path) -> None:
-    config = transformers.XLNetConfig(d_model=24, n_layer=1, n_head=4, d_inner=32, vocab_size=40)
-    transformers.XLNetModel(config).save_pretrained(tmp_path)
-    with pytest.raises(
-        DataError, match="XLNet cannot be read: its scores have a part for whether two tokens"
-    ):
+@pytest.mark.parametrize(
+    ("model", "sizes", "said"),
+    [
+        (
+            "XLNetModel",
+            {"d_model": 24, "n_layer": 1, "n_head": 4, "d_inner": 32},
+            "XLNet cannot be read: its scores have a part for whether two tokens",
+        ),
+        (
+            "DiffLlamaModel",
+            {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32},
+            "DiffLlama cannot be read: its heads are pairs",
+        ),
+    ],
+)
+def test_families_that_are_no_attention_of_ours_are_refused_with_their_reason(
+    model: str, sizes: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    made_of = getattr(transformers, model)
+    made_of(made_of.config_class(**sizes, vocab_size=40)).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=said):
         open_checkpoint(tmp_path)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from checkpoints.oracle import has_experts
 from checkpoints.tiny_models import TINY
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
@@ -39,8 +40,8 @@ def made(name: str, folder: Path) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
-    how = {"attn_implementation": "sdpa" if name.startswith("falcon") else "eager"}
-    if hasattr(config, "num_local_experts") or hasattr(config, "n_routed_experts"):
+    how = {"attn_implementation": "sdpa" if name.startswith("falcon,") else "eager"}
+    if has_experts(config):
         how["experts_implementation"] = "eager"  # the others have no float64
     return type(model).from_pretrained(folder, **how).double().eval()
 
@@ -103,6 +104,7 @@ def renamed(name: str) -> Iterator[str]:
     yield name
     yield name.removeprefix("model.")
     yield name.replace("language_model.model.", "model.language_model.")
+    yield name.replace("backbone.", "model.")
     yield f"model.{name}"
     new = name.replace("attention.attention.query", "attention.q_proj").replace(
         "attention.attention.key", "attention.k_proj"

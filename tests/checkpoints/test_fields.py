@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from checkpoints.oracle import has_experts
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
 from checkpoints.tiny_models import TINY
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -39,7 +40,7 @@ def furthest(name: str, folder: Path, fields: dict[str, Any]) -> tuple[float, li
     model = made(name, folder)
     changed(folder, fields)
     how = {"attn_implementation": model.config._attn_implementation}
-    if hasattr(model.config, "num_local_experts") or hasattr(model.config, "n_routed_experts"):
+    if has_experts(model.config):
         how["experts_implementation"] = "eager"
     try:
         model = type(model).from_pretrained(folder, **how).double().eval()

@@ -92,7 +92,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
     ),
     **alike(
-        "gemma3n | gemma2 | gemma3, text | gemma3, both ways",
+        "gemma3n | gemma4, text | gemma2 | gemma3, text | gemma3, both ways",
         {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
     ),
     "gemma3": {"pre_feedforward_layernorm": "! sandwich", "layer_norm2": "fc1", "norm": "! tied"},
@@ -102,6 +102,18 @@ EXPECTED: dict[str, dict[str, str]] = {
     "starcoder2": {"post_attention_layernorm": "c_fc", "norm": "! tied"},
     **alike("olmo | olmo, clipped", {"none": "! none"}),
     **alike("cohere | cohere2", {"input_layernorm": "gate_proj up_proj", "norm": "! tied"}),
+    "qwen3_next": {
+        "post_attention_layernorm": "gate gate_proj shared_expert_gate up_proj",
+        "norm": "lm_head",
+    },
+    "qwen3_5": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "granitemoehybrid": {"post_attention_layernorm": "input_linear layer", "norm": "lm_head"},
+    "granitemoehybrid, all attention": {"post_attention_layernorm": "input_linear", "norm": "lm_head"},
+    "nanochat": {"none": "! none"},
+    "lfm2": {"ffn_norm": "w1 w3", "embedding_norm": "! tied"},
+    **alike("falcon_h1 | bamba", {"pre_ff_layernorm": "gate_proj up_proj", "final_layernorm": "lm_head"}),
+    "jamba": {"pre_ff_layernorm": "gate_proj router up_proj", "final_layernorm": "lm_head"},
+    "nemotron_h": {"norm_f": "lm_head"},
     "gpt_oss": {"post_attention_layernorm": "gate_up_proj router", "norm": "lm_head"},
     **alike(
         "deepseek_v3 | deepseek_v3, halves | deepseek_v3, stretched | glm4_moe",

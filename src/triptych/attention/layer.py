@@ -59,7 +59,7 @@ class LayerSteps:
     visible: Bool[Tensor, "#batch #heads #query_len key_len"]
     weights: Float[Tensor, "batch heads query_len key_len"]
     # what the mixed values of each head are multiplied by; None without a gate
-    gate: Float[Tensor, "batch heads query_len 1"] | None
+    gate: Float[Tensor, "batch heads query_len channels"] | None
     # what W_O reads: the weights times the values, times the gate
     z: Float[Tensor, "batch heads query_len d_v"]
     output: Float[Tensor, "batch query_len d_model"]

@@ -37,6 +37,7 @@ from triptych.storage.untrusted import shown
 _BORROWS = "maps of a layer that uses keys and values of an earlier one"
 _LONGEST_SAID = 1 << 40
 _MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
+_ATTENTION = "attention"  # the word of `AttentionSpec.mixers` for layers that have it
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
 _LONGEST = 2048  # tokens, where a model says nothing
@@ -126,7 +127,7 @@ class Checkpoint(AttentionSource):
     ) -> None:
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
         self.written_as, self.known_by = family.name, known_by
-        self.absent = ()
+        self.absent, self.others = (), ""
         self._places = {place.site: place for place in self._find()}
         self.warnings = self._not_followed()
         self.sites = tuple(self._places)
@@ -199,7 +200,11 @@ class Checkpoint(AttentionSource):
             settings = self._settings_of(spec)
             if settings is None or not settings.holds(spec.when):
                 continue
-            prefix = self._prefix(spec)
+            layers = settings.count(spec.layers)
+            require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
+            mixers = self._mixers(spec, settings, layers)
+            first = next((layer for layer, mixer in enumerate(mixers) if mixer == _ATTENTION), 0)
+            prefix = self._prefix(spec, first)
             wanted[spec.stack] = None
             if prefix is None:
                 self._require_no_stack(spec)
@@ -207,11 +212,12 @@ class Checkpoint(AttentionSource):
             present.add(spec.stack)
             if spec.needs and settings.value(spec.needs) is None:
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
-            inner, layers = settings.count(spec.inner), settings.count(spec.layers)
+            inner = settings.count(spec.inner)
             more = spec.more_layers and settings.value(spec.more_layers) is not None
-            require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
             borrowing, lenders = self._num_borrowing(spec, settings, layers), dict[Any, Place]()
             for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
+                if layer < len(mixers) and mixers[layer] != _ATTENTION:
+                    continue
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
                     break  # those after the last need not be there
                 for within in range(inner):
@@ -239,6 +245,30 @@ class Checkpoint(AttentionSource):
                 f"{self.name}: no tensor has a name of the family {self.family.name}; "
                 f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}"
             )
+
+    def _mixers(self, spec: AttentionSpec, settings: Settings, layers: int) -> list[str]:
+        """What each layer mixes tokens with, in words; none where all have attention."""
+        if not spec.mixers:
+            return []
+        if layers > _MOST_LAYERS:
+            raise DataError(
+                f"{settings.where}: {spec.layers} is {layers:,}: at most {_MOST_LAYERS:,} are read"
+            )
+        found = []
+        for layer in range(layers):
+            choice = next((choice for choice in spec.mixers if settings.holds(choice.when, layer)), None)
+            if choice is None:
+                raise DataError(f"{settings.where}: it does not say what layer {layer} of {layers} is")
+            found.append(str(settings.value(choice.value)))
+        attention = [str(layer) for layer, mixer in enumerate(found) if mixer == _ATTENTION]
+        rest = " and ".join(dict.fromkeys(mixer for mixer in found if mixer != _ATTENTION))
+        if not attention:
+            raise DataError(f"{self.name}: none of its {layers} layers is attention: they are {rest}")
+        if rest:
+            some = f"layers {', '.join(attention)}" if len(attention) > 1 else f"layer {attention[0]}"
+            are = "are" if len(attention) > 1 else "is"
+            self.others = f"{some} of {layers} {are} attention; the rest are {rest}, which are not"
+        return found
 
     def _not_followed(self) -> tuple[str, ...]:
         """Sentences on fields of the configuration that are set and change nothing."""
@@ -272,9 +302,9 @@ class Checkpoint(AttentionSource):
             return found.over(next((spec.defaults[kind] for kind in kinds if kind in spec.defaults), {}))
         return None
 
-    def _prefix(self, spec: AttentionSpec) -> str | None:
+    def _prefix(self, spec: AttentionSpec, first: int) -> str | None:
         """The prefix of the family's names in this checkpoint ("model.", "bert.", nothing)."""
-        at = spec.at.format(layer=0, inner=0)
+        at = spec.at.format(layer=first, inner=0)
         pattern = re.compile(rf"^(|.*\.){re.escape(at)}\.")
         found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}
         found = {prefix for prefix in found if not any(word in prefix for word in spec.outside)}

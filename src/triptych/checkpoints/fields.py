@@ -31,6 +31,7 @@ _OF_ATTENTION = re.compile(
 _HARMLESS_ENDS = re.compile(
     r"(_token_id|_token_ids|_token_index|dropout|dropout_prob|dropout_rate|_pdrop|_drop_path_rate)$"
     r"|^(initializer|classifier|summary|router|forced)_"
+    r"|^(linear|mamba)_"  # of layers that have no attention
 )
 # Values that ask for what is done anyway. The first is what a model does that does not have the field.
 _AS_USUAL: dict[str, tuple[Any, ...]] = {

@@ -102,7 +102,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     spec, settings = place.spec, place.settings
     found: dict[str, int] = {}
     latent, turned = spec.latent, place.count(spec.latent.turned) if spec.latent else 0
-    plain = latent.plain if latent else spec.width
+    plain = latent.plain if latent else place.width
     of_sizes = [
         (here.heads, wanted.heads, spec.heads),
         (here.width - turned, wanted.width - turned, plain),

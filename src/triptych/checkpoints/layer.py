@@ -83,6 +83,7 @@ class AttentionSource(ABC):
     num_tensors: int  # there are in all
     left_over: tuple[str, ...]  # tensors that are no attention, as far as their names tell
     unread: dict[str, str]  # tensors of attention that is known and not read, and why
+    others: str = ""  # which layers are attention and what the others are, in a sentence; "" if all are
     absent: tuple[str, ...] = ()  # stacks that the configuration has and the tensors have not
     warnings: tuple[str, ...] = ()  # sentences on fields of the configuration that are set and not followed
 
@@ -219,6 +220,11 @@ class Place:
         return next((record for record in found if record and isinstance(record, dict)), {})
 
     @property
+    def width(self) -> str:
+        """The expression of the width of queries and keys."""
+        return self.spec.width if isinstance(self.spec.width, str) else self.chosen(self.spec.width)
+
+    @property
     def sizes(self) -> MapSizes:
         """The sizes that the configuration gives."""
         spec, latent = self.spec, self.spec.latent
@@ -227,7 +233,7 @@ class Place:
             width = self.settings.whole(latent.plain, self.layer) + self.count(latent.turned)
             q_rank = None if self.value(latent.q_rank) is None else self.count(latent.q_rank)
             return MapSizes(heads, heads, width, self.count(latent.value), self.count(latent.rank), q_rank)
-        width, groups = self.count(spec.width), self.count(self.chosen(spec.groups) or spec.heads)
+        width, groups = self.count(self.width), self.count(self.chosen(spec.groups) or spec.heads)
         value_width = self.count(spec.value_width) if spec.value_width else width
         if heads % groups:
             raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")

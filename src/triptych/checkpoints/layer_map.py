@@ -167,6 +167,21 @@ def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
 
 
 @final
+@dataclass(frozen=True)
+class QueriesAndGates(TensorMap):
+    """The rows of one tensor, head by head queries and then gates, as all queries and all gates."""
+
+    heads: int
+
+    def read(self, parts: Parts) -> Parts:
+        half = parts[0].shape[0] // 2
+        return _from_blocks(parts[0], self.heads, half, half)
+
+    def write(self, parts: Parts) -> Parts:
+        return [_in_blocks(self.heads, *parts)]
+
+
+@final
 class SplitHeads(TensorMap):
     """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`."""
 
@@ -205,6 +220,7 @@ class LayerMap:
         o               `[heads, width, d_out]`, with o.bias `[d_out]`
         norm            gain of the norm that is read, norm.bias its shift; likewise q_norm, k_norm of heads
         sinks           `[heads]`
+        gate            of each channel, `[heads, d_in, width]`, with gate.bias `[heads, width]`
         q_down, q_gain, q_up, kv_down, kv_gain, kv_up    through a latent, `[out, in]`, instead of q, k and v
     """
 
@@ -265,10 +281,16 @@ def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
 
 
 def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
-    modules = (place.spec.q, place.spec.k, place.spec.v)
-    for module, (side, rows, copies) in zip(modules, _rows(sizes), strict=True):
-        for part, stored in module_map(place, tensors, side, module, (rows, None)):
-            yield (part,), stored.then(SplitHeads(copies))
+    spec = place.spec
+    of_values = spec.k if place.holds(spec.key_value) else spec.v
+    for module, (side, rows, copies) in zip((spec.q, spec.k, of_values), _rows(sizes), strict=True):
+        gated = spec.gated_queries and side == "q"
+        for part, stored in module_map(place, tensors, side, module, (2 * rows if gated else rows, None)):
+            if gated:
+                parts = (part, part.replace("q", "gate"))
+                yield parts, stored.then(QueriesAndGates(copies), SplitHeads(copies, copies))
+            else:
+                yield (part,), stored.then(SplitHeads(copies))
 
 
 def _joined(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:

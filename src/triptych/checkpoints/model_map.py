@@ -50,6 +50,8 @@ class ModelMap(Generic[_Architecture]):
 def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
     """What a checkpoint's model is made of."""
     spec = checkpoint.family.model
+    if checkpoint.others:
+        raise DataError(f"{checkpoint.name}: {checkpoint.others}: it can be read, and not run")
     if spec is None:
         raise DataError(
             f"{checkpoint.name}: checkpoints of {checkpoint.family.name} can be read, and not run"

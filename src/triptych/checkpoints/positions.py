@@ -7,6 +7,7 @@ Source: linear: Chen et al. 2023, arXiv 2306.15595; dynamic: see `GrowingBase`; 
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +172,8 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
         found = frequencies(scaling, turned, base, longest, share)
     except (ValueError, TypeError, ArithmeticError) as error:
         raise DataError(f"{where}: the scaling of rotary positions is not supported: {error}") from None
+    if spec.backwards:
+        found = _backwards(found, where)
     _require_stored(place, tensors, found.per_position)
     factor, long = found.factor, found.long
     if spec.factor and rope_type(scaling) != "default":
@@ -183,6 +186,16 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     return RotaryEmbedding(
         found.per_position, spec.pairing, start, factor, long=long, reads_again=spec.read_again
     )
+
+
+def _backwards(found: Frequencies, where: str) -> Frequencies:
+    """The same the other way round."""
+    long = found.long
+    if isinstance(long, GrowingBase):
+        raise DataError(f"{where}: rope_type 'dynamic' is not supported where channels turn backwards")
+    if isinstance(long, OtherFrequencies):
+        long = replace(long, frequencies=-long.frequencies)
+    return Frequencies(-found.per_position, found.factor, long)
 
 
 def _share(place: Place, scaling: Mapping[str, Any]) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import HeadNorm, Semantics, Temperature
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 from triptych.checkpoints.fields import is_turned_round
 from triptych.checkpoints.hooks import Hook, hook_of
@@ -197,6 +197,7 @@ class LayerReader:
             chunk=self._chosen_count(spec.chunk),
             temperature=self._temperature(rotary),
             clip=place.optional_number(spec.clip),
+            gate=HeadGate(parts["gate"].mT, parts.get("gate.bias")) if "gate" in parts else None,
         )
 
     def _norm(self, parts: Mapping[str, Tensor]) -> Norm | None:

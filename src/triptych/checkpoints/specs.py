@@ -145,6 +145,7 @@ class PositionSpec(Spec):
     when: Expression = ""  # on what condition; the first position of a list whose condition holds counts
     # which channels of a head turn together: i and i + n/2 of n ("halves"), or 2i and 2i + 1
     pairing: Literal["halves", "interleaved"] = "halves"
+    backwards: bool = False  # whether they turn by minus their angle, the other way round
     width: Expression = ""  # number of channels turned; all of a head if empty. `start` is the first of them.
     start: Expression = "0"
     # of the width that is turned, rounded down (an odd number is refused); all of it if not given, whatever
@@ -228,6 +229,9 @@ class AttentionSpec(Spec):
     # how many there are; `inner` how many there are within each, one after the other
     layers: Expression = "num_hidden_layers"
     inner: Expression = "1"
+    # in words, what each of them mixes tokens with: 'attention', or what the others have in its place; all
+    # have attention if not given
+    mixers: tuple[Choice, ...] = ()
     more_layers: Expression = ""  # how many more there may be after them, where the file has them
     # how many of them, the last ones, have no keys and values of their own, but use an earlier layer's,
     # made of what that one reads
@@ -243,6 +247,11 @@ class AttentionSpec(Spec):
     k: str = "k_proj"
     v: str = "v_proj"
     o: str = "o_proj"
+    # whether the map of queries has, after the rows of each head's queries, as many of gates, one for each
+    # channel of what the head moves
+    gated_queries: bool = False
+    # on what condition the map of keys makes values, too, before the norms of either
+    key_value: Expression = "false"
     qkv: str = ""  # one map to all three instead
     # of its rows: all queries, then all keys, then all values; or group by group of heads, the queries of a
     # group, its key, its value; or four parts one after the other, each with a fourth of the queries, of the
@@ -258,7 +267,7 @@ class AttentionSpec(Spec):
     heads: Expression = "num_attention_heads"  # number of query heads; `groups` of key heads
     groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
     # of queries and keys; `value_width` of values, if it is another
-    width: Expression = "head_dim | hidden_size / num_attention_heads"
+    width: Annotated[str | tuple[Choice, ...], EXPRESSION] = "head_dim | hidden_size / num_attention_heads"
     value_width: Expression = ""
     # the scores are multiplied by 1/√ of this, the width of queries if no choice holds; "1" for nothing
     scale: Annotated[str | tuple[Choice, ...], EXPRESSION] = ()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError
+from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.as_latent import as_latent
 from triptych.checkpoints.checkpoint import Checkpoint
@@ -86,6 +87,8 @@ class _LayerWriter:
         ours = self._maps(fitted, stored) | self._norm() | dict(self._gains(old, new, stored))
         if self.semantics.sinks is not None and len(self.kept) == new.heads:
             ours["sinks"] = self.semantics.sinks[self.kept]
+        if (gate := self.after.semantics.gate) is not None:
+            ours |= self._gate(gate, new.heads)
         changed = ((name, self._changed(name, full)) for name, full in stored.write(ours))
         tensors = {name: tensor for name, tensor in changed if tensor is not None}
         shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
@@ -160,6 +163,16 @@ class _LayerWriter:
                 if (name,) in stored.entries:
                     (gains,) = stored.entries[(name,)].read(lambda name, _: self.tensors.read(name))
                     yield name, gains.view(len(order), -1)[order].view(gains.shape)
+
+    def _gate(self, gate: HeadGate, heads: int) -> dict[str, Tensor]:
+        """The gates, whose place in the file is among the queries; heads that are gone have none of use."""
+        parts = {"gate": gate.weight.mT} | ({} if gate.bias is None else {"gate.bias": gate.bias})
+        if len(self.kept) == heads:
+            return parts
+        return {
+            name: part.new_zeros(heads, *part.shape[1:]).index_copy(0, torch.tensor(self.kept), part)
+            for name, part in parts.items()
+        }
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
         """A tensor as it is to be stored; None if that is how it is stored already."""

@@ -1145,7 +1145,7 @@ class Model:
         source = self._opened.attention
         rows = [f"Model {self.name}: {self._summary}"]
         rows += [f"  changed: {', '.join(self.changes)}"] if self._changes else []
-        rows += [f"  {note}" for note in source.warnings[:2]]
+        rows += [f"  {note}" for note in (source.others, *source.warnings[:2]) if note]
         if source.absent:
             rows.append(f"  absent from the files: {', '.join(source.absent)}")
         return "\n".join(rows)

@@ -179,6 +179,7 @@ class ChangedSource(AttentionSource):
         self.name, self.written_as, self.known_by = source.name, source.written_as, source.known_by
         self.sites, self.num_tensors, self.left_over = source.sites, source.num_tensors, source.left_over
         self.unread, self.absent, self.warnings = source.unread, source.absent, source.warnings
+        self.others = source.others
 
     def read(self, site: Site) -> AttentionLayer:
         layer, number = self._source.read(site), self.sites.index(site)

@@ -110,7 +110,15 @@ class Places:
         ends: dict[str, list[str]] = {}
         for name in self.names:
             ends.setdefault(name.rpartition(".")[0], []).append(name)
-        return ", ".join(own[0] if len(own) == 1 else f"{own[0]} to {own[-1]}" for own in ends.values())
+        return ", ".join(_range(own) for own in ends.values())
+
+
+def _range(names: Sequence[str]) -> str:
+    """Names of one stack: "0 to 11", or one by one where numbers between them are missing."""
+    first, last = (int(name.rpartition(".")[2]) for name in (names[0], names[-1]))
+    if len(names) == 1 or last - first != len(names) - 1:
+        return ", ".join(names)
+    return f"{names[0]} to {names[-1]}"
 
 
 def stack_of(site: Site) -> str:

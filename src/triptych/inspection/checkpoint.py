@@ -68,6 +68,7 @@ def inspect(
         copies=tuple(copies),
         more_copies=more_copies,
         unread=dict(checkpoint.unread),
+        others=checkpoint.others,
         absent=checkpoint.absent,
         warnings=checkpoint.warnings,
         seconds=time.monotonic() - started,
@@ -84,6 +85,8 @@ def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -
     if unknown := [layer for layer in layers if layer not in numbers]:
         raise UsageError(
             f"{checkpoint.name}: layer {unknown[0]} does not exist; layers are 0 to {max(numbers)}"
+            if not checkpoint.others
+            else f"{checkpoint.name}: layer {unknown[0]} is no attention: {checkpoint.others}"
         )
     return [site for site in checkpoint.sites if site.layer in layers]
 

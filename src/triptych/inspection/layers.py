@@ -169,7 +169,8 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
     if semantics.sinks is not None:
         yield "a sink takes part in the softmax besides the keys"
     if semantics.gate is not None:
-        yield "each token gates the heads, and W_OV is what a head moves through an open gate"
+        gates = "the channels of each head's values" if semantics.gate.of_channels else "the heads"
+        yield f"each token gates {gates}, and W_OV is what a head moves through an open gate"
 
 
 def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:

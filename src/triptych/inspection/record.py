@@ -61,6 +61,7 @@ class Inspection:
         copies: heads that are nearly equal, the closest first.
         more_copies: whether there may be more near-copies than were computed.
         unread: attention tensors that were recognised but not read, with the reason.
+        others: which layers are attention and what the others are; "" where all are attention.
         absent: stacks that the configuration has and the file lacks.
         warnings: sentences on fields of the configuration that are set but not followed.
     """
@@ -76,6 +77,7 @@ class Inspection:
     copies: tuple[NearCopy, ...]
     more_copies: bool
     unread: dict[str, str]
+    others: str = ""
     absent: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -244,6 +246,8 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         if lost := [value for value in conditions if math.isinf(value.value)]:
             of = _counted(len(conditions), "head")
             yield f"{title} lacks full rank in {len(lost)} of {of}, first in {lost[0].place}."
+    if inspection.others:
+        yield f"{inspection.others[0].upper()}{inspection.others[1:]}."
     if inspection.absent:
         yield f"Not in the file, though in the configuration: {', '.join(inspection.absent)}."
     if inspection.unread:

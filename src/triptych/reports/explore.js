@@ -31,7 +31,7 @@ class Explorer {
   }
 
   get model() { return this.models.find(({ name }) => name === byId("model").value); }
-  get isTranslator() { return this.model.can.includes("translate"); }
+  get isTranslator() { return this.model.pairs; } // a text has a target, which it writes or is given
   get asked() { return { model: this.model.name, text: this.text, target: this.target, changes: this.changes }; }
   // The layer and the head that are looked at; of the mean of heads none
   get place() {
@@ -103,7 +103,9 @@ class Explorer {
     const [first] = layers;
     byId("about").textContent = `${layers.length} attention layers × ${first.heads} heads, d_model ${first.d_model}, d_k ${first.d_k}${first.between.length ? `; ${first.between.join(", ")}` : ""}`;
     byId("text-name").textContent = this.isTranslator ? "Text to translate" : this.model.can.includes("generate") ? "Text to continue" : "Text to read";
-    byId("write").textContent = this.isTranslator ? "Translate" : this.model.can.includes("generate") ? "Continue" : "Read";
+    byId("own-target").hidden = !this.isTranslator;
+    byId("target").value = "";
+    byId("write").textContent = this.model.can.includes("translate") ? "Translate" : this.model.can.includes("generate") ? "Continue" : "Read";
     byId("count-choice").hidden = !this.model.can.includes("generate");
   }
 
@@ -115,7 +117,7 @@ class Explorer {
     const found = await this.written([]);
     if (turn !== this.turn) return;
     this.candidates = found.candidates;
-    this.target = found.candidates[0]?.text ?? "";
+    this.target = found.candidates[0]?.text ?? byId("target").value;
     try {
       await this.look(turn);
     } catch (error) {
@@ -368,6 +370,10 @@ class Explorer {
       this.tell(() => this.write());
     });
     byId("text").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("use").requestSubmit(); });
+    byId("target").addEventListener("change", () => {
+      this.target = byId("target").value || (this.candidates?.[0]?.text ?? "");
+      this.tell(() => this.look(++this.turn));
+    });
     byId("key").addEventListener("change", () => this.start());
     byId("model").addEventListener("change", () => {
       this.changes = [];

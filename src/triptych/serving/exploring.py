@@ -133,9 +133,14 @@ class Explorer:
     def _change(self, changes: tuple[str, ...]) -> Model:
         return change_model(self._changed(changes[:-1]), changes[-1]) if changes else self.model
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether a text has a target that the decoder reads."""
+        return self.model.reader.opened.translates
+
     def _read(self, asked: Asked) -> tuple[str, str | None]:
         """The text and the target as the face takes them."""
-        if "translate" in self.model.can:
+        if self.reads_pairs:
             return asked.text, asked.target or None
         return asked.text + asked.target, None
 
@@ -155,7 +160,8 @@ class Explorer:
             sizes = {"d_model": layer.d_model, "d_k": head.d_k, "d_v": head.d_v}
             about = {"heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "between": layer.between}
             places.append({"name": layer.name, "kind": layer.kind, **sizes, **about})
-        return {"can": list(self.model.can), "layers": places, "exact": list(_EXACT)}
+        can = list(self.model.can)
+        return {"can": can, "pairs": self.reads_pairs, "layers": places, "exact": list(_EXACT)}
 
     def write(self, text: str, changes: tuple[str, ...], count: int) -> dict[str, Any]:
         """The translation or the continuation of a text, with alternatives and scores."""
@@ -179,7 +185,7 @@ class Explorer:
         """
         attention = self._attention(asked)
         data = viewer_data(attention.viewed(notes=self._notes(asked) if measured else {}))
-        if not asked.target or "translate" in self.model.can:
+        if not asked.target or self.reads_pairs:
             return data
         first = len(self.model.reader.encode([asked.text])[0].ids)
         for kind in data["texts"][0]["kinds"]:
@@ -230,7 +236,7 @@ class Explorer:
     def _next(self, asked: Asked, layer: str, query: int) -> dict[str, Any] | None:
         """The next token's probabilities and the loss, with the changes and without."""
         before = self._run(asked._replace(changes=()))
-        if not {"translate", "generate"} & {*self.model.can}:
+        if not self.reads_pairs and "generate" not in self.model.can:
             return None
         after = self._run(asked) if asked.changes else before
         at = query if not layer.startswith("encoder") else len(before.ids) - 1
@@ -254,7 +260,7 @@ class Explorer:
     def _loss(self, text: str, run: Run) -> float | None:
         """In nats per token: of a translation, or of the text without its continuation."""
         losses = run.losses
-        if "translate" not in self.model.can:
+        if not self.reads_pairs:
             losses = losses[: max(1, len(self.model.reader.encode([text])[0].ids) - 1)]
         return float(losses.mean()) if len(losses) else None
 

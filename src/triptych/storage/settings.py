@@ -3,13 +3,16 @@
 num_attention_heads                      a field
 rope_parameters.rope_theta | 10000       the first alternative that is there and not null
 hidden_size / num_attention_heads        a product or quotient
+#layers_block_type                       how many entries a list has, or letters a text
 hidden_act | 'silu'                      a text in quotes stands for itself
-layer_types[]                            the entry of this layer in a list
+layer_types[]                            the entry of this layer in a list, its letter in a text, or what a
+                                         record has under its number
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        whether a field is there and not null
 slow_but_exact and pretraining_tp >= 2   several conditions, all of which must hold
 layer % 2 == 1                           a condition on the layer's number; also (layer + 1) % 2, a field
                                          in place of 2 (pattern | 6), layer >= max_window_layers
+layer in full_attn_idxs                  whether a list names this layer
 """
 
 import operator
@@ -22,7 +25,7 @@ from triptych.storage.untrusted import shown
 
 _MISSING = object()
 _LARGEST = 1e15
-_CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<)\s*(.+)")
+_CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<|\sin\s)\s*(.+)")
 _QUOTED = re.compile(r"'[^']*'")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -113,12 +116,14 @@ class Settings:
             return all(self.holds(part, layer) for part in condition.split(" and "))
         if found := _CONDITION.fullmatch(condition):
             left, sign, right = found.groups()
-            value = self._of_number(left, layer)
-            value = self.value(left, layer) if value is None else value
+            number = self._of_number(left, layer)
+            value = self.value(left, layer) if number is None else number
+            if sign.strip() == "in":
+                return isinstance(listed := self.value(right), list) and value in listed
             if right.strip() == "null" and sign in ("==", "!="):
                 return (value is None) == (sign == "==")
             wanted: Any = _literal(right)
-            if isinstance(wanted, str) and sign in ("<", ">="):
+            if isinstance(wanted, str) and (number is not None or sign in ("<", ">=")):
                 wanted = self.value(wanted, layer)
             if value is None or (isinstance(wanted, int) and not isinstance(value, int | float)):
                 return sign == "!="
@@ -161,6 +166,9 @@ class Settings:
     def _term(self, term: str, layer: int) -> Any:
         if _QUOTED.fullmatch(term):
             return term[1:-1]
+        if term.startswith("#"):
+            found = self._field(term[1:], layer)
+            return len(found) if isinstance(found, list | str) else _MISSING
         literal = _literal(term)
         return literal if not isinstance(literal, str) else self._field(term, layer)
 
@@ -173,9 +181,12 @@ class Settings:
                 return _MISSING
             found = found[name]
             if of_layer:
-                if not isinstance(found, list) or layer >= len(found):
+                if isinstance(found, dict):
+                    found = found.get(str(layer), _MISSING)
+                elif isinstance(found, list | str) and layer < len(found):
+                    found = found[layer]
+                else:
                     return _MISSING
-                found = found[layer]
         return found
 
 
@@ -184,7 +195,11 @@ def paths_in(expression: str) -> set[str]:
     sides: list[str] = []
     for part in _QUOTED.sub("", expression).split(" and "):
         found = _CONDITION.fullmatch(part.strip())
-        sides += [part] if found is None else [found[1], found[3]] if found[2] in ("<", ">=") else [found[1]]
+        if found is None:
+            sides.append(part)
+        else:
+            both = found[1].split()[0] in ("layer", "(layer") or found[2] in ("<", ">=")
+            sides += [found[1], found[3]] if both else [found[1]]
     words = {
         word.removesuffix("[]") for side in sides for word in re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side)
     }

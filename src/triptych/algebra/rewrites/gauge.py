@@ -39,7 +39,8 @@ class GaugeFix(LayerRewrite):
     name = "gauge_fix"
     tier = "rounding-exact"
     refused = (
-        "rotary and disentangled positions, QK-norm: of W_QK; clipping: of both; shared maps would come apart"
+        "rotary and disentangled positions, QK-norm: of W_QK; gates of channels: of W_OV; clipping: of both; "
+        "shared maps would come apart"
     )
     place = 7
     why_here = "the order of heads is that of what is left"

@@ -47,6 +47,7 @@ _TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
     "soft_cap": lambda weights: weights.semantics.soft_cap is not None,
     "sinks": lambda weights: weights.semantics.sinks is not None,
     "gate": lambda weights: weights.semantics.gate is not None,
+    "channel_gate": lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels,
     "dropout": lambda weights: weights.semantics.dropout > 0,
     "no_rotary": lambda weights: weights.semantics.rotary is None,
     "of_patches": lambda weights: (
@@ -80,7 +81,13 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
         },
         ("qk: no rotary positions, no QK-norm, no clipping: nothing stands between queries and keys",),
     ),
-    "ov": Need({"clip": _CLIPPED}, ("ov: no clipping stands between values and output map",)),
+    "ov": Need(
+        {
+            "clip": _CLIPPED,
+            "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
+        },
+        ("ov: neither clipping nor gates of channels stand between values and output map",),
+    ),
 }
 # W_Q W_Kᵀ is all that scores see of queries and keys.
 SCORES_ARE_THE_FORM = Need(

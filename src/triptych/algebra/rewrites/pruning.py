@@ -216,7 +216,8 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     weights = in_working_precision(weights.behind_norms())
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)
-    if weights.semantics.clip is not None:
+    gate = weights.semantics.gate
+    if weights.semantics.clip is not None or (gate is not None and gate.of_channels):
         of_outputs = W_O.norm(dim=-1)
         of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
         return Move((W_V.norm(dim=-2) * of_outputs).sum(dim=-1), (of_bias * of_outputs).sum(dim=-1))

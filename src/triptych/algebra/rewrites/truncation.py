@@ -36,7 +36,7 @@ class Truncate(LayerRewrite):
 
     name = "truncate"
     tier = "bounded unless nothing is cut"
-    refused = "QK-norm: of W_QK; clipping: of both"
+    refused = "QK-norm: of W_QK; gates of channels: of W_OV; clipping: of both"
     place = 6
     why_here = "the basis and the order of heads depend on what is left"
     resizes = True
