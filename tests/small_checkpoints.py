@@ -67,27 +67,49 @@ def llama(folder: Path) -> Path:
 def gpt2_that_runs(folder: Path) -> Path:
     """A GPT-2 of `transformers` with a tokenizer of bytes: it can be run on text."""
     import transformers  # heavy, and only needed here
-    from tokenizers import Tokenizer
-    from tokenizers.decoders import ByteLevel as Decoder
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
 
     torch.manual_seed(5)
-    letters = sorted(ByteLevel.alphabet())
-    config = transformers.GPT2Config(
-        n_embd=D, n_head=HEADS, n_layer=LAYERS, vocab_size=len(letters), n_positions=64
-    )
+    size = _byte_tokenizer(folder)
+    config = transformers.GPT2Config(n_embd=D, n_head=HEADS, n_layer=LAYERS, vocab_size=size, n_positions=64)
     model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    return folder
+
+
+def bert_that_runs(folder: Path) -> Path:
+    """A BERT of `transformers` with a tokenizer of bytes: an encoder without a head."""
+    import transformers
+
+    torch.manual_seed(5)
+    sizes = {
+        "hidden_size": D,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 2 * D,
+    }
+    config = transformers.BertConfig(vocab_size=_byte_tokenizer(folder), max_position_embeddings=64, **sizes)
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def _byte_tokenizer(folder: Path) -> int:
+    """Write a tokenizer of bytes; returns the number of its tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as Decoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = Decoder()  # type: ignore[assignment]
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return folder
+    return len(letters)
 
 
 def cannot_be_run(*_: object) -> None:

@@ -17,20 +17,6 @@ def test_what_was_appended_comes_back_in_order() -> None:
             assert_same(one, other[:, :, : start + 7], kind="exact")
 
 
-def test_slots_without_a_token_hold_zeros_when_tokens_come_and_rows_are_chosen() -> None:
-    keys, values = torch.randn(2, 3, 17, 4), torch.randn(2, 3, 17, 5)
-    cache = LayerCache(even=8, skipped=3)
-    for start, end in ((0, 7), (7, 8), (8, 9), (9, 17)):
-        cache.append((keys[:, :, start:end], values[:, :, start:end]))
-    assert cache.length == 20
-    cache.select(torch.tensor([1, 1, 0]))
-    for held, one in zip(cache.entries, (keys, values), strict=True):
-        assert held.shape[2] == 24
-        assert_same(held[:, :, 3:20], one[[1, 1, 0]], kind="exact")
-        assert not held[:, :, :3].any()
-        assert not held[:, :, 20:].any()
-
-
 def test_appending_does_not_write_into_the_callers_tensors() -> None:
     entry = torch.zeros(1, 1, 40, 2)
     cache = LayerCache()

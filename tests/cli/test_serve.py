@@ -18,15 +18,18 @@ from typing import Any
 import libretranslatepy
 import openai
 import pytest
+import torch
+import transformers
 
 from command import Command
 from served import Served
-from small_checkpoints import gpt2_that_runs
-from triptych.decoding import score_continuations
+from small_checkpoints import bert_that_runs, gpt2_that_runs
+from triptych.decoding import GenerationOptions, SamplingOptions, score_continuations
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup
+from triptych.serving.models import Continuing, ServedModel
 from triptych.serving.worker import Item, Job, Worker
 
 
@@ -124,6 +127,49 @@ def test_openais_client_gets_the_models_own_continuations(served: Served, langua
             ends += [event.choices[0].finish_reason] if event.choices[0].finish_reason else []
         assert list(parts.values()) == [one.text for one in own]
         assert ends == ["length", "length"]
+
+
+def test_lm_evals_client_gets_the_likelihoods_of_triptychs_harness(
+    served: Served, language_model: Model, tmp_path: Path
+) -> None:
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    harness = pytest.importorskip("triptych.harness")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    folder = gpt2_that_runs(tmp_path)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    remote = models.LocalCompletionsAPI(
+        base_url=f"{served.address}/v1/completions",
+        model="gpt",
+        tokenizer=str(folder),
+        tokenizer_backend="huggingface",
+        batch_size=2,
+        max_length=64,
+    )
+    pairs = [("The cat", " sat"), ("Once upon a", " time"), ("a", "b")]
+    asked = [instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    own = harness.HarnessModel(str(folder)).loglikelihood(asked)
+    for (found, is_greedy), (expected, is_best) in zip(remote.loglikelihood(asked), own, strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+        assert is_greedy == is_best
+
+
+def test_openais_client_gets_the_mean_of_an_encoders_last_layer(tmp_path: Path) -> None:
+    folder = bert_that_runs(tmp_path)
+    other = transformers.BertModel.from_pretrained(folder).eval()
+    texts = [[2, 5, 9, 3], [2, 7, 3]]
+    with torch.no_grad():
+        means = [other(torch.tensor([ids])).last_hidden_state[0].mean(dim=0) for ids in texts]
+    expected = [(mean / mean.norm()).tolist() for mean in means]
+    with Served({"bert": load(folder)}) as served, client_of(served) as client:
+        for form in ("float", openai.omit):  # without a form, the client asks for base64
+            found = client.embeddings.create(model="bert", input=texts, encoding_format=form)
+            for one, vector in zip(found.data, expected, strict=True):
+                assert one.embedding == pytest.approx(vector, abs=1e-6)
+        alone = client.embeddings.create(model="bert", input=texts[1], encoding_format="float")
+        again = client.embeddings.create(model="bert", input=texts, encoding_format="float")
+        assert alone.data[0].embedding == again.data[1].embedding
+        assert alone.usage.prompt_tokens == 3
+        assert served.ask("/v1/completions", {"model": "bert", "prompt": "a"}).status == 400
 
 
 def test_a_stop_string_ends_a_completion_and_is_no_part_of_it(served: Served, language_model: Model) -> None:
@@ -246,6 +292,40 @@ def test_figures_count_what_was_answered(served: Served) -> None:
     assert paths["/translate"]["post"]["summary"].startswith("Translate a text or several")
     found = served.ask("/health", X_Request_ID="mine-1")
     assert found.headers["x-request-id"] == "mine-1"
+
+
+def test_a_text_joins_what_is_being_decoded_and_one_that_nobody_waits_for_leaves(
+    language_model: Model,
+) -> None:
+    served = ServedModel("gpt", language_model)
+    long = GenerationOptions(40, SamplingOptions(temperature=1.0), seed=3)
+    jobs = [Continuing(served, options) for options in (long, long, GenerationOptions(2))]
+    given = [served.generator.encode(text) for text in ("Once upon a time", "The dog", "The cat")]
+    alone = [job.compute([Item(job, ids)])[0] for job, ids in zip(jobs, given, strict=True)]
+    over, told = list[Item](), [0, 0]
+
+    def tell(part: object) -> None:
+        """Other texts join when this one has begun; the first of them goes away."""
+        told[0] += 1
+        if told[0] == 3:
+            served.worker.submit(items[1:])
+
+    def tell_and_leave(part: object) -> None:
+        told[1] += 1
+        items[1].is_left = True
+
+    items = [
+        Item(job, ids, tell_)
+        for job, ids, tell_ in zip(jobs, given, (tell, tell_and_leave, None), strict=True)
+    ]
+    for item in items:
+        item.result.add_done_callback(lambda _, item=item: over.append(item))  # type: ignore[misc]
+    served.worker.submit(items[:1])
+    assert items[0].result.result(60) == alone[0]
+    assert items[2].result.result(60) == alone[2]
+    served.worker.close()
+    assert over.index(items[2]) < over.index(items[0])
+    assert told[1] == 1
 
 
 class Doubling(Job):

@@ -16,7 +16,7 @@ from triptych.decoding.search import (
     best_first,
     enough_finished,
     length_penalty,
-    output_limits,
+    limit_of,
 )
 from triptych.models import EncoderDecoder
 
@@ -73,7 +73,8 @@ class _Beams:
         self.cache = DecoderCache(len(model.decoder)) if use_cache else None
         batch, k = src.shape[0], options.beam_size
         self.open_sentences = list(range(batch))
-        self.limits = output_limits(src, model.pad_id, options.max_extra_tokens, model.max_target_tokens)
+        source_tokens = ((src != model.pad_id).sum(dim=1) - 1).tolist()
+        self.limits = [limit_of(n, options.max_extra_tokens, model.max_target_tokens) for n in source_tokens]
         self.ids = torch.full((batch * k, 1), bos_id, device=src.device)
         # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
         self.log_probs = torch.full((batch, k), -torch.inf, device=src.device)

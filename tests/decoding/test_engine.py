@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from decoding.plain_search import plain_search
 from triptych.attention.projections import PARAMETERISATIONS
 from triptych.decoding import Engine, Hypothesis, SearchOptions, search
-from triptych.decoding.engine import GROUP, FixedBeamCache, FixedSteps
+from triptych.decoding.engine import GROUP
 from triptych.decoding.maps import unsupported_precision
 from triptych.models import (
     AttentionConfig,
@@ -170,7 +170,8 @@ def test_fixed_steps_find_what_the_modules_find(projections: str, positions: str
     # Longer than the room that a cache begins with.
     options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=25)
     src, engine = pad(SOURCES), Engine(model, never=(PAD, BOS))
-    fixed = search(engine, src, options, RULES, fixed=True)
+    engine.fixed = True
+    fixed = search(engine, src, options, RULES)
     assert_alike(fixed, plain_search(model, src, options, BOS, EOS))
     if positions == "sinusoidal":  # the other models end sooner
         assert max(len(h.ids) for of_one in fixed for h in of_one) > 16
@@ -180,26 +181,25 @@ def test_fixed_steps_stay_on_their_memory() -> None:
     """What a recording needs: cache, mask and position are the same tensors from step to step."""
     model = make_model("grouped")
     engine = Engine(model, never=(PAD, BOS))
-    cache, changing = (engine.start(pad(SOURCES), 3, fixed) for fixed in (True, False))
-    assert isinstance(cache, FixedBeamCache)
-    steps = FixedSteps(engine, cache)
-    steps(torch.full((len(SOURCES) * 3,), BOS))
-    engine.step(torch.full((len(SOURCES) * 3,), BOS), changing)
+    changing = engine.start(pad(SOURCES), 3)
+    engine.fixed = True
+    cache = engine.start(pad(SOURCES), 3)
+    for each in (cache, changing):
+        engine.step(torch.full((len(SOURCES) * 3,), BOS), each)
 
     def addresses() -> list[int]:
         stores = [entry for layer in cache.layers.own for entry in layer.entries]
-        assert cache.mask is not None
-        return [t.data_ptr() for t in (*stores, cache.mask, cache.position)]
+        return [t.data_ptr() for t in (*stores, cache.mask, cache.lengths)]
 
     first = addresses()
     for step in range(10):
         tokens = torch.randint(3, 90, (len(SOURCES) * 3,))
-        torch.testing.assert_close(steps(tokens), engine.step(tokens, changing))
+        torch.testing.assert_close(engine.step(tokens, cache), engine.step(tokens, changing))
         parents = torch.randint(0, 3, (len(SOURCES), 3))
         for each in (cache, changing):
             each.reorder(parents)
         assert addresses() == first
-        assert cache.length == changing.length == step + 2
+        assert cache.longest == changing.longest == step + 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -20,6 +20,9 @@ from triptych.decoding import (
     generate_tokens,
     search,
 )
+from triptych.decoding.generation import Sample, beam_text, collected, continuations_of
+from triptych.decoding.loop import Loop, Text
+from triptych.decoding.search import hypotheses_of, sentence_text
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import open_model
 from triptych.text import OutputRules
@@ -57,6 +60,17 @@ def assert_neighbours_change_nothing(make: Any, texts: Sequence[Any]) -> None:
         assert make([text]) == [found]
 
 
+def joining(engine: Any, begun: Sequence[Text]) -> None:
+    """Decode texts of which each joins when the others have taken some steps; one is left in the middle."""
+    loop = Loop(engine, most_rows=max(text.num_rows for text in begun) * (len(begun) // 2))
+    for number, text in enumerate(begun):
+        loop.waiting.append(text)
+        for _ in range(number % 4):
+            loop.step()
+    begun[0].is_over = True
+    loop.run([])
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", MODELS)
@@ -67,9 +81,21 @@ def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
     given = {"num_layers": 2, "d_model": 64, "d_ff": 96, "context": 256, **MODELS[name]}
     model = LanguageModel.of(LanguageModelConfig.model_validate(given), "decoder", 301).eval()
     engine = TextEngine(model, precision)
-    assert_neighbours_change_nothing(
-        lambda texts: generate_tokens(engine, texts, WAYS[way]), texts_of(9, 90, 301)
-    )
+    texts = texts_of(9, 90, 301)
+    assert_neighbours_change_nothing(lambda texts: generate_tokens(engine, texts, WAYS[way]), texts)
+    options = WAYS[way]
+    if way == "beam":
+        beams = [beam_text(engine, ids, options) for ids in texts]
+        joining(engine, beams)
+        found = [continuations_of(beam, options) for beam in beams]
+    else:
+        samples = [
+            Sample(engine, ids, options, number * options.num_samples) for number, ids in enumerate(texts)
+        ]
+        joining(engine, samples)
+        found = [[collected(sample.new)] if sample.new[-1].finish else [] for sample in samples]
+    expected = generate_tokens(engine, texts, options)
+    assert found[1:] == [of_text[: len(found[1])] for of_text in expected[1:]]
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])
@@ -87,7 +113,11 @@ def test_a_small_translator_translates_a_sentence_as_if_it_were_alone(
         src = torch.tensor([[*ids, 2] + [0] * (width - 1 - len(ids)) for ids in texts])
         return search(engine, src, options, OutputRules((1,), 2, (0, 1)))
 
-    assert_neighbours_change_nothing(found, texts_of(12, 19, 30))
+    texts = texts_of(12, 19, 30)
+    assert_neighbours_change_nothing(found, texts)
+    sentences = [sentence_text(engine, [*ids, 2], options, OutputRules((1,), 2, (0, 1))) for ids in texts]
+    joining(engine, sentences)
+    assert [hypotheses_of(text, options) for text in sentences[1:]] == found(texts)[1:]
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")

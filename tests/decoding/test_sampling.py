@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.decoding.sampling import (
-    Sampler,
+    Draws,
     SamplingOptions,
+    choose,
     draw,
     filtered,
     keep_min_p,
@@ -91,18 +92,17 @@ def test_a_draw_is_the_token_in_whose_share_of_one_the_number_lies() -> None:
 
 def test_draws_have_the_probabilities_of_the_model() -> None:
     logits = torch.tensor([[0.2, 0.1, 0.5, 0.2]]).log().repeat(4000, 1)
-    sampler = Sampler(SamplingOptions(temperature=1.0), 3, range(4000))
-    counts = sampler.choose(logits).bincount(minlength=4) / 4000
+    rows = [Draws(3, sample, []) for sample in range(4000)]
+    counts = choose(logits, SamplingOptions(temperature=1.0), rows).bincount(minlength=4) / 4000
     assert (counts - torch.tensor([0.2, 0.1, 0.5, 0.2])).abs().max() < 0.03
 
 
 def test_tokens_seen_are_less_probable_from_the_prompt_on() -> None:
-    sampler = Sampler(SamplingOptions(repetition_penalty=2.0), 0, [0])
-    sampler.read([[1]], 3, torch.device("cpu"))
+    row, options = Draws(0, 0, [1]), SamplingOptions(repetition_penalty=2.0)
     logits = torch.tensor([[1.0, 3.0, 1.4]])
-    assert [int(sampler.choose(logits)) for _ in range(4)] == [1, 1, 1, 1]
+    assert [int(choose(logits, options, [row])) for _ in range(4)] == [1, 1, 1, 1]
     logits = torch.tensor([[1.0, 2.0, 1.4]])
-    assert [int(sampler.choose(logits)) for _ in range(2)] == [2, 0]
+    assert [int(choose(logits, options, [row])) for _ in range(2)] == [2, 0]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,9 @@ def test_a_search_ends_where_the_learned_positions_do(beam_size: int, fixed: boo
     against_the_end[EOS] = -30
     model.output.bias = torch.nn.Parameter(against_the_end)
     options = SearchOptions(beam_size=beam_size, max_extra_tokens=50)
-    found = search(Engine(model, never=(PAD, BOS)), SRC, options, RULES, fixed=fixed)
+    engine = Engine(model, never=(PAD, BOS))
+    engine.fixed = fixed
+    found = search(engine, SRC, options, RULES)
     # The beginning of the sentence takes the first of twelve positions.
     assert [len(hypotheses[0].ids) for hypotheses in found] == [11, 11, 11]
     plain = plain_search(model, SRC, options, BOS, EOS)

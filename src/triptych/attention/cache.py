@@ -37,16 +37,13 @@ class AttentionCache(ABC):
 class LayerCache(AttentionCache):
     """Entries that grow token by token.
 
-    Room is doubled when it runs out, so that appending a token costs O(1) copies of it. With `even`, room is
-    made for so many tokens at a time and all of it is read: the caller hides what holds no token.
+    Room is doubled when it runs out, so that appending a token costs O(1) copies of it.
     """
 
-    def __init__(self, room: int = 0, *, even: int | None = None, skipped: int = 0) -> None:
+    def __init__(self) -> None:
         """Start empty."""
         self._stores: tuple[Tensor, ...] = ()
-        self._length = skipped
-        self._room = room
-        self.even = even
+        self._length = 0
 
     @property
     def length(self) -> int:
@@ -55,23 +52,17 @@ class LayerCache(AttentionCache):
     @property
     def entries(self) -> tuple[Tensor, ...]:
         length = self._length
-        if self.even or not self._stores or self._stores[0].shape[2] == length:
+        if not self._stores or self._stores[0].shape[2] == length:
             return self._stores
         return tuple([store.narrow(2, 0, length) for store in self._stores])
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         start, added = self._length, entries[0].shape[2]
         self._length = start + added
-        if self.even:
-            room = -(-self._length // self.even) * self.even
-            if not self._stores:
-                self._stores = tuple(_with_room(entry[:, :, :0], 0, room) for entry in entries)
-            elif room > self._stores[0].shape[2]:
-                self._stores = tuple(_with_room(store, start, room) for store in self._stores)
-        elif not self._stores:
-            self._stores = tuple(_with_room(entry, added, max(self._room, added)) for entry in entries)
+        if not self._stores:
+            self._stores = entries
             return entries
-        elif start + added > self._stores[0].shape[2]:
+        if start + added > self._stores[0].shape[2]:
             room = max(2 * start, start + added, 16)
             self._stores = tuple(_with_room(store, start, room) for store in self._stores)
         for store, entry in zip(self._stores, entries, strict=True):

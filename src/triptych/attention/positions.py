@@ -99,7 +99,10 @@ class Places(NamedTuple):
         """All keys."""
         if self.given is None:
             return rotary(k)
-        return rotary.at(k, self.of_keys(k), max(self.given.end, k.shape[2]))
+        if self.keys is not None:
+            return rotary.at(k, self.keys, max(self.given.end, k.shape[2]))
+        # Slots may follow that hold no token yet.
+        return rotary.at(k, self.of_keys(k).clamp(max=self.given.end - 1), self.given.end)
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """The position of every token."""

@@ -20,6 +20,8 @@ from triptych.decoding.generation import generate_tokens as generate_tokens
 from triptych.decoding.likelihood import Likelihood as Likelihood
 from triptych.decoding.likelihood import measure_likelihood as measure_likelihood
 from triptych.decoding.likelihood import score_continuations as score_continuations
+from triptych.decoding.loop import Asked as Asked
+from triptych.decoding.loop import Loop as Loop
 from triptych.decoding.maps import PRECISIONS as PRECISIONS
 from triptych.decoding.maps import Precision as Precision
 from triptych.decoding.sampling import SamplingOptions as SamplingOptions

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from triptych.decoding.engine import DecodingEngine, Engine
+from triptych.decoding.loop import Loop
 from triptych.decoding.maps import Precision
 from triptych.decoding.plain_engine import PlainEngine, needs_plain
-from triptych.decoding.search import Hypothesis, SearchOptions, search
-from triptych.decoding.workers import Searcher
+from triptych.decoding.search import BeamText, Hypothesis, SearchOptions, hypotheses_of, sentence_text
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
@@ -37,33 +36,38 @@ def check_length(
         )
 
 
-def batch_searcher(
-    model: EncoderDecoder,
-    src_eos_id: int,
-    options: SearchOptions,
-    precision: Precision,
-    rules: OutputRules,
-) -> Searcher:
-    """A function from sentences, token ids without the end of sentence, to hypotheses for each."""
-    engine: DecodingEngine
-    if needs_plain(model):
-        if precision != "fp32":
+@final
+class BatchSearcher:
+    """From sentences, token ids without the end of sentence, to hypotheses for each."""
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        src_eos_id: int,
+        options: SearchOptions,
+        precision: Precision,
+        rules: OutputRules,
+    ) -> None:
+        """Prepare a model."""
+        self._src_eos_id, self._options, self._rules = src_eos_id, options, rules
+        self.engine: DecodingEngine
+        if not needs_plain(model):
+            self.engine = Engine(model, precision, never=rules.never)
+        elif precision == "fp32":
+            self.engine = PlainEngine(model, never=rules.never)
+        else:
             what = "a model with changed values, or with attention that cannot be fused,"
             raise UsageError(f"{what} runs in fp32, not in {precision}")
-        engine = PlainEngine(model, never=rules.never)
-    else:
-        engine = Engine(model, precision, never=rules.never)
 
-    def searcher(sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
-        src = _padded(sentences, src_eos_id, model.pad_id).to(engine.device)
-        return search(engine, src, options, rules)
+    def text(self, ids: Sequence[int], options: SearchOptions | None = None) -> BeamText:
+        """A sentence for a `Loop`."""
+        return sentence_text(self.engine, [*ids, self._src_eos_id], options or self._options, self._rules)
 
-    return searcher
-
-
-def _padded(sentences: Sequence[Sequence[int]], eos_id: int, pad_id: int) -> Tensor:
-    rows = [torch.tensor([*ids, eos_id]) for ids in sentences]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_id)
+    def __call__(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
+        """Search for all of them together."""
+        texts = [self.text(ids) for ids in sentences]
+        Loop(self.engine).run(texts)
+        return [hypotheses_of(text, self._options) for text in texts]
 
 
 def batches_of_like_length(

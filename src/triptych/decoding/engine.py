@@ -4,48 +4,40 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast, final, runtime_checkable
+from typing import Any, cast, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.attention import AttentionCache, DecoderCache, LayerCache, PositionIds
-from triptych.decoding.fused import FusedAttention, call_directly, even_length, fused, hidden_score
+from triptych.decoding.cache import TextCache, even_length
+from triptych.decoding.fused import FusedAttention, call_directly, fused
 from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import EncoderDecoder
-from triptych.models.blocks import Block, NewTokens
+from triptych.models.blocks import Block
 
 # The vocabulary is looked through in groups of so many tokens: first the best of each group, then
 # only the groups that can hold one of the best.
 GROUP = 64
-# Tokens that a cache has room for at first.
-_FIRST_ROOM = 16
-
-
-@runtime_checkable
-class Kept(Protocol):
-    """What an engine keeps of the hypotheses of a batch."""
-
-    def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
-        """Row i goes on from the history of row `parents[i]` of its sentence."""
-
-    def select(self, sentences: Tensor) -> None:
-        """Keep these sentences only."""
 
 
 class DecodingEngine(ABC):
-    """A model that is decoded step by step."""
+    """An encoder-decoder that is decoded step by step."""
 
     device: torch.device  # where it runs
     pad_id: int  # the token that is read nowhere
     # longest target that the model has positions for; None if there is no limit
     max_target_tokens: int | None
+    # whether the steps of a batch are always the same work (`FixedSteps`)
+    fixed: bool = False
+    # whether texts join a batch that has taken steps
+    joins: bool = True
+    num_choices: int | None = None  # so many tokens, from the first, may be chosen; None for all
 
     @abstractmethod
-    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False) -> Kept:
-        """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> Any:
+        """Read sentences: a cache, as `TextCache`, with room for `beam_size` hypotheses of each."""
 
     @abstractmethod
     def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
@@ -67,6 +59,8 @@ class Engine(DecodingEngine):
         """Prepare a model."""
         table = model.tgt_embedding.weight
         self.device = table.device
+        self.fixed = self.device.type == "cuda"
+        self.joins = not self.fixed
         if reason := unsupported_precision(precision, self.device):
             raise ValueError(reason)
         self.precision, self.pad_id, self.max_target_tokens = precision, model.pad_id, model.max_target_tokens
@@ -109,17 +103,23 @@ class Engine(DecodingEngine):
         bias[list(never)] = -math.inf
         own.output = maps.linear(F.pad(weight, (0, 0, 0, missing)), bias)  # type: ignore[assignment]
 
-    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False) -> "BeamCache":
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> TextCache:
         """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
         missing = even_length(src.shape[1]) - src.shape[1]
-        real = F.pad(src != self.pad_id, (0, missing))
-        mask = None
-        if not bool(real.all()):
-            mask = torch.zeros(len(src), 1, 1, real.shape[1], dtype=self.dtype, device=self.device)
-            mask.masked_fill_(~real[:, None, None, :], hidden_score(self.dtype))
-        cache = (FixedBeamCache if fixed else GrowingBeamCache)(self, len(src), beam_size, mask)
-        for own, entries in zip(cache.layers.memory, self.read(self.model.encode(src)), strict=True):
-            own.append((F.pad(entries[0], (0, 0, 0, missing)), F.pad(entries[1], (0, 0, 0, missing))))
+        begun = torch.zeros(len(src), dtype=torch.long, device=self.device)
+        cache = TextCache(
+            len(self.model.decoder),
+            begun,
+            beam_size,
+            self.dtype,
+            most=self.max_target_tokens,
+            fixed=self.fixed,
+        )
+        entries = self.read(self.model.encode(src))
+        padded = [[F.pad(entry, (0, 0, 0, missing)) for entry in of_layer] for of_layer in entries]
+        cache.remember(padded, (src != self.pad_id).sum(dim=1))
+        if self.fixed:
+            cache.steps = FixedSteps(self, cache)
         return cache
 
     def read(
@@ -137,175 +137,21 @@ class Engine(DecodingEngine):
             start += 2 * groups * width
         return found
 
-    def step(self, tokens: Int[Tensor, " rows"], cache: "BeamCache") -> Float[Tensor, "rows vocab"]:
+    def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in.
 
-        Columns past the vocabulary, and those of the tokens never wanted, are −inf.
+        Columns past the vocabulary, and those of the tokens never wanted, are −inf. Logits of a `fixed`
+        cache are overwritten by the next step.
         """
-        new = tokens.view(-1, cache.beam_size)
+        return self.computed(tokens, cache) if cache.steps is None else cache.steps(tokens)
+
+    def computed(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+        """A step, computed anew."""
+        new = tokens.view(-1, cache.width)
         x = self.model.decode(new, None, cache.memory_mask, cache.layers, cache.next_tokens())
         cache.advance()
         logits = self.model.logits(x).flatten(0, 1)
         return logits.float() if self.dtype == torch.bfloat16 else logits
-
-
-class BeamCache(ABC):
-    """What is kept of a batch: the memory, and keys and values of all tokens, written once and never moved.
-
-    The rows of a sentence are tokens of one sequence, `beam_size` at each position: at step t, row i writes
-    slot `t · beam_size + i`. Which slots belong to the history of a row is kept in a mask, so that when
-    hypotheses change places only the mask is rearranged, and the slots of a sentence are read once for all
-    its rows.
-    """
-
-    def __init__(self, engine: Engine, batch: int, beam_size: int, memory_mask: Tensor | None) -> None:
-        self.length, self.beam_size, self.memory_mask = 0, beam_size, memory_mask
-        self._room = _FIRST_ROOM
-        self._dtype, self._device = engine.dtype, engine.device
-        self.layers = DecoderCache(len(engine.model.decoder), self._new_layer)
-        self.mask = self._own_slots(batch) if beam_size > 1 else None
-
-    @abstractmethod
-    def _new_layer(self) -> AttentionCache:
-        """The cache of a layer's own tokens."""
-
-    @abstractmethod
-    def next_tokens(self) -> NewTokens:
-        """Where the next token of every row stands, and what it sees; there is room for it afterwards."""
-
-    @abstractmethod
-    def advance(self) -> None:
-        """On to the next step."""
-
-    def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
-        """Row i goes on from the history of row `parents[i]` of its sentence."""
-        if self.mask is None:
-            return
-        past = self.mask[:, :, : self.length * self.beam_size]
-        past.copy_(past.gather(1, parents[:, :, None].expand_as(past)))
-
-    def select(self, sentences: Tensor) -> None:
-        """Keep these sentences only."""
-        self.layers.select(sentences, sentences)
-        if self.mask is not None:
-            self.mask = self.mask.index_select(0, sentences)
-        if self.memory_mask is not None:
-            self.memory_mask = self.memory_mask.index_select(0, sentences)
-
-    def _double(self) -> None:
-        """Twice the room."""
-        self._room *= 2
-        if self.mask is not None:
-            old = self.mask
-            self.mask = self._own_slots(old.shape[0])
-            self.mask[:, :, : old.shape[2]] = old
-
-    def _own_slots(self, batch: int) -> Tensor:
-        """At every step a row sees the slot that it writes itself."""
-        eye = torch.eye(self.beam_size, dtype=torch.bool, device=self._device)
-        own = torch.zeros(self.beam_size, self.beam_size, dtype=self._dtype, device=self._device)
-        own.masked_fill_(~eye, -math.inf)
-        return own.repeat(1, self._room).expand(batch, -1, -1).contiguous()
-
-
-@final
-class GrowingBeamCache(BeamCache):
-    """A step reads the slots written so far."""
-
-    def __init__(self, engine: Engine, batch: int, beam_size: int, memory_mask: Tensor | None) -> None:
-        super().__init__(engine, batch, beam_size, memory_mask)
-        self._ids = torch.arange(self._room, device=engine.device)
-
-    def _new_layer(self) -> LayerCache:
-        return LayerCache(self._room * self.beam_size)
-
-    def next_tokens(self) -> NewTokens:
-        if self.length == self._room:
-            self._double()
-            self._ids = torch.arange(self._room, device=self._ids.device)
-        end = self.length + 1
-        mask = None if self.mask is None else self.mask[:, None, :, : end * self.beam_size]
-        return NewTokens(PositionIds(self._ids.narrow(0, self.length, 1), end, self.beam_size), mask)
-
-    def advance(self) -> None:
-        self.length += 1
-
-
-@final
-class FixedBeamCache(BeamCache):
-    """A step is the same work on the same memory every time, so that a GPU can replay it.
-
-    Where the step stands is a number on the device; all slots are read, those not yet written hidden. With no
-    room for another token, `double` makes some, in another place.
-    """
-
-    def __init__(self, engine: Engine, batch: int, beam_size: int, memory_mask: Tensor | None) -> None:
-        self.position = torch.zeros(1, dtype=torch.long, device=engine.device)
-        self._limit = engine.max_target_tokens
-        super().__init__(engine, batch, beam_size, memory_mask)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the next token finds no slot."""
-        return self.length == self._room
-
-    def double(self) -> None:
-        """Twice the slots."""
-        self._double()
-        for layer in self.layers.own:
-            cast(FixedSlots, layer).grow(self._room * self.beam_size)
-
-    def _new_layer(self) -> "FixedSlots":
-        return FixedSlots(self.position, self.beam_size, self._room * self.beam_size)
-
-    def next_tokens(self) -> NewTokens:
-        slots = torch.arange(self._room * self.beam_size, device=self._device)
-        mask = torch.zeros(slots.shape, dtype=self._dtype, device=self._device)
-        mask = mask.masked_fill(slots >= (self.position + 1) * self.beam_size, -math.inf)[None, None, None]
-        if self.mask is not None:
-            mask = mask + self.mask[:, None]
-        end = self._room if self._limit is None else min(self._room, self._limit)
-        return NewTokens(PositionIds(self.position, end, self.beam_size), mask)
-
-    def advance(self) -> None:
-        self.position += 1
-
-
-@final
-class FixedSlots(AttentionCache):
-    """Keys and values of a layer in slots that are there from the start."""
-
-    def __init__(self, position: Tensor, beam_size: int, room: int) -> None:
-        self._position, self._room = position, room
-        self._of_beam = torch.arange(beam_size, device=position.device)
-        self._stores: tuple[Tensor, ...] = ()
-
-    @property
-    def length(self) -> int:
-        return self._room
-
-    @property
-    def entries(self) -> tuple[Tensor, ...]:
-        return self._stores
-
-    def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not self._stores:
-            # Hidden is not enough for slots not yet written: 0 times whatever lies there must be 0.
-            self._stores = tuple(
-                entry.new_zeros(*entry.shape[:2], self._room, entry.shape[3]) for entry in entries
-            )
-        places = self._position * len(self._of_beam) + self._of_beam
-        for store, entry in zip(self._stores, entries, strict=True):
-            store.index_copy_(2, places, entry)
-        return self._stores
-
-    def select(self, rows: Tensor) -> None:
-        self._stores = tuple(store.index_select(0, rows) for store in self._stores)
-
-    def grow(self, room: int) -> None:
-        """More slots, in another place."""
-        added = room - self._room
-        self._room, self._stores = room, tuple(F.pad(store, (0, 0, 0, added)) for store in self._stores)
 
 
 # Runs before a recording, in which libraries set themselves up.
@@ -314,19 +160,18 @@ _WARM_UPS = 2
 
 @final
 class FixedSteps:
-    """The steps of one batch."""
+    """The steps of one batch, always the same work on the same memory: a GPU replays a recorded one."""
 
-    def __init__(self, engine: Engine, cache: FixedBeamCache) -> None:
-        self.cache = cache
-        self._engine = engine
+    def __init__(self, engine: Engine, cache: TextCache) -> None:
+        self._engine, self._cache = engine, cache
         self._tokens: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-        """As `Engine.step`; the logits are overwritten by the next call."""
-        cache = self.cache
-        if cache.is_full:
+        """As `Engine.step`."""
+        cache = self._cache
+        if cache.longest == cache.room:
             cache.double()
             self._graph = None
         if self._tokens is None:
@@ -339,21 +184,21 @@ class FixedSteps:
             if self._graph is None:
                 self._record()
             cast(torch.cuda.CUDAGraph, self._graph).replay()
-        cache.length += 1
+        cache.longest += 1
         return cast(Tensor, self._logits)
 
     def _run(self) -> None:
-        self._logits = self._engine.step(cast(Tensor, self._tokens), self.cache)
+        self._logits = self._engine.computed(cast(Tensor, self._tokens), self._cache)
 
     def _record(self) -> None:
         """Record a step; it is not taken by that."""
-        before = self.cache.position.clone()
+        before = self._cache.lengths.clone()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
                 self._run()  # writes the slot that the step itself will write again
-                self.cache.position.copy_(before)
+                self._cache.lengths.copy_(before)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):

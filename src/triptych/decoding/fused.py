@@ -23,7 +23,6 @@ from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
-    LayerCache,
     LayerOutput,
     LearnedPositions,
     MultiHeadAttention,
@@ -38,6 +37,7 @@ from triptych.attention.written_out import (
     tempered,
     weights_of,
 )
+from triptych.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
 from triptych.decoding.maps import MappedFiles, Maps, constant
 from triptych.models.blocks import OffsetNorm
 from triptych.models.experts import Experts
@@ -45,9 +45,6 @@ from triptych.models.feed_forward import FeedForward
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-# On CPUs, sizes of products of which the bits of a row do not depend: up to `EVEN_KEYS` keys a multiple of
-# `EVEN_ROWS`, beyond them so many at a time; of rows that differ in number, a multiple of `EVEN_ROWS`.
-EVEN_KEYS, EVEN_ROWS = 64, 16
 # With fewer multiplications, torch takes a product in a way of its own.
 _SMALL_PRODUCT = 400
 
@@ -119,13 +116,11 @@ class FusedAttention(nn.Module):
             places, (k, v) = Places(0), cache.entries
         else:
             heads, k, v, places = self._of_one_sequence(heads, cache, positions)
-        is_even = isinstance(cache, LayerCache) and bool(cache.even)
-        # In an even cache empty slots follow the tokens.
-        first = (cache.length if cache is not None and is_even else k.shape[2]) - length
+        first = k.shape[2] - length  # of no use where positions are given: empty slots follow the tokens
         # Asked first: the lengths of a traced model are symbols.
         if torch.compiler.is_compiling():
             return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even=False), x)
-        is_even = is_even or self.is_cross or cache is None
+        is_even = isinstance(cache, SlotCache) or self.is_cross or cache is None
         causal = causal and length > 1
         at_a_time = thresholds.SCORES_AT_A_TIME // (batch * self.num_heads * k.shape[2])
         at_a_time = max(EVEN_ROWS, at_a_time // EVEN_ROWS * EVEN_ROWS)
@@ -165,7 +160,8 @@ class FusedAttention(nn.Module):
             q = q * self.scale
         rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
         if k.is_cpu or self.capped:
-            return self._by_products(rows, q.shape[2], k, v, mask, bias, is_even)
+            varies = q.shape[2] > 1 and not self.is_cross and places.given is None
+            return self._by_products(rows, k, v, mask, bias, is_even, varies)
         added = mask if bias is None else bias if mask is None else mask + bias
         return self._by_kernel(rows, k, v, added)
 
@@ -223,16 +219,17 @@ class FusedAttention(nn.Module):
     def _by_products(
         self,
         rows: Tensor,
-        length: Any,
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
         bias: Tensor | None,
         is_even: bool,
+        varies: bool,
     ) -> Tensor:
         """Written out. The query heads of a group lie below each other, as rows of one product.
 
-        If `is_even`, products have shapes with which a text has the same bits whatever else is in its batch.
+        If `is_even`, products have shapes with which a text has the same bits whatever else is in its batch;
+        `varies` says that the number of rows depends on the batch.
         """
         batch, groups, count, missing = k.shape[0], rows.shape[0], rows.shape[1], 0
         if is_even:
@@ -243,7 +240,7 @@ class FusedAttention(nn.Module):
                     mask = rows.new_zeros(k.shape[2] - missing)
                 mask = F.pad(mask, (0, missing), value=hidden_score(mask.dtype))
                 bias = None if bias is None else F.pad(bias, (0, missing))
-            more = -count % EVEN_ROWS if length > 1 and not self.is_cross else 0
+            more = -count % EVEN_ROWS if varies else 0
             missing = max(more, -(-_SMALL_PRODUCT // (EVEN_ROWS * self.width)) - count)
             rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
         k, v = k.reshape(groups, -1, self.width), v.reshape(groups, -1, self.width)
@@ -401,12 +398,6 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             module._parameters[name] = constant(parameter, dtype)
 
 
-def even_length(keys: int) -> int:
-    """The number of keys that are read where there are so many; see `EVEN_KEYS`."""
-    even = EVEN_ROWS if keys <= EVEN_KEYS else EVEN_KEYS
-    return -(-keys // even) * even
-
-
 def _both(mask: Tensor | None, allowed: Tensor, like: Tensor) -> Tensor:
     """A mask, of truth or of numbers added to the scores, that hides too what is not allowed."""
     if mask is None or mask.dtype == torch.bool:
@@ -418,14 +409,6 @@ def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
     """0 where a query may look and `hidden_score` where it may not."""
     numbers = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
     return numbers.masked_fill_(~allowed, hidden_score(like.dtype))
-
-
-def hidden_score(dtype: torch.dtype) -> float:
-    """What is added to the scores of keys that a query may not see.
-
-    It is finite, also where it is added twice: a query that sees no key still has a softmax.
-    """
-    return max(-1e30, torch.finfo(dtype).min / 4)
 
 
 def _for_steps(weights: AttentionWeights) -> Semantics:

@@ -1,25 +1,26 @@
 """Continuations of texts by a language model, in token ids."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from triptych import thresholds
-from triptych.decoding.batches import LONGEST_PROMPT, batches_of_like_length, check_length, padded_alike
-from triptych.decoding.sampling import Sampler, SamplingOptions
+from triptych.decoding.batches import LONGEST_PROMPT, check_length
+from triptych.decoding.cache import TextCache
+from triptych.decoding.loop import Batch, Loop, Text, require_finite_logits
+from triptych.decoding.sampling import Draws, SamplingOptions, choose
 from triptych.decoding.search import (
     LARGEST_BEAM,
     MOST_TOKENS,
-    length_penalty,
+    BeamKind,
+    BeamText,
     require_alpha,
     require_count,
-    require_finite_logits,
 )
-from triptych.decoding.text_engine import OpenTexts, TextEngine
+from triptych.decoding.text_engine import TextEngine
 
 Finish = Literal["token", "text", "length", "positions"]
 
@@ -124,112 +125,186 @@ def check_prompts(
         check_length(which, len(ids), max_tokens, most, otherwise, "max_prompt_tokens")
 
 
+def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
+    """Tokens that a prompt may grow by: the last one needs no position."""
+    return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
+
+
+@dataclass(frozen=True)
+class SampleKind:
+    """How tokens are chosen; texts of one kind are continued together."""
+
+    sampling: SamplingOptions
+    closed: int | None  # the length of texts that share a batch only with others as long
+
+
+@final
+class Sample(Text):
+    """A continuation of a prompt.
+
+    A model of a recipe reads `TextEngine.context` tokens at once, as in training. A text that has grown to so
+    many goes on from the last half of them, read again. When that is depends on the text alone.
+
+    Attributes:
+        new: its tokens so far.
+    """
+
+    def __init__(
+        self,
+        engine: TextEngine,
+        prompt: Sequence[int],
+        options: GenerationOptions,
+        row: int,
+        ends: Callable[[int, int], bool] = _never,
+    ) -> None:
+        """Begin; `row` is the number of its prompt times `num_samples`, plus its own."""
+        self.row, self.new = row, list[NewToken]()
+        self.draws = Draws(options.seed, row % options.num_samples, prompt)
+        self._engine, self._options, self._ends = engine, options, ends
+        self._ids, self._longest = [*prompt], len(prompt) + options.max_new_tokens
+        self._read(engine.context)
+
+    def _read(self, most: int | None) -> None:
+        """Go on from the last tokens of the text."""
+        self._given = self._ids if most is None else self._ids[-most:]
+        left = self._longest - len(self._ids)
+        self._left = limit_of_prompt(len(self._given), left, self._engine.context)
+        self._kind = SampleKind(self._options.sampling, _closed(self._engine, self._given, left))
+
+    @property
+    def kind(self) -> SampleKind:
+        return self._kind
+
+    @property
+    def given(self) -> Sequence[int]:
+        return self._given
+
+    @property
+    def size(self) -> int:
+        return self._longest
+
+    def batch(self, engine: TextEngine) -> "Samples":
+        return Samples(engine, self._kind)
+
+    def take(self, token: int, log_prob: float) -> bool:
+        """Grow by a token; whether the text is read again before it goes on."""
+        self._ids.append(token)
+        self._left -= 1
+        finish = self._finish(token)
+        self.new.append(NewToken(self.row, token, log_prob, finish))
+        self.is_over = finish is not None
+        if self.is_over or self._left:
+            return False
+        assert self._engine.context is not None, "without a limit no text is read again"
+        # Half of the places that training has known are for what is read again, half for new tokens.
+        self._read(max(self._engine.context // 2, 1))
+        return True
+
+    def _finish(self, token: int) -> Finish | None:
+        if token in self._options.stop_ids:
+            return "token"
+        if self._ends(self.row, token):
+            return "text"
+        if len(self._ids) == self._longest:
+            return "length"
+        return None if self._left or self._engine.reads_again else "positions"
+
+
+def _closed(engine: TextEngine, prompt: Sequence[int], left: int) -> int | None:
+    """The length of a text that may grow past the length up to which texts are rotated alike."""
+    limit = engine.rotary_limit
+    return len(prompt) if limit is not None and len(prompt) + left > limit else None
+
+
+@final
+class Samples(Batch[Sample]):
+    """Texts of which each next token is chosen by itself."""
+
+    def __init__(self, engine: TextEngine, kind: SampleKind) -> None:
+        super().__init__(engine, 1, joins=kind.closed is None)
+        self._sampling = kind.sampling
+
+    def open(self, texts: Sequence[Sample]) -> tuple[TextCache, Tensor]:
+        # The samples of a prompt are read once.
+        prompts = dict.fromkeys(tuple(text.given) for text in texts)
+        cache, logits = self.engine.read([*prompts])
+        if len(prompts) < len(texts):
+            number = {prompt: place for place, prompt in enumerate(prompts)}
+            places = torch.tensor([number[tuple(text.given)] for text in texts], device=logits.device)
+            cache.select(places)
+            logits = logits[places]
+        return cache, logits
+
+    def choose(self) -> list[Sample]:
+        places = self.open_places
+        open_ = [text for place in places if (text := self.texts[place]) is not None]
+        logits = self.logits if len(places) == len(self.texts) else self.logits[places]
+        # By row: a `logsumexp` of all rows has other bits in each of them.
+        of_all = logits.log_softmax(dim=-1)
+        require_finite_logits(of_all.amax(dim=-1))
+        chosen = choose(logits[:, : self.engine.num_choices], self._sampling, [text.draws for text in open_])
+        log_probs = of_all.gather(1, chosen[:, None])[:, 0]
+        self.tokens = chosen.new_zeros(len(self.texts))
+        self.tokens[places] = chosen
+        again = list[Sample]()
+        taken = zip(places, open_, chosen.tolist(), log_probs.tolist(), strict=True)
+        for place, text, token, log_prob in taken:
+            if text.take(token, log_prob):
+                self.texts[place] = None
+                again.append(text)
+        return again
+
+
+def beam_text(engine: TextEngine, prompt: Sequence[int], options: GenerationOptions) -> BeamText:
+    """A prompt whose most probable continuations a beam looks for.
+
+    The search is over when `beam_size` have ended or at the limit, where the open ones count as they are. No
+    text goes on past what the model reads at once.
+    """
+    prompt = prompt if engine.context is None else prompt[-engine.context :]
+    limit = limit_of_prompt(len(prompt), options.max_new_tokens, engine.context)
+    k, closed = options.beam_size, _closed(engine, prompt, limit)
+    return BeamText(prompt, BeamKind(k, options.alpha, options.stop_ids, float(k), closed=closed), limit)
+
+
+def continuations_of(text: BeamText, options: GenerationOptions) -> list[Generated]:
+    """What a beam found."""
+    at_limit: Finish = "length" if text.limit == options.max_new_tokens else "positions"
+    best = text.best[: options.num_samples]
+    return [Generated(one.ids, one.log_probs, at_limit if one.is_cut else "token", one.score) for one in best]
+
+
 def generate_stream(
     engine: TextEngine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     ends: Callable[[int, int], bool] = _never,
 ) -> Iterator[NewToken]:
-    """Continue prompts together, token by token.
-
-    A model of a recipe reads `engine.context` tokens at once, as in training. A text that has grown to so
-    many goes on from the last half of them, read again. When that is depends on the text alone.
-    """
+    """Continue prompts together, token by token."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
-    growing = _Growing(engine, prompts, options, ends)
-    windows = [_last(ids, engine.context) for ids in prompts]
-    lengths = [len(ids) for ids in windows for _ in range(options.num_samples)]
-    opened, logits = engine.read(windows, room=max(map(growing.limit, range(len(lengths)), lengths)))
-    if options.num_samples > 1:
-        each = torch.arange(len(prompts), device=engine.device).repeat_interleave(options.num_samples)
-        opened.select(each)
-        logits = logits[each]
-    rows = yield from growing.grow([*range(len(lengths))], lengths, opened, logits)
-    while rows:
-        assert engine.context is not None, "without a limit no text is read again"
-        # Half of the places that training has known are for what is read again, half for new tokens.
-        windows = [_last(growing.texts[row], max(engine.context // 2, 1)) for row in rows]
-        lengths = [len(ids) for ids in windows]
-        opened, logits = engine.read(windows, room=max(map(growing.limit, rows, lengths)))
-        rows = yield from growing.grow(rows, lengths, opened, logits)
+    samples = _samples(engine, prompts, options, ends)
+    loop = Loop(engine)
+    loop.waiting.extend(samples)
+    is_open = True
+    while is_open:
+        counts = [len(sample.new) for sample in samples]
+        is_open = loop.step()
+        for sample, count in zip(samples, counts, strict=True):
+            yield from sample.new[count:]
 
 
-@final
-class _Growing:
-    """Texts that a model continues: what each has, and what is drawn for it."""
-
-    def __init__(
-        self,
-        engine: TextEngine,
-        prompts: Sequence[Sequence[int]],
-        options: GenerationOptions,
-        ends: Callable[[int, int], bool],
-    ) -> None:
-        self.engine, self.options, self.ends = engine, options, ends
-        self.texts = [[*ids] for ids in prompts for _ in range(options.num_samples)]
-        self._longest = [len(ids) + options.max_new_tokens for ids in self.texts]
-        self._sampler = Sampler(options.sampling, options.seed, [*range(options.num_samples)] * len(prompts))
-        self._sampler.read(self.texts, engine.num_choices, engine.device)
-
-    def limit(self, row: int, length: int) -> int:
-        """Tokens that a text grows by before it is as long as was asked for, or as can be read at once."""
-        return limit_of_prompt(length, self._longest[row] - len(self.texts[row]), self.engine.context)
-
-    def grow(
-        self, rows: list[int], lengths: Sequence[int], opened: OpenTexts, logits: Tensor
-    ) -> Generator[NewToken, None, list[int]]:
-        """Continue texts that were read."""
-        limits = dict(zip(rows, map(self.limit, rows, lengths), strict=True))
-        is_open, going_on, length = [True] * len(rows), list[int](), 0
-        while True:
-            length += 1
-            # By row: a `logsumexp` of all rows has other bits in each of them.
-            of_all = logits.log_softmax(dim=-1)
-            require_finite_logits(of_all.amax(dim=-1))
-            tokens = self._sampler.choose(logits[:, : self.engine.num_choices], rows)
-            log_probs = of_all.gather(1, tokens[:, None])[:, 0]
-            drawn, before = zip(tokens.tolist(), log_probs.tolist(), strict=True), len(going_on)
-            for place, (token, log_prob) in enumerate(drawn):
-                if not is_open[place]:
-                    continue
-                row = rows[place]
-                self.texts[row].append(token)
-                finish = self._finish(row, token, is_at_limit=length == limits[row])
-                is_open[place] = finish is None and length < limits[row]
-                if finish is None and not is_open[place]:
-                    going_on.append(row)
-                yield NewToken(row, token, log_prob, finish)
-            num_open = sum(is_open)
-            if not num_open:
-                return going_on
-            num_done = len(is_open) - num_open
-            # Nothing may be drawn for a text that waits to be read again.
-            if len(going_on) > before or num_done >= max(1, thresholds.SHARE_DONE * len(is_open)):
-                kept = [place for place, still in enumerate(is_open) if still]
-                rows, is_open = [rows[place] for place in kept], [True] * len(kept)
-                places = torch.tensor(kept, device=self.engine.device)
-                opened.select(places)
-                tokens = tokens[places]
-            logits = self.engine.step(tokens, opened)
-
-    def _finish(self, row: int, token: int, *, is_at_limit: bool) -> Finish | None:
-        if token in self.options.stop_ids:
-            return "token"
-        if self.ends(row, token):
-            return "text"
-        if len(self.texts[row]) == self._longest[row]:
-            return "length"
-        return "positions" if is_at_limit and not self.engine.reads_again else None
-
-
-def _last(ids: Sequence[int], most: int | None) -> Sequence[int]:
-    """The last tokens of a text, `most` of them; all if None."""
-    return ids if most is None else ids[-most:]
-
-
-def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
-    """Tokens that a prompt may grow by: the last one needs no position."""
-    return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
+def _samples(
+    engine: TextEngine,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    ends: Callable[[int, int], bool],
+) -> list[Sample]:
+    count = options.num_samples
+    return [
+        Sample(engine, ids, options, number * count + sample, ends)
+        for number, ids in enumerate(prompts)
+        for sample in range(count)
+    ]
 
 
 def generate_tokens(
@@ -240,26 +315,17 @@ def generate_tokens(
     ends: Callable[[int, int], bool] = _never,
     batch_rows: int = 32,
 ) -> list[list[Generated]]:
-    """Continue prompts, those of like length together."""
+    """Continue prompts, at most `batch_rows` texts at a time, the longest first."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
+    loop = Loop(engine, most_rows=batch_rows)
     if options.beam_size > 1:
-        return [beam_search(engine, ids, options) for ids in prompts]
-    found: list[list[Generated]] = [[] for _ in prompts]
-    batches = batches_of_like_length(prompts, None, max(1, batch_rows // options.num_samples))
-    lengths, limit = [len(ids) + options.max_new_tokens for ids in prompts], engine.rotary_limit
-    for batch in (part for whole in batches for part in padded_alike(whole, lengths, limit)):
-        # Rows are numbered within the batch; a caller knows them by the prompts' own numbers.
-        numbers = [i * options.num_samples + s for i in batch for s in range(options.num_samples)]
-
-        def ends_here(row: int, token: int, numbers: list[int] = numbers) -> bool:
-            return ends(numbers[row], token)
-
-        grown: list[list[NewToken]] = [[] for _ in numbers]
-        for new in generate_stream(engine, [prompts[i] for i in batch], options, ends_here):
-            grown[new.row].append(new)
-        for number, tokens in zip(numbers, grown, strict=True):
-            found[number // options.num_samples].append(collected(tokens))
-    return found
+        texts = [beam_text(engine, ids, options) for ids in prompts]
+        loop.run(sorted(texts, key=lambda text: -text.size))
+        return [continuations_of(text, options) for text in texts]
+    samples = _samples(engine, prompts, options, ends)
+    loop.run(sorted(samples, key=lambda sample: -sample.size))
+    found, count = [collected(sample.new) for sample in samples], options.num_samples
+    return [found[number * count : (number + 1) * count] for number in range(len(prompts))]
 
 
 def collected(tokens: Sequence[NewToken]) -> Generated:
@@ -269,55 +335,3 @@ def collected(tokens: Sequence[NewToken]) -> Generated:
     own = tokens[:-1] if finish == "token" else tokens
     log_probs = tuple(new.log_prob for new in tokens)
     return Generated(tuple(new.token for new in own), log_probs, finish, sum(log_probs))
-
-
-class _Open(NamedTuple):
-    """A hypothesis that goes on: its tokens, their log-probabilities and the sum of these."""
-
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    total: float
-
-
-def beam_search(engine: TextEngine, prompt: Sequence[int], options: GenerationOptions) -> list[Generated]:
-    """The most probable continuations of a prompt that a beam finds, best first.
-
-    Each step keeps the `beam_size` most probable of all one-token extensions. Those that end, by a stop
-    token, leave the beam; the search is over when `beam_size` have ended or at the limit, where the open ones
-    count as they are. No text goes on past what the model reads at once.
-    """
-    prompt = _last(prompt, engine.context)
-    k, limit = options.beam_size, limit_of_prompt(len(prompt), options.max_new_tokens, engine.context)
-    at_limit: Finish = "length" if limit == options.max_new_tokens else "positions"
-    opened, logits = engine.read([prompt], room=limit)
-    beams, ended = [_Open((), (), 0.0)], list[Generated]()
-
-    def closed(ids: tuple[int, ...], log_probs: tuple[float, ...], finish: Finish) -> Generated:
-        score = sum(log_probs) / length_penalty(len(log_probs), options.alpha)
-        return Generated(ids, log_probs, finish, score)
-
-    for length in range(1, limit + 1):
-        log_probs = logits.log_softmax(dim=-1)[:, : engine.num_choices].double()
-        require_finite_logits(log_probs.amax(dim=-1))
-        totals = log_probs + log_probs.new_tensor([beam.total for beam in beams])[:, None]
-        # Half of twice the beam may end here, and a full beam still goes on.
-        best = totals.flatten().topk(min(k * (1 + len(options.stop_ids)), totals.numel()))
-        going: list[tuple[int, _Open]] = []
-        for rank, (total, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-            parent, token = divmod(place, totals.shape[1])
-            if total == -torch.inf or len(going) == k:
-                break
-            beam = beams[parent]
-            probs = (*beam.log_probs, float(log_probs[parent, token]))
-            if token not in options.stop_ids:
-                going.append((parent, _Open((*beam.ids, token), probs, total)))
-            elif rank < k:
-                ended.append(closed(beam.ids, probs, "token"))
-        beams = [beam for _, beam in going]
-        if not beams or len(ended) >= k or length == limit:
-            break
-        opened.select(torch.tensor([parent for parent, _ in going], device=engine.device))
-        logits = engine.step(torch.tensor([beam.ids[-1] for beam in beams], device=engine.device), opened)
-    if len(ended) < k:
-        ended += [closed(beam.ids, beam.log_probs, at_limit) for beam in beams]
-    return sorted(ended, key=lambda found: -found.score)[: options.num_samples]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.attention import DecoderCache
+from triptych.decoding.cache import rows_of_texts
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.fused import beyond_fusing
 from triptych.models import EncoderDecoder
@@ -40,9 +41,10 @@ class PlainEngine(DecodingEngine):
         taps = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
         self._taps = [tap for tap in taps if tap is not None and hasattr(tap, "first")]
 
-    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int, fixed: bool = False) -> "Hypotheses":
+    joins = False  # taps are told one position for all texts
+
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "Hypotheses":
         """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""
-        assert not fixed, "steps on a GPU are recorded of the fused engine alone"
         memory, mask = self.model.encode(src), self.model.memory_mask(src)
         return Hypotheses(
             DecoderCache(len(self.model.decoder)),
@@ -73,14 +75,13 @@ class Hypotheses:
     ) -> None:
         self.layers, self.memory, self.mask, self._beam_size = layers, memory, mask, beam_size
 
-    def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
-        """Row i goes on from the history of row `parents[i]` of its sentence."""
-        first = torch.arange(len(parents), device=parents.device)[:, None] * self._beam_size
-        self.layers.select((first + parents).flatten())
+    def reorder(self, parents: Int[Tensor, "texts width"]) -> None:
+        """Row i goes on from the history of row `parents[i]` of its text."""
+        self.layers.select(rows_of_texts(torch.arange(len(parents), device=parents.device), parents))
 
-    def select(self, sentences: Tensor) -> None:
-        """Keep these sentences only."""
-        of_beam = torch.arange(self._beam_size, device=sentences.device)
-        rows = (sentences[:, None] * self._beam_size + of_beam).flatten()
+    def select(self, texts: Int[Tensor, " kept"]) -> None:
+        """Keep these texts only."""
+        each = torch.arange(self._beam_size, device=texts.device).expand(len(texts), -1)
+        rows = rows_of_texts(texts, each)
         self.layers.select(rows, rows)
         self.memory, self.mask = self.memory[rows], self.mask[rows]

@@ -99,43 +99,32 @@ def draw(logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]) 
 
 
 @final
-class Sampler:
-    """Chooses the tokens of the rows of a batch, each with random numbers of its own.
+class Draws:
+    """What the tokens of one row are chosen by: random numbers of its own, and the tokens that its text has.
 
-    The numbers of a row follow from the seed and the number of its sample alone: what is drawn for a prompt
-    depends neither on the other prompts of the batch nor on the prompt's place in it.
+    The numbers follow from the seed and the number of the sample alone: what is drawn for a prompt depends
+    neither on the other texts of the batch nor on its place in it.
     """
 
-    def __init__(self, options: SamplingOptions, seed: int, samples: Sequence[int]) -> None:
-        """Begin."""
-        self.options = options
-        self._numbers = [random.Random(f"triptych {seed} {sample}") for sample in samples]
-        self._seen: Tensor | None = None
+    def __init__(self, seed: int, sample: int, ids: Sequence[int]) -> None:
+        """Begin with a prompt."""
+        self.numbers, self.seen = random.Random(f"triptych {seed} {sample}"), set(ids)
 
-    def read(self, texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> None:
-        """The tokens that each row's text has already."""
-        if self.options.repetition_penalty == 1:
-            return
-        self._seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool, device=device)
-        for row, ids in zip(self._seen, texts, strict=True):
-            row[list(ids)] = True
 
-    def choose(
-        self, logits: Float[Tensor, "rows vocab"], rows: Sequence[int] | None = None
-    ) -> Int[Tensor, " rows"]:
-        """A token of every row, or of those with these numbers."""
-        rows = range(len(self._numbers)) if rows is None else rows
-        if self._seen is not None:
-            seen = self._seen[list(rows)]
-            logits = penalise_repeats(logits, seen, self.options.repetition_penalty)
-        if self.options.is_greedy:
-            tokens = logits.argmax(dim=-1)
-        else:
-            uniforms = [self._numbers[row].getrandbits(32) / 2**32 for row in rows]
-            tokens = draw(
-                filtered(logits, self.options),
-                torch.tensor(uniforms, dtype=torch.float64).to(logits.device),
-            )
-        if self._seen is not None:
-            self._seen[list(rows), tokens] = True
-        return tokens
+def choose(
+    logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[Draws]
+) -> Int[Tensor, " rows"]:
+    """A token of every row."""
+    if options.repetition_penalty != 1:
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for place, row in enumerate(rows):
+            seen[place, [*row.seen]] = True
+        logits = penalise_repeats(logits, seen, options.repetition_penalty)
+    if options.is_greedy:
+        tokens = logits.argmax(dim=-1)
+    else:
+        uniforms = torch.tensor([row.numbers.getrandbits(32) / 2**32 for row in rows], dtype=torch.float64)
+        tokens = draw(filtered(logits, options), uniforms.to(logits.device))
+    for row, token in zip(rows, tokens.tolist(), strict=True):
+        row.seen.add(token)
+    return tokens

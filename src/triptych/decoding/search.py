@@ -1,4 +1,4 @@
-"""Greedy and beam search on an `Engine`, in few tensor operations a step.
+"""Greedy and beam search, in few tensor operations a step.
 
 A hypothesis is judged by its log-probability over the paper's length penalty,
 
@@ -11,15 +11,15 @@ Vaswani et al. 2017, section 6.1, for the limit on length.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional as F
 
-from triptych import thresholds
-from triptych.decoding.engine import GROUP, DecodingEngine, Engine, FixedBeamCache, FixedSteps
-from triptych.errors import DataError
+from triptych.decoding.engine import GROUP, DecodingEngine
+from triptych.decoding.loop import Batch, Loop, Text, require_finite_logits
 from triptych.text import OutputRules
 
 Stop = Literal["certain", "full"]
@@ -89,14 +89,6 @@ def enough_finished(options: SearchOptions) -> float:
     return float(options.beam_size) if options.stop == "full" else math.inf
 
 
-def output_limits(
-    src: Int[Tensor, "batch src_len"], pad_id: int, max_extra_tokens: int, max_target_tokens: int | None
-) -> list[int]:
-    """The most tokens that the output of each sentence may have, without its end of sentence."""
-    source_tokens = (src != pad_id).sum(dim=1) - 1  # the end of sentence does not count
-    return [limit_of(n, max_extra_tokens, max_target_tokens) for n in source_tokens.tolist()]
-
-
 def limit_of(num_source_tokens: int, max_extra_tokens: int, max_target_tokens: int | None) -> int:
     """The most tokens that an output may have, without its end of sentence."""
     # The first token takes a position too.
@@ -109,13 +101,106 @@ def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
     return sorted(found, key=lambda hypothesis: -hypothesis.score)
 
 
-def require_finite_logits(best: Float[Tensor, " rows"]) -> None:
-    """Check that the model still computes numbers: a search over NaN has no end."""
-    if bool((best.isnan() | (best == torch.inf)).any()):
-        raise DataError(
-            "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
-            "overflow; try another --dtype or --precision"
-        )
+@dataclass(frozen=True)
+class BeamKind:
+    """How beams are searched; texts of one kind are searched together."""
+
+    size: int  # hypotheses kept at every step; 1 is greedy
+    alpha: float  # exponent of the length penalty
+    ends: tuple[int, ...]  # tokens that end a hypothesis
+    enough: float  # finished hypotheses at which a text is done
+    # rank of the finished hypothesis that an open one must be able to overtake; None where `enough` decides
+    wanted: int | None = None
+    rules: OutputRules | None = None  # of a translator's output
+    closed: int | None = None  # the length of texts that share a batch only with others as long
+
+
+class Branch(NamedTuple):
+    """A hypothesis, open or ended."""
+
+    ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  # of its tokens and of its end
+    total: float  # the sum of `log_probs`
+    score: float = 0.0  # `total` over the length penalty
+    is_cut: bool = False  # it ends at the limit, without a token that ends it
+
+
+_NOTHING = Branch((), (), -math.inf)
+
+
+@final
+class BeamText(Text):
+    """A text whose outputs are searched."""
+
+    def __init__(self, given: Sequence[int], kind: BeamKind, limit: int) -> None:
+        """`limit` is of the tokens of an output. By `rules` it ends with an end token even there."""
+        self._given, self._kind, self.limit = given, kind, limit
+        self.num_rows = kind.size
+        # All rows of a text begin alike: only the first may be continued, or all would be copies.
+        self.open = [Branch((), (), 0.0), *[_NOTHING] * (kind.size - 1)]
+        self.ended: list[Branch] = []
+        # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
+        # that an open hypothesis may end at, the longest bounds its score from above.
+        self._kindest = length_penalty(limit + 1, kind.alpha)
+
+    @property
+    def kind(self) -> BeamKind:
+        return self._kind
+
+    @property
+    def given(self) -> Sequence[int]:
+        return self._given
+
+    @property
+    def size(self) -> int:
+        return len(self._given) + (0 if self._kind.rules else self.limit)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the open hypotheses."""
+        return len(self.open[0].ids)
+
+    @property
+    def best(self) -> list[Branch]:
+        """The hypotheses that have ended, best first."""
+        return sorted(self.ended, key=lambda one: -one.score)
+
+    def batch(self, engine: Any) -> "Beams":
+        return Beams(engine, self._kind)
+
+    def take(self, candidates: Sequence[tuple[float, int, int, float]]) -> list[tuple[int, int]]:
+        """Go on with the best candidates: totals, rows, tokens and log-probabilities, best first.
+
+        Returns the row that each row goes on from, and its token.
+        """
+        kind, length, going = self._kind, self.length + 1, list[tuple[int, int]]()
+        open_: list[Branch] = []
+        for rank, (total, parent, token, log_prob) in enumerate(candidates):
+            if total == -math.inf or len(open_) == kind.size:
+                break
+            before = self.open[parent]
+            log_probs = (*before.log_probs, log_prob)
+            if token not in kind.ends:
+                open_.append(Branch((*before.ids, token), log_probs, total))
+                going.append((parent, token))
+            elif rank < kind.size:
+                self.ended.append(self._closed(Branch(before.ids, log_probs, total)))
+        if open_ and length == self.limit and kind.rules is None and len(self.ended) < kind.enough:
+            self.ended += [self._closed(one._replace(is_cut=True)) for one in open_]
+            open_ = []
+        self.is_over = not open_ or len(self.ended) >= kind.enough or self._is_certain(open_[0].total)
+        self.open = [*open_, *[_NOTHING] * (kind.size - len(open_))]
+        return [*going, *[(0, 0)] * (kind.size - len(going))]
+
+    def _closed(self, one: Branch) -> Branch:
+        return one._replace(score=one.total / length_penalty(len(one.log_probs), self._kind.alpha))
+
+    def _is_certain(self, best_open: float) -> bool:
+        """Whether no open hypothesis can overtake the last finished one wanted."""
+        wanted = self._kind.wanted
+        if wanted is None or len(self.ended) < wanted:
+            return False
+        return self.best[wanted - 1].score >= best_open / self._kindest
 
 
 @torch.inference_mode()
@@ -124,157 +209,119 @@ def search(
     src: Int[Tensor, "batch src_len"],
     options: SearchOptions,
     rules: OutputRules,
-    *,
-    fixed: bool | None = None,
 ) -> list[list[Hypothesis]]:
     """The best outputs for each source sentence, best first.
 
     Sentences do not influence each other: each has its own limit and its own end. When a sentence
     is done, `SearchOptions.stop` says.
     """
-    if fixed is None:
-        fixed = engine.device.type == "cuda" and isinstance(engine, Engine)
-    beams = _Beams(engine, src, options, rules, fixed)
-    while beams.sentences:
-        beams.advance()
-    return [best_first(found)[: options.num_best] for found in beams.finished]
+    given = [row[row != engine.pad_id].tolist() for row in src]
+    texts = [sentence_text(engine, ids, options, rules) for ids in given]
+    Loop(engine).run(texts)
+    return [hypotheses_of(text, options) for text in texts]
+
+
+def sentence_text(
+    engine: DecodingEngine, ids: Sequence[int], options: SearchOptions, rules: OutputRules
+) -> BeamText:
+    """A sentence, token ids with its end, on its way through a `Loop`."""
+    kind = BeamKind(
+        options.beam_size, options.alpha, (rules.end,), enough_finished(options), options.num_best, rules
+    )
+    most = engine.max_target_tokens
+    if most is not None:  # the first tokens take positions too; `limit_of` counts one of them
+        most -= len(rules.start) - 1
+    return BeamText(ids, kind, limit_of(len(ids) - 1, options.max_extra_tokens, most))
+
+
+def hypotheses_of(text: BeamText, options: SearchOptions) -> list[Hypothesis]:
+    """What was found for a sentence."""
+    return [Hypothesis(one.ids, one.total, one.score) for one in text.best[: options.num_best]]
 
 
 @final
-class _Beams:
-    """The open hypotheses of the sentences still in the batch, `beam_size` rows for each."""
+class Beams(Batch[BeamText]):
+    """Texts that are searched together, `size` rows for each."""
 
-    def __init__(
-        self,
-        engine: DecodingEngine,
-        src: Tensor,
-        options: SearchOptions,
-        rules: OutputRules,
-        fixed: bool,
-    ) -> None:
-        self.engine, self.options, self.rules = engine, options, rules
-        batch, k = src.shape[0], options.beam_size
-        device = src.device
-        self.cache = engine.start(src, k, fixed)
-        self.steps = FixedSteps(cast(Engine, engine), cast(FixedBeamCache, self.cache)) if fixed else None
-        most = engine.max_target_tokens
-        if most is not None:  # the first tokens take positions too; `output_limits` counts one of them
-            most -= len(rules.start) - 1
-        self.limits = output_limits(src, engine.pad_id, options.max_extra_tokens, most)
-        self.sentences = list(range(batch))
-        self.done = [False] * batch
-        self.enough = enough_finished(options)
-        # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
-        # that an open hypothesis may end at, the longest bounds its score from above. In float64, as scores
-        # are: in float32 the bound could be rounded below a score.
-        kindest = [length_penalty(limit + 1, options.alpha) for limit in self.limits]
-        self.kindest = torch.tensor(kindest, dtype=torch.float64, device=device)
-        # The score of the last finished hypothesis wanted; open ones must be able to overtake it.
-        self.wanted = torch.full((batch,), -torch.inf, dtype=torch.float64, device=device)
-        self.ids = torch.tensor(rules.start, device=device).expand(batch, k, -1).contiguous()
-        # All rows of a sentence begin alike: only the first may be continued, or all would be copies.
-        self.log_probs = torch.full((batch, k), -torch.inf, device=device)
-        self.log_probs[:, 0] = 0.0
-        self.finished: list[list[Hypothesis]] = [[] for _ in range(batch)]
-        for place in range(len(rules.start) - 1):
-            self._step(self.ids[:, :, place].flatten())
+    def __init__(self, engine: Any, kind: BeamKind) -> None:
+        super().__init__(engine, kind.size, joins=engine.joins and kind.closed is None)
+        self.kind = kind
 
-    def advance(self) -> None:
-        """Lengthen every open hypothesis by a token."""
-        k = self.options.beam_size
-        log_probs = self._next_log_probs()
-        # Twice the beam: even if half of it ends here, a full beam stays open.
-        values, parents, tokens = self._best(log_probs, 2 * k if k > 1 else 1)
-        require_finite_logits(values[:, 0])
-        ends = tokens == self.rules.end
-        if bool(ends[:, :k].any()):
-            self._collect(values[:, :k], parents[:, :k], ends[:, :k])
-        values = values.masked_fill(ends, -torch.inf)
-        if k > 1:
-            values, places = values.topk(k, dim=1)
-            parents, tokens = parents.gather(1, places), tokens.gather(1, places)
-            self.ids = self.ids.gather(1, parents[:, :, None].expand_as(self.ids))
-            self.cache.reorder(parents)
-        self.log_probs = values.to(self.log_probs.dtype)
-        self.ids = torch.cat([self.ids, tokens[:, :, None]], dim=2)
-        self._retire(values[:, 0])
+    def open(self, texts: Sequence[BeamText]) -> tuple[Any, Tensor]:
+        given, k = [text.given for text in texts], self.kind.size
+        if self.kind.rules is None:
+            cache, logits = self.engine.read(given)
+            return cache.of_copies(k), logits.repeat_interleave(k, dim=0)
+        rows = [torch.tensor(ids, device=self.engine.device) for ids in given]
+        src = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.engine.pad_id)
+        cache = self.engine.start(src, k)
+        for token in self.kind.rules.start:
+            logits = self.engine.step(torch.full((len(texts) * k,), token, device=src.device), cache)
+        return cache, logits
 
-    def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
-        rules, end = self.rules, self.rules.end
-        log_probs = self._step(self.ids[:, :, -1].flatten()).log_softmax(dim=-1)
-        log_probs = log_probs.view(len(self.sentences), self.options.beam_size, -1)
-        length = self.ids.shape[2]
-        at_limit = [i for i, sentence in enumerate(self.sentences) if self._length > self.limits[sentence]]
-        of_end = log_probs[at_limit, :, end] if at_limit else None
-        if length < rules.min_length:
-            log_probs[:, :, end] = -torch.inf
-        if 0 < rules.no_repeat <= length:
-            self._forbid_repeats(log_probs)
-        if of_end is not None:
-            log_probs[at_limit] = -torch.inf
-            log_probs[at_limit, :, end] = of_end
-        return log_probs
+    def choose(self) -> list[BeamText]:
+        k, texts = self.kind.size, self.texts
+        log_probs = self.logits.log_softmax(dim=-1)[:, : self.engine.num_choices].view(len(texts), k, -1)
+        if self.kind.rules is not None:
+            self._obey(log_probs, self.kind.rules)
+        stays = [(row, 0) for row in range(k)]
+        chosen = [
+            stays if text is None or text.is_over else text.take(found)
+            for text, found in zip(texts, self._best(log_probs), strict=True)
+        ]
+        if self.open_places:
+            found = torch.tensor(chosen, device=log_probs.device)
+            if k > 1:
+                self.cache.reorder(found[:, :, 0])
+            self.tokens = found[:, :, 1].flatten()
+        return []
 
-    @property
-    def _length(self) -> int:
-        """Tokens of an output that ends at this step, its end counted."""
-        return self.ids.shape[2] - len(self.rules.start) + 1
+    def _obey(self, log_probs: Float[Tensor, "texts beam vocab"], rules: OutputRules) -> None:
+        """Rule out tokens that may not come next."""
+        for place in self.open_places:
+            text, own, end = self.texts[place], log_probs[place], rules.end
+            assert text is not None
+            of_end, length = own[:, end].clone(), len(rules.start) + text.length
+            if length < rules.min_length:
+                own[:, end] = -torch.inf
+            if 0 < rules.no_repeat <= length:
+                for row, branch in enumerate(text.open):
+                    own[row, _repeating([*rules.start, *branch.ids], rules.no_repeat - 1)] = -torch.inf
+            if text.length >= text.limit:
+                own.fill_(-torch.inf)
+                own[:, end] = of_end
 
-    def _step(self, tokens: Tensor) -> Tensor:
-        return self.engine.step(tokens, self.cache) if self.steps is None else self.steps(tokens)
-
-    def _forbid_repeats(self, log_probs: Float[Tensor, "open beam vocab"]) -> None:
-        """Rule out tokens with which `no_repeat` tokens in a row would come a second time."""
-        before = self.rules.no_repeat - 1
-        for sentence, hypotheses in enumerate(self.ids.tolist()):
-            for row, ids in enumerate(hypotheses):
-                last = ids[len(ids) - before :]
-                places = range(len(ids) - before)
-                again = [ids[place + before] for place in places if ids[place : place + before] == last]
-                log_probs[sentence, row, again] = -torch.inf
-
-    def _best(self, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The best continuations of each sentence: their values, rows and tokens, best first."""
+    def _best(
+        self, log_probs: Float[Tensor, "texts beam vocab"]
+    ) -> list[list[tuple[float, int, int, float]]]:
+        """The best continuations of each text, best first; see `BeamText.take`."""
         batch, k, vocab = log_probs.shape
-        groups = vocab // GROUP
+        if vocab % GROUP:
+            log_probs = F.pad(log_probs, (0, -vocab % GROUP), value=-math.inf)
+        groups = log_probs.shape[2] // GROUP
+        # Even if as many end here as the beam holds, a full beam stays open.
+        count = k * (1 + len(self.kind.ends)) if k > 1 else 1
+        sums = [[branch.total for branch in text.open] if text else [0.0] * k for text in self.texts]
+        precise = torch.float64 if self.kind.rules is None else torch.float32
+        totals = torch.tensor(sums, dtype=precise, device=log_probs.device)
         grouped = log_probs.view(batch, k * groups, GROUP)
-        bests = grouped.amax(dim=-1).view(batch, k, groups) + self.log_probs[:, :, None]
+        bests = grouped.amax(dim=-1).view(batch, k, groups) + totals[:, :, None]
         chosen = bests.view(batch, -1).topk(min(count, k * groups), dim=1).indices
         rows = chosen // groups
-        within = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
-        within = within + self.log_probs.gather(1, rows)[:, :, None]
+        own = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
+        within = own + totals.gather(1, rows)[:, :, None]
         values, places = within.flatten(1).topk(min(count, within.shape[1] * GROUP), dim=1)
+        require_finite_logits(values[:, 0])
         group = chosen.gather(1, places // GROUP)
-        return values, group // groups, group % groups * GROUP + places % GROUP
+        tokens = group % groups * GROUP + places % GROUP
+        columns = values, group // groups, tokens, own.flatten(1).gather(1, places)
+        return [
+            list(zip(*of_text, strict=True)) for of_text in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
-    def _collect(self, values: Tensor, parents: Tensor, ends: Tensor) -> None:
-        """Note the hypotheses among the best beam_size candidates that end here."""
-        ends = ends & values.isfinite()
-        penalty = length_penalty(self._length, self.options.alpha)
-        for place, rank in ends.nonzero().tolist():
-            if self.done[place]:
-                continue
-            log_prob = float(values[place, rank])
-            ids = tuple(self.ids[place, parents[place, rank], len(self.rules.start) :].tolist())
-            found = self.finished[self.sentences[place]]
-            found.append(Hypothesis(ids, log_prob, log_prob / penalty))
-            if len(found) >= self.enough:
-                self.wanted[place] = torch.inf
-            elif len(found) >= self.options.num_best:
-                self.wanted[place] = best_first(found)[self.options.num_best - 1].score
 
-    def _retire(self, best_open: Tensor) -> None:
-        """Take out the sentences whose open hypotheses cannot overtake the finished ones."""
-        over = (self.wanted >= best_open.double() / self.kindest) | (best_open == -torch.inf)
-        self.done = [was or now for was, now in zip(self.done, over.tolist(), strict=True)]
-        num_done = sum(self.done)
-        if num_done == len(self.done):
-            self.sentences = []
-        elif self.steps is None and num_done >= max(1, thresholds.SHARE_DONE * len(self.done)):
-            places = [place for place, done in enumerate(self.done) if not done]
-            kept = torch.tensor(places, device=best_open.device)
-            self.sentences = [self.sentences[place] for place in places]
-            self.done = [False] * len(places)
-            self.ids, self.log_probs = self.ids[kept], self.log_probs[kept]
-            self.wanted, self.kindest = self.wanted[kept], self.kindest[kept]
-            self.cache.select(kept)
+def _repeating(ids: Sequence[int], before: int) -> list[int]:
+    """Tokens with which the last `before` tokens and one more would come a second time."""
+    last = ids[len(ids) - before :]
+    places = range(len(ids) - before)
+    return [ids[place + before] for place in places if ids[place : place + before] == last]

@@ -1,4 +1,4 @@
-"""A language model made ready to continue texts, and what is kept of the texts of a batch."""
+"""A language model made ready to continue texts."""
 
 from collections.abc import Callable, Sequence
 from typing import cast, final
@@ -9,68 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.algebra.semantics import Semantics
-from triptych.attention import DecoderCache, LayerCache, MultiHeadAttention, PositionIds
-from triptych.decoding.fused import (
-    EVEN_KEYS,
-    call_directly,
-    cast_parameters,
-    evaluating_copy,
-    fuse,
-    hidden_score,
-)
+from triptych.attention import MultiHeadAttention
+from triptych.decoding.cache import TextCache
+from triptych.decoding.fused import call_directly, cast_parameters, evaluating_copy, fuse
 from triptych.decoding.maps import MappedFiles, Maps, Precision, has_room_for_another, unsupported_precision
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.experts import Experts
-
-
-@final
-class OpenTexts:
-    """The texts of a batch: the cache of their tokens, aligned on the right."""
-
-    def __init__(self, cache: DecoderCache, padding: Tensor | None, hidden: Tensor | None) -> None:
-        self.cache, self.padding, self.hidden, self.length = cache, padding, hidden, cache.length
-        self.ids: Int[Tensor, "rows slots"] | None = None
-
-    def mask(self, slots: int, queries: int) -> Tensor | None:
-        """Which slots the last tokens see, `[rows, 1, queries, slots]`; None for all.
-
-        A slot without token sees itself: a row of scores with nothing to see would have no softmax.
-        """
-        if self.hidden is not None:
-            if slots > self.hidden.shape[3]:
-                self.hidden = F.pad(self.hidden, (0, EVEN_KEYS), value=hidden_score(self.hidden.dtype))
-            if queries == 1:
-                self.hidden[..., slots - 1] = 0
-            return self.hidden
-        if self.padding is None:
-            return None
-        places = torch.arange(slots, device=self.padding.device)
-        real = (places >= self.padding[:, None])[:, None, None, :]
-        if queries == 1:
-            return real
-        return real | (places[:, None] == places)[None, None, slots - queries :]
-
-    def positions(self, slots: int, queries: int, most: int | None) -> PositionIds | None:
-        """Of the last tokens, `most` at most; None if they are those of the slots.
-
-        The tokens of a text that has ended and is still in the batch may stand at any.
-        """
-        if self.padding is None:
-            return None
-        end = slots if most is None else min(slots, most)
-        places = torch.arange(slots - queries, slots, device=self.padding.device)
-        return PositionIds((places - self.padding[:, None]).clamp(0, end - 1), end)
-
-    def select(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep these rows, in this order; a row may be named more than once."""
-        self.cache.select(rows)
-        if self.padding is not None:
-            self.padding = self.padding.index_select(0, rows)
-        if self.hidden is not None:
-            self.hidden = self.hidden.index_select(0, rows)
-        if self.ids is not None:
-            self.ids = self.ids.index_select(0, rows)
 
 
 @final
@@ -89,6 +34,8 @@ class TextEngine:
         num_choices: so many of them, from the first, may be chosen.
     """
 
+    fixed, joins = False, True
+
     @torch.no_grad()
     def __init__(
         self, model: LanguageModel, precision: Precision = "fp32", num_choices: int | None = None
@@ -106,12 +53,6 @@ class TextEngine:
         self.context, self.reads_again = model.context, model.config is not None
         self.num_choices = min(num_choices or self.vocab_size, self.vocab_size)
         self.rotary_limit = model.rotary_limit
-        # Angles of rotary positions are rounded, so that not only distances count.
-        within = model.architecture.embeddings.positions == "none"
-        self._absolute = not within or any(
-            of.rotary is not None or of.chunk is not None or of.temperature is not None
-            for of in _semantics(model)
-        )
         again = any(of.rotary is not None and of.rotary.reads_again for of in _semantics(model))
         # A text that grows past so many tokens is read again from its first.
         self._starts_anew = self.rotary_limit if again else None
@@ -120,65 +61,47 @@ class TextEngine:
         dtype = torch.float32 if precision == "int8" else table.dtype
         maps = Maps.of(precision, dtype, packed=has_room_for_another(model))
         self._model, self._head = _prepared(model, maps)
-        # A layer left as it is takes no even cache.
-        self._is_even = not any(isinstance(module, MultiHeadAttention) for module in self._model.modules())
+        # A layer left as it is takes no mask of numbers.
+        self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in self._model.modules())
         self._dtype = maps.dtype
 
     @torch.inference_mode()
-    def read(
-        self, texts: Sequence[Sequence[int]], room: int = 0
-    ) -> tuple[OpenTexts, Float[Tensor, "rows vocab"]]:
+    def read(self, texts: Sequence[Sequence[int]]) -> tuple[TextCache, Float[Tensor, "rows vocab"]]:
         """Read texts whole: what continuing them needs, and the logits of the token after each."""
         longest = max(map(len, texts))
-        padding = torch.tensor([longest - len(ids) for ids in texts], device=self.device)
-        ids = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in texts], device=self.device)
-        opened = self._opened(padding, longest, room)
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts], device=self.device)
+        lengths = torch.tensor([len(ids) for ids in texts], device=self.device)
+        cache = TextCache(self._num_layers, lengths, 1, self._dtype, most=self.max_tokens)
         if self._starts_anew is not None and longest <= self._starts_anew:
-            opened.ids = ids
-        return opened, self._logits(ids, opened)
+            cache.ids = ids
+        return cache, self._read(ids, cache)
 
-    def _opened(self, padding: Tensor, longest: int, room: int) -> OpenTexts:
-        """For texts that are not read yet; the last slots of them are the last of an even number."""
-        if not self._is_even:
-            cache = DecoderCache(self._num_layers, lambda: LayerCache(longest + room))
-            return OpenTexts(cache, padding if bool(padding.any()) else None, None)
-        skipped = -longest % EVEN_KEYS
-        cache = DecoderCache(self._num_layers, lambda: LayerCache(even=EVEN_KEYS, skipped=skipped))
-        padding = padding + skipped
-        slots = torch.arange(skipped + longest, device=self.device)
-        hidden = torch.zeros(len(padding), 1, 1, len(slots), dtype=self._dtype, device=self.device)
-        hidden.masked_fill_(slots < padding[:, None, None, None], hidden_score(self._dtype))
-        return OpenTexts(cache, padding, hidden)
+    def _read(self, ids: Int[Tensor, "rows longest"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+        """What follows the texts is filling, which no token before it sees."""
+        hidden = self._model.hidden(ids, cache=cache.layers)
+        return self._logits(hidden[torch.arange(len(ids), device=self.device), cache.lengths - 1])
 
     @torch.inference_mode()
-    def step(self, tokens: Int[Tensor, " rows"], opened: OpenTexts) -> Float[Tensor, "rows vocab"]:
-        """Logits of the token after each of `tokens`, one a row; the texts take the tokens in."""
-        if opened.ids is None or self._starts_anew is None:
-            return self._logits(tokens[:, None], opened)
-        ids = opened.ids = torch.cat([opened.ids, tokens[:, None]], dim=1)
-        length = ids.shape[1]
-        if length <= self._starts_anew:
-            return self._logits(tokens[:, None], opened)
-        padding = torch.zeros_like(ids[:, 0]) if opened.padding is None else opened.padding
-        before = opened.length - length + 1  # slots that were skipped
-        anew = self._opened(padding - before, length, length)
-        opened.cache, opened.padding, opened.hidden = anew.cache, anew.padding, anew.hidden
-        opened.length, opened.ids = anew.length, None
-        return self._logits(ids, opened)
-
-    def _logits(self, ids: Tensor, opened: OpenTexts) -> Tensor:
-        queries = ids.shape[1]
-        slots = opened.length + queries
-        mask = opened.mask(slots, queries)
+    def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+        """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in."""
+        if cache.ids is not None and self._starts_anew is not None:
+            cache.ids = ids = F.pad(cache.ids, (0, 1))
+            ids[torch.arange(len(ids), device=self.device), cache.lengths] = tokens
+            if ids.shape[1] > self._starts_anew:
+                cache.restart(cache.lengths + 1)
+                return self._read(ids, cache)
+        new = cache.next_tokens()
         hidden = self._model.hidden(
-            ids,
-            mask=mask,
-            # Other positions inside attention compare places, whose distances padding leaves alone.
-            positions=opened.positions(slots, queries, self.max_tokens) if self._absolute else None,
-            cache=opened.cache,
+            tokens[:, None],
+            mask=new.mask if self._is_fused else cast(Tensor, new.mask) == 0,
+            positions=new.positions,
+            cache=cache.layers,
         )
-        opened.length = slots
-        logits: Tensor = self._head(hidden[:, -1])
+        cache.advance()
+        return self._logits(hidden[:, 0])
+
+    def _logits(self, hidden: Float[Tensor, "rows d_model"]) -> Float[Tensor, "rows vocab"]:
+        logits: Tensor = self._head(hidden)
         return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 

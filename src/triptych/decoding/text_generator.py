@@ -9,9 +9,14 @@ from triptych.decoding.generation import (
     Generated,
     GenerationOptions,
     OtherEngine,
+    Sample,
+    beam_text,
+    check_prompts,
+    collected,
+    continuations_of,
     generate_stream,
-    generate_tokens,
 )
+from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision
 from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError, UsageError
@@ -140,30 +145,61 @@ class TextGenerator:
         `num_samples` plus that of the sample.
         """
         options = self._with_ends(options)
-        streams = {
-            i * options.num_samples + sample: TextStream(self.tokenizer, ids, options.stop_texts)
-            for i, ids in enumerate(texts)
-            for sample in range(options.num_samples)
-        }
+        count = options.num_samples
+        if self._other is None:
+            engine = self._engine
+            check_prompts(texts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
+            asked = list[Asked[list[Continuation]]]()
+            for i, ids in enumerate(texts):
+
+                def tell_own(sample: int, text: str, first: int = i * count) -> None:
+                    tell(first + sample, text)
+
+                asked.append(self.begin(ids, options, tell_own))
+            every = [text for one in asked for text in one.texts]
+            Loop(engine, most_rows=self._batch_rows).run(sorted(every, key=lambda text: -text.size))
+            return [one.result() for one in asked]
+        streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in texts for _ in range(count)]
 
         def ends(row: int, token: int) -> bool:
             tell(row, streams[row].push(token))
             return streams[row].is_over
 
-        if self._other is not None:
-            found = self._other.generate(texts, options, ends, self._batch_rows)
-        else:
-            found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
+        found = self._other.generate(texts, options, ends, self._batch_rows)
         return [
-            [
-                self._continuation(
-                    _cut(one, streams[i * options.num_samples + sample]) if options.beam_size > 1 else one,
-                    streams[i * options.num_samples + sample],
-                )
-                for sample, one in enumerate(of_prompt)
-            ]
+            self._continuations(of_prompt, streams[i * count : (i + 1) * count], options)
             for i, of_prompt in enumerate(found)
         ]
+
+    def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
+        """What continues texts that come one by one (`begin`); None where another library does."""
+        return None if self._other else Loop(self._engine, most_rows=most_rows, most_tokens=most_tokens)
+
+    def begin(
+        self,
+        ids: Sequence[int],
+        options: GenerationOptions,
+        tell: Callable[[int, str], None] = lambda sample, text: None,
+    ) -> Asked[list[Continuation]]:
+        """A text, to be continued by a loop; `tell` gets numbers of samples and what their texts grow by."""
+        engine, options = self._engine, self._with_ends(options)
+        check_prompts([ids], engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
+        streams = [TextStream(self.tokenizer, ids, options.stop_texts) for _ in range(options.num_samples)]
+
+        def ends(sample: int, token: int) -> bool:
+            tell(sample, streams[sample].push(token))
+            return streams[sample].is_over
+
+        if options.beam_size > 1:
+            beam = beam_text(engine, ids, options)
+            return Asked(
+                [beam], lambda: self._continuations(continuations_of(beam, options), streams, options)
+            )
+        samples = [Sample(engine, ids, options, number, ends) for number in range(options.num_samples)]
+        return Asked(
+            samples,
+            lambda: self._continuations([collected(one.new) for one in samples], streams, options),
+        )
 
     def stream(self, prompt: str, options: GenerationOptions, *, chat: bool = False) -> Iterator[str]:
         """Continue a prompt, giving out the text as it comes."""
@@ -192,11 +228,18 @@ class TextGenerator:
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
         return replace(options, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
 
-    def _continuation(self, found: Generated, text: TextStream) -> Continuation:
-        text.finish()
-        finish = "text" if text.is_over else found.finish
-        pieces = tuple(self.tokenizer.pieces(found.ids))
-        return Continuation(text.text, found.ids, pieces, found.log_probs, finish, found.score)
+    def _continuations(
+        self, found: Sequence[Generated], streams: Sequence[TextStream], options: GenerationOptions
+    ) -> list[Continuation]:
+        """Of one prompt."""
+        continuations = []
+        for one, text in zip(found, streams, strict=False):
+            own = _cut(one, text) if options.beam_size > 1 else one
+            text.finish()
+            finish: Finish = "text" if text.is_over else own.finish
+            pieces = tuple(self.tokenizer.pieces(own.ids))
+            continuations.append(Continuation(text.text, own.ids, pieces, own.log_probs, finish, own.score))
+        return continuations
 
 
 def _cut(found: Generated, text: TextStream) -> Generated:

@@ -8,9 +8,10 @@ from itertools import count
 from typing import final, overload
 
 from triptych import thresholds
-from triptych.decoding.batches import LONGEST_LINE, batch_searcher, batches_of_like_length
+from triptych.decoding.batches import LONGEST_LINE, BatchSearcher, batches_of_like_length
+from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision, unsupported_precision
-from triptych.decoding.search import Hypothesis, SearchOptions
+from triptych.decoding.search import Hypothesis, SearchOptions, hypotheses_of
 from triptych.decoding.workers import Ahead, Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
@@ -80,7 +81,7 @@ class Translator:
         self.workers = workers if device.type == "cpu" and searcher is None else 1
         self._other_searcher = searcher
         self._pool: WorkerPool | None = None
-        self._searcher: Searcher | None = None
+        self._searcher: BatchSearcher | None = None
         self._made_of: object = None
         if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
@@ -115,6 +116,17 @@ class Translator:
         else:
             for lines in several:
                 yield from self._translated(lines)
+
+    def loop(self, most_rows: int) -> Loop | None:
+        """What decodes lines that come one by one (`begin`); None where another library searches."""
+        if self._other_searcher is not None:
+            return None
+        return Loop(self._ready_searcher().engine, most_rows=most_rows, most_tokens=self.batch_tokens)
+
+    def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
+        """A line, to be translated by a loop."""
+        texts = [self._ready_searcher().text(ids, options) for _, ids in self._pieces(line)]
+        return Asked(texts, lambda: self._assemble(line, [hypotheses_of(text, options) for text in texts]))
 
     def start_workers(self) -> None:
         """Start the other workers now and wait for them, instead of when there is work for them."""
@@ -199,13 +211,13 @@ class Translator:
     def _ready_pool(self) -> WorkerPool:
         self._forget_what_is_stale()
         if self._pool is None:
-            self._pool = WorkerPool(batch_searcher, self._searcher_arguments())
+            self._pool = WorkerPool(BatchSearcher, self._searcher_arguments())
         return self._pool
 
-    def _ready_searcher(self) -> Searcher:
+    def _ready_searcher(self) -> BatchSearcher:
         self._forget_what_is_stale()
         if self._searcher is None:
-            self._searcher = batch_searcher(*self._searcher_arguments())
+            self._searcher = BatchSearcher(*self._searcher_arguments())
         return self._searcher
 
     def _forget_what_is_stale(self) -> None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from triptych.serving import completions, page, records, translation
+from triptych.serving import completions, embeddings, page, records, translation
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.models import ServedModel
 from triptych.serving.server import Endpoint, Server, log
@@ -44,6 +44,7 @@ def application(
             ("GET", "/spec", _specification),
             *translation.ROUTES,
             *completions.ROUTES,
+            *embeddings.ROUTES,
             *records.ROUTES,
             *page.ROUTES,
         )

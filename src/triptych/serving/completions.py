@@ -56,7 +56,7 @@ async def complete(server: Server, request: Request) -> Response:
     """Continue prompts, texts or token ids; with `echo`, `logprobs`, `n`, `seed`, `stop`, `stream`."""
     fields = await server.fields(request)
     model = server.model(fields.get("model"), "generate")
-    asked = _asked(server, model, fields, _prompts(server, model, fields.get("prompt")), "max_tokens", 16)
+    asked = _asked(server, model, fields, _prompts(server, model, fields), "max_tokens", 16)
     head = _head(model, "cmpl", "text_completion")
     if asked.stream:
         return _streamed(server, request, asked, head, _completion_part)
@@ -97,26 +97,39 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _prompts(server: Server, model: ServedModel, given: Any) -> list[list[int]]:
-    """A text or token ids, or several of either."""
+def _prompts(server: Server, model: ServedModel, fields: dict[str, Any]) -> list[list[int]]:
+    generator = model.generator
+    return read_texts(
+        server, fields.get("prompt"), "prompt", generator.encode, generator.tokenizer.vocab_size
+    )
+
+
+def read_texts(
+    server: Server, given: Any, name: str, encode: Callable[[str], list[int]], vocab_size: int
+) -> list[list[int]]:
+    """A text or token ids, or several of either, as token ids."""
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         given = [given]
     if not isinstance(given, list) or not given or len(given) > server.limits.max_items:
         raise RequestError(
-            400, f"prompt: give a text, token ids, or a list of at most {server.limits.max_items}"
+            400, f"{name}: give a text, token ids, or a list of at most {server.limits.max_items}"
         )
     texts = [one for one in given if isinstance(one, str)]
     server.check_texts(texts)
-    most, found = model.generator.tokenizer.vocab_size, []
+    found = []
     for one in given:
         if isinstance(one, str):
-            found.append(model.generator.encode(one))
-        elif isinstance(one, list) and one and all(type(token) is int and 0 <= token < most for token in one):
+            found.append(encode(one))
+        elif (
+            isinstance(one, list)
+            and one
+            and all(type(token) is int and 0 <= token < vocab_size for token in one)
+        ):
             found.append(one)
         else:
-            raise RequestError(400, f"prompt: token ids are numbers from 0 to {most - 1}")
+            raise RequestError(400, f"{name}: token ids are numbers from 0 to {vocab_size - 1}")
     if sum(map(len, found)) > server.limits.max_characters:
-        raise RequestError(413, f"prompt: at most {server.limits.max_characters:,} tokens in a request")
+        raise RequestError(413, f"{name}: at most {server.limits.max_characters:,} tokens in a request")
     return found
 
 

@@ -16,6 +16,8 @@ class Limits:
         max_bytes: bytes of a request's body.
         max_waiting: items that wait for a model; a request beyond them is answered by 429.
         batch_items: items that a model computes together.
+        batch_tokens: tokens that completions computed together may have, prompts and new ones; each counts as
+            many as the longest.
         seconds: longest time from a request to its answer, reading the body included.
     """
 
@@ -25,6 +27,7 @@ class Limits:
     max_bytes: int = 1_048_576
     max_waiting: int = 1024
     batch_items: int = 32
+    batch_tokens: int = 65_536
     seconds: float = 300.0
 
     def __post_init__(self) -> None:

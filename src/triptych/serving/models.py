@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from triptych.decoding import (
+    Asked,
     Continuation,
     GenerationOptions,
+    Loop,
     SamplingOptions,
     TextGenerator,
     Translation,
@@ -21,7 +23,7 @@ from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits
-from triptych.serving.worker import Item, Job, Worker
+from triptych.serving.worker import Decoding, Item, Job, Worker
 
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -61,8 +63,9 @@ class ServedModel:
             self.languages = None if found is None else (found[1], found[2])
         self.is_batch_invariant: bool | None = None
         self._translators: OrderedDict[int, Translator] = OrderedDict()
+        self.limits = limits or Limits()
         self.explorer = Explorer(model)
-        self.worker = Worker(name, limits or Limits())
+        self.worker = Worker(name, self.limits)
 
     @property
     def generator(self) -> TextGenerator:
@@ -79,8 +82,8 @@ class ServedModel:
         return self._translators[num_best]
 
     def check_batches(self) -> None:
-        """Compare texts alone with the same texts in a batch, on this machine: `is_batch_invariant`."""
-        job: ModelJob
+        """Compare texts alone with the same texts in batches, on this machine: `is_batch_invariant`."""
+        job: Translating | Continuing
         if "translate" in self.can:
             job, given = Translating(self, 1), list[Any](_PROBES)
         elif "generate" in self.can:
@@ -89,8 +92,15 @@ class ServedModel:
             given = [self.generator.encode(text)[:most] for text in _PROBES]
         else:
             return
-        together = job.compute([Item(job, one) for one in given])
-        self.is_batch_invariant = together == [job.compute([Item(job, one)])[0] for one in given]
+        alone = [job.compute([Item(job, one)])[0] for one in given]
+        self.is_batch_invariant = alone == job.compute([Item(job, one) for one in given])
+        if (loop := job.loop()) is not None:
+            asked = [job.begin(Item(job, one)) for one in given]
+            for one in asked:  # each joins when the one before has begun
+                loop.waiting.extend(one.texts)
+                loop.step()
+            loop.run([])
+            self.is_batch_invariant &= alone == [one.result() for one in asked]
 
 
 @dataclass(frozen=True)
@@ -100,16 +110,21 @@ class ModelJob(Job):
     model: ServedModel
 
 
-class AbandonedError(Exception):
-    """Nobody waits for a batch any more."""
-
-
 @final
 @dataclass(frozen=True)
-class Translating(ModelJob):
+class Translating(ModelJob, Decoding):
     """Translations of lines."""
 
     num_best: int
+
+    def loop(self) -> Loop | None:
+        translator = self.model.translator(1)
+        return translator.loop(self.model.limits.batch_items * translator.options.beam_size)
+
+    def begin(self, item: Item) -> Asked[Translation]:
+        # The engine is that of one translation; the options are all that differs.
+        options = self.model.translator(self.num_best).options
+        return self.model.translator(1).begin(item.given, options)
 
     def compute(self, items: Sequence[Item]) -> list[Translation]:
         return self.model.translator(self.num_best).translate([item.given for item in items])
@@ -117,15 +132,24 @@ class Translating(ModelJob):
 
 @final
 @dataclass(frozen=True)
-class Continuing(ModelJob):
+class Continuing(ModelJob, Decoding):
     """Continuations of token ids; an item is told its sample's number and text as it comes."""
 
     options: GenerationOptions
 
+    def loop(self) -> Loop | None:
+        limits = self.model.limits
+        return self.model.generator.loop(limits.batch_items, limits.batch_tokens)
+
+    def begin(self, item: Item) -> Asked[list[Continuation]]:
+        def tell(sample: int, text: str) -> None:
+            if text:
+                item.say((sample, text))
+
+        return self.model.generator.begin(item.given, self.options, tell)
+
     def compute(self, items: Sequence[Item]) -> list[list[Continuation]]:
         def tell(row: int, text: str) -> None:
-            if all(item.is_left for item in items):
-                raise AbandonedError
             number, sample = divmod(row, self.options.num_samples)
             if text:
                 items[number].say((sample, text))

@@ -1,4 +1,4 @@
-"""One thread per model: what requests wait for, computed in batches."""
+"""One thread per model: what requests wait for, decoded side by side or computed in batches."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from triptych.decoding import Asked, Loop
 from triptych.serving.limits import Limits, RequestError
 
 
@@ -17,6 +18,18 @@ class Job(ABC):
     @abstractmethod
     def compute(self, items: "Sequence[Item]") -> list[Any]:
         """The result of each item."""
+
+
+class Decoding(Job):
+    """A job whose items join what is being decoded, each by itself."""
+
+    @abstractmethod
+    def loop(self) -> Loop | None:
+        """A new loop for jobs of this class; None where items are computed in batches after all."""
+
+    @abstractmethod
+    def begin(self, item: "Item") -> Asked[Any]:
+        """The texts that are decoded for an item."""
 
 
 @dataclass(eq=False)
@@ -53,18 +66,19 @@ class Item:
 
 @final
 class Worker:
-    """Computes items in the order in which they came; items of equal jobs together.
+    """Computes items in the order in which they came.
 
-    The results do not depend on which items are computed together: the models promise it
-    (`ServedModel.check_batches` tries it).
-
-    Attributes:
-        num_running: items that are being computed.
+    Items of a `Decoding` job join the texts that are being decoded, between two steps, where there is room.
+    Other items are computed between steps too, those of equal jobs together. The results do not depend on
+    which items are computed together: the models promise it (`ServedModel.check_batches` tries it).
     """
 
     def __init__(self, name: str, limits: Limits) -> None:
-        self.num_running, self._limits = 0, limits
+        self._limits = limits
         self._waiting: deque[Item] = deque()
+        self._loops: dict[type[Decoding], Loop] = {}
+        self._decoding: dict[Item, Asked[Any]] = {}
+        self._batch: list[Item] = []
         self._changed = threading.Condition()
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name=f"triptych {name}", daemon=True)
@@ -73,6 +87,11 @@ class Worker:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Items that are being computed."""
+        return len(self._decoding) + len(self._batch)
 
     def submit(self, items: Sequence[Item]) -> None:
         """Put items into the queue, all or none: `RequestError` if there are too many, or the server ends."""
@@ -92,40 +111,98 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        while batch := self._next_batch():
-            self.num_running = len(batch)
-            self._compute(batch)
-            self.num_running = 0
+        while self._take_in():
+            batch = [item for item in self._batch if not self._is_decoded(item)]
+            if batch:
+                self._compute(batch)
+            self._batch = []
+            for kind in [*self._loops]:
+                self._step(kind, self._loops[kind])
 
-    def _next_batch(self) -> list[Item]:
-        """The oldest item and others of equal jobs, within the limits; empty at the end."""
+    def _take_in(self) -> bool:
+        """Wait for something to do; takes the items that are begun now. False at the end."""
         with self._changed:
             while True:
-                kept, batch, size = deque[Item](), list[Item](), 0
+                kept, size = deque[Item](), 0
                 for item in self._waiting:
                     if item.is_left or item.result.cancelled():
                         continue
-                    fits = len(batch) < self._limits.batch_items and size < self._limits.max_characters
-                    if not batch or (fits and item.job == batch[0].job):
-                        batch.append(item)
+                    if self._fits(item, size) and item.result.set_running_or_notify_cancel():
+                        self._batch.append(item)
                         size += item.size
                     else:
                         kept.append(item)
                 self._waiting = kept
-                if batch := [item for item in batch if item.result.set_running_or_notify_cancel()]:
-                    return batch
+                if self._batch or self._loops:
+                    return True
+                if not kept and not self._is_open:
+                    return False
                 if not kept:
-                    if not self._is_open:
-                        return []
                     self._changed.wait()
 
-    def _compute(self, batch: list[Item]) -> None:
+    def _fits(self, item: Item, size: int) -> bool:
+        """Whether an item is begun with the batch, which holds so much text."""
+        if not self.num_running:
+            return True
+        if self.num_running >= self._limits.batch_items or size >= self._limits.max_characters:
+            return False
+        if isinstance(item.job, Decoding):
+            return True
+        return all(isinstance(other.job, Decoding) or other.job == item.job for other in self._batch)
+
+    def _is_decoded(self, item: Item) -> bool:
+        """Let an item join what is being decoded, or fail; False if it is to be computed in a batch."""
+        if not isinstance(item.job, Decoding):
+            return False
+        kind = type(item.job)
+        try:
+            loop = self._loops.get(kind) or item.job.loop()
+            if loop is None:
+                return False
+            asked = item.job.begin(item)
+        except Exception as error:  # noqa: BLE001 (it belongs to the request, and the thread goes on)
+            item.result.set_exception(error)
+            return True
+        self._loops[kind], self._decoding[item] = loop, asked
+        loop.waiting.extend(asked.texts)
+        return True
+
+    def _step(self, kind: type[Decoding], loop: Loop) -> None:
+        """Take a step of all texts of a loop."""
+        items = {item: asked for item, asked in self._decoding.items() if type(item.job) is kind}
+        for item, asked in items.items():
+            for text in asked.texts if item.is_left else ():
+                text.is_over = True
+        try:
+            goes_on = loop.step()
+            over = [item for item, asked in items.items() if all(text.is_over for text in asked.texts)]
+        except Exception as error:  # noqa: BLE001
+            goes_on, over = False, [*items]
+            self._compute_apart(over, error)
+        for item in over:
+            del self._decoding[item]
+            if not item.result.done():
+                self._finish(item, items[item])
+        if not goes_on:
+            del self._loops[kind]
+
+    def _finish(self, item: Item, asked: Asked[Any]) -> None:
+        try:
+            item.result.set_result(None if item.is_left else asked.result())
+        except Exception as error:  # noqa: BLE001
+            item.result.set_exception(error)
+
+    def _compute(self, batch: Sequence[Item]) -> None:
         try:
             for item, result in zip(batch, batch[0].job.compute(batch), strict=True):
                 item.result.set_result(result)
-        except Exception as error:  # noqa: BLE001 (it belongs to the request, and the thread goes on)
-            for item in batch:  # one of them may be to blame, and the others are not
-                if len(batch) == 1 or item.is_left or item.has_begun:
-                    item.result.set_exception(error)
-                else:
-                    self._compute([item])
+        except Exception as error:  # noqa: BLE001
+            self._compute_apart(batch, error)
+
+    def _compute_apart(self, items: Sequence[Item], error: Exception) -> None:
+        """Compute items one by one: one of them may be to blame for an error, and the others are not."""
+        for item in items:
+            if len(items) == 1 or item.is_left or item.has_begun:
+                item.result.set_exception(error)
+            else:
+                self._compute([item])

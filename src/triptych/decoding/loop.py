@@ -1,0 +1,198 @@
+"""Texts that are decoded side by side: each joins a batch, takes steps with it and leaves when it is done."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from triptych import thresholds
+from triptych.errors import DataError
+
+ResultT = TypeVar("ResultT")
+
+
+def require_finite_logits(best: Tensor) -> None:
+    """Check that the model still computes numbers: a search over NaN has no end."""
+    if bool((best.isnan() | (best == torch.inf)).any()):
+        raise DataError(
+            "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
+            "overflow; try another --dtype or --precision"
+        )
+
+
+class Text(ABC):
+    """A text on its way.
+
+    Attributes:
+        is_over: no more tokens are wanted, because it is done or because nobody waits for it.
+        num_rows: rows of a batch that it takes.
+    """
+
+    is_over = False
+    num_rows = 1
+
+    @property
+    @abstractmethod
+    def kind(self) -> Hashable:
+        """Texts of equal kinds share a batch."""
+
+    @property
+    @abstractmethod
+    def given(self) -> Sequence[int]:
+        """The tokens that are read before the first step."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Tokens that count for the limit of a batch."""
+
+    @abstractmethod
+    def batch(self, engine: Any) -> "Batch[Any]":
+        """A batch for texts of this kind."""
+
+
+@final
+@dataclass(frozen=True)
+class Asked(Generic[ResultT]):
+    """Texts that are decoded for one result, which is there when all of them are over."""
+
+    texts: Sequence[Text]
+    result: Callable[[], ResultT]
+
+
+TextT = TypeVar("TextT", bound=Text)
+
+
+class Batch(ABC, Generic[TextT]):
+    """Texts of one kind that take their steps together.
+
+    Attributes:
+        texts: in the order of their rows; None for one that is read again elsewhere. Some are over and still
+            there, because to take rows out is to copy the others.
+        joins: whether texts join it when it has taken steps.
+    """
+
+    def __init__(self, engine: Any, width: int, *, joins: bool) -> None:
+        self.engine, self.width, self.joins = engine, width, joins
+        self.texts: list[TextT | None] = []
+        self.cache: Any = None
+        self.logits = torch.empty(0)
+        self.tokens = torch.empty(0)
+
+    @abstractmethod
+    def open(self, texts: Sequence[TextT]) -> tuple[Any, Tensor]:
+        """What an engine keeps of texts that it reads, and the logits of the first token of every row."""
+
+    @abstractmethod
+    def choose(self) -> list[TextT]:
+        """Choose `tokens` from `logits`; returns the texts that are to be read again before they go on."""
+
+    @property
+    def open_places(self) -> list[int]:
+        """Places of the texts that go on."""
+        return [place for place, text in enumerate(self.texts) if text is not None and not text.is_over]
+
+    def step(self, new: Sequence[TextT]) -> list[TextT]:
+        """Lengthen every text by a token, the new ones too; returns those that are to be read again."""
+        self._drop_done(always=bool(new))
+        if self.texts:
+            self.logits = self.engine.step(self.tokens, self.cache)
+        if new:
+            cache, logits = self.open(new)
+            if self.texts:
+                self.cache.join(cache)
+                logits = torch.cat([self.logits, logits])
+            else:
+                self.cache = cache
+            self.logits, self.texts = logits, [*self.texts, *new]
+        return self.choose()
+
+    def _drop_done(self, *, always: bool) -> None:
+        kept = self.open_places
+        num_done = len(self.texts) - len(kept)
+        if not kept:
+            self.texts, self.cache = [], None
+        elif (
+            num_done
+            and (always or num_done >= thresholds.SHARE_DONE * len(self.texts))
+            and not self.engine.fixed
+        ):
+            places = torch.tensor(kept, device=self.tokens.device)
+            self.texts = [self.texts[place] for place in kept]
+            self.tokens = self.tokens.view(-1, self.width)[places].flatten()
+            self.cache.select(places)
+
+
+@final
+class Loop:
+    """Decodes texts, as many at a time as there is room for.
+
+    What becomes of a text does not depend on the others.
+    """
+
+    def __init__(self, engine: Any, *, most_rows: int | None = None, most_tokens: int | None = None) -> None:
+        """With room for so many rows and so many tokens, which are texts times the size of the longest."""
+        self.waiting: deque[Text] = deque()
+        self.batches: dict[Hashable, Batch[Any]] = {}
+        self._engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens
+
+    @property
+    def running(self) -> list[Text]:
+        """Texts in batches that are not over."""
+        return [
+            text
+            for batch in self.batches.values()
+            for text in batch.texts
+            if text is not None and not text.is_over
+        ]
+
+    def run(self, texts: Sequence[Text]) -> None:
+        """Decode texts to their ends; those before others are begun first."""
+        self.waiting.extend(texts)
+        while self.step():
+            pass
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Let waiting texts in and lengthen every text by a token; whether there is more to do."""
+        entering = self._entering()
+        again = list[Text]()
+        for kind in [*dict.fromkeys([*self.batches, *entering])]:
+            new = entering.get(kind, [])
+            if kind not in self.batches:
+                self.batches[kind] = new[0].batch(self._engine)
+            again += self.batches[kind].step(new)
+            if not self.batches[kind].open_places:
+                del self.batches[kind]
+        self.waiting.extendleft(reversed(again))
+        return bool(self.waiting or self.batches)
+
+    def _entering(self) -> dict[Hashable, list[Text]]:
+        """The waiting texts that there is room for, by kind.
+
+        Each time, the caches of a batch are copied: they wait until they are many, or all.
+        """
+        running = self.running
+        rows, count = sum(text.num_rows for text in running), len(running)
+        longest = max((text.size for text in running), default=0)
+        entering, left = dict[Hashable, list[Text]](), list[Text]()
+        waiting, is_full = [text for text in self.waiting if not text.is_over], False
+        for text in waiting:
+            batch = self.batches.get(text.kind)
+            if not is_full and (batch is None or batch.joins):
+                rows, count, longest = rows + text.num_rows, count + 1, max(longest, text.size)
+                is_full = self._most_rows is not None and rows > self._most_rows
+                if self._most_tokens is not None and (longest + 1) * count > self._most_tokens:
+                    is_full = True
+                if count == 1 or not is_full:
+                    entering.setdefault(text.kind, []).append(text)
+                    continue
+            left.append(text)
+        if left and len(waiting) - len(left) < thresholds.SHARE_DONE * len(running):
+            entering, left = {}, waiting
+        self.waiting = deque(left)
+        return entering

@@ -1,0 +1,77 @@
+"""OpenAI's interface to encoders: `/v1/embeddings`."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from torch.nn import functional as F
+
+from triptych.decoding.batches import LONGEST_SHOWN, check_length
+from triptych.serving.completions import read_texts
+from triptych.serving.limits import RequestError
+from triptych.serving.models import ModelJob, ServedModel
+from triptych.serving.server import Server
+from triptych.serving.worker import Item
+
+
+async def embed(server: Server, request: Request) -> Response:
+    """Vectors of texts by an encoder: `input` (texts or token ids), `encoding_format` (float or base64).
+
+    A vector is the mean of the last layer over the tokens, those at the ends included, divided by its length.
+    """
+    fields = await server.fields(request)
+    model, form = server.model(fields.get("model"), "run"), fields.get("encoding_format") or "float"
+    opened = model.model.opened
+    if opened.translates or opened.language_model.causal:
+        raise RequestError(400, f"{model.name} is no encoder: it embeds no texts")
+    if form not in ("float", "base64"):
+        raise RequestError(400, f"encoding_format: {form} is none of float and base64")
+    if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):
+        raise RequestError(400, f"dimensions: {model.name} has {width}; leave it out")
+    tokenizer = opened.tokenizer
+    texts = read_texts(
+        server,
+        fields.get("input"),
+        "input",
+        lambda text: tokenizer.encode([text], add_special=True)[0],
+        tokenizer.vocab_size,
+    )
+    for ids in texts:
+        check_length("input", len(ids), opened.language_model.max_tokens, None, LONGEST_SHOWN, "the limit")
+    vectors: list[list[float]] = await server.compute(request, Embedding(model), texts)
+    read = sum(map(len, texts))
+    server.count_tokens(read, 0)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _base64(vector) if form == "base64" else vector}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+@final
+@dataclass(frozen=True)
+class Embedding(ModelJob):
+    """Vectors of token ids, each text by itself."""
+
+    def compute(self, items: Sequence[Item]) -> list[list[float]]:
+        return [self._vector(self.model, item.given) for item in items]
+
+    @torch.inference_mode()
+    def _vector(self, served: ServedModel, ids: Sequence[int]) -> list[float]:
+        model = served.model.opened.language_model.eval()
+        read = torch.tensor([list(ids)], device=model.embeddings.table.weight.device)
+        found: list[float] = F.normalize(model.hidden(read)[0].float().mean(dim=0), dim=0).tolist()
+        return found
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """As float32, little end first."""
+    return base64.b64encode(torch.tensor(vector).numpy().astype("<f4").tobytes()).decode()
+
+
+ROUTES = (("POST", "/v1/embeddings", embed),)
