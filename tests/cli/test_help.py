@@ -89,6 +89,7 @@ VERBS = {
 }
 METHODS = {
     "distil": "distil",
+    "shortlist": "shortlist",
     "translate": "translator",
     "generate": "generate",
     "fill": "fill",

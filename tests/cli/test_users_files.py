@@ -60,6 +60,7 @@ WRITES: dict[str, list[list[str]]] = {
     "new": [["recipe.toml", "--source", "source.de", "--target", "reference.en"]],
     "train": [["demo", *SETS, "--out", "."], ["--resume", "."]],
     "distil": [["{run}", "demo", *SETS, "--out", name] for name in (".", "notes.txt")],
+    "shortlist": [["{run}", "--out", "notes.txt"]],
     "translate": [["{run}", "source.de", "--out", name] for name in ("notes.txt", "source.de")],
     "evaluate": [
         ["{run}", "--source", "source.de", "--reference", "reference.en", "--out", name]

@@ -28,7 +28,7 @@ def distil(
         Options, "Teacher", Model.distil, "beam_size alpha num_best interpolate originals"
     ],
     workers: int | None = None,
-    opening: Annotated[Options, "Teacher", load, "device engine precision languages offline"],
+    opening: Annotated[Options, "Teacher", load, "device engine precision languages offline shortlist"],
     as_json: bool = False,
 ) -> None:
     """Train a small translator on what a teacher translates.

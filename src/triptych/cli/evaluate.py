@@ -31,7 +31,7 @@ def evaluate(
     text: Path | None = None,
     documents: Documents = "file",
     scoring: Annotated[Options, "Language models", Model.evaluate, "context stride"],
-    opening: Annotated[Options, "Model", load, "device dtype engine precision languages offline"],
+    opening: Annotated[Options, "Model", load, "device dtype engine precision languages offline shortlist"],
     without: str | None = None,
     force: bool = False,
     as_json: bool = False,

@@ -15,8 +15,9 @@ from triptych.launch import end_now, num_launched, speaks
 
 # Each is a function of the module of its name, in this room.
 COMMANDS = (
-    *("demo", "recipes", "new", "train", "distil", "report", "translate", "generate", "fill", "attend"),
-    *("evaluate", "inspect", "rewrite", "verify", "convert", "compare", "plan", "cost", "serve", "explore"),
+    *("demo", "recipes", "new", "train", "distil", "shortlist", "report", "translate", "generate", "fill"),
+    *("attend", "evaluate", "inspect", "rewrite", "verify", "convert", "compare", "plan", "cost", "serve"),
+    "explore",
 )
 _ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."
 # What typer raises for a command line that it does not understand; it does not export the class.

@@ -42,7 +42,7 @@ def translate(
         "beam_size alpha num_best stop max_extra_tokens max_source_tokens",
     ],
     workers: int | None = None,
-    opening: Annotated[Options, "Model", load, "device engine precision languages offline"],
+    opening: Annotated[Options, "Model", load, "device engine precision languages offline shortlist"],
     without: str | None = None,
     attention: Sequence[str] = (),
     attention_html: Path | None = None,

@@ -71,6 +71,14 @@ def _activation(name: str) -> Any:
 def write_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> Written:
     """Fill a folder that `ctranslate2.Translator` reads."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
+    special = {run.tokenizers.target.pad_id, run.tokenizers.target.bos_id, run.tokenizers.target.eos_id}
+    if run.shortlist is not None and special != set(range(len(special))):
+        # Version 4.8 keeps the places that tokens had in an earlier batch (`Decoder::update_output_layer`);
+        # of the first tokens they never change.
+        raise UsageError(
+            "with a shortlist CTranslate2 mixes up special tokens between batches, where they are not the "
+            "first of the vocabulary: leave the shortlist out, or use --engine triptych"
+        )
     plain = plain_model(run.encoder_decoder, "CTranslate2")
     length = max_positions(run.encoder_decoder, run.decoding.max_extra_tokens)
     spec = _translator_spec(plain.model.float(), plain.num_heads, length)
@@ -89,6 +97,8 @@ def write_translator(run: OpenedModel, folder: Path, quantization: Quantization)
     spec.optimize(quantization=quantization)
     spec.save(str(folder))
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
+    if run.shortlist is not None:
+        write_text(folder / "vmap.txt", run.shortlist.as_text(run.tokenizers))
     (folder / "README.md").write_text(_readme_of_translator(run, length), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     check = _check_translator(run, folder, quantization)
@@ -206,6 +216,7 @@ found = translator.translate_batch(
     length_penalty={alpha},
     suppress_sequences={never},
     max_decoding_length={length},
+    use_vmap={run.shortlist is not None},
 )
 print({text})
 ```

@@ -10,9 +10,11 @@ from triptych.decoding.loop import Loop
 from triptych.decoding.maps import Precision
 from triptych.decoding.plain_engine import PlainEngine, needs_plain
 from triptych.decoding.search import BeamText, Hypothesis, SearchOptions, hypotheses_of, sentence_text
+from triptych.decoding.shortlisting import ShortlistEngine
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
+from triptych.text.shortlists import Shortlist
 
 # Time grows with the square of a text's length, and so do files that show all of its attention.
 LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
@@ -47,16 +49,22 @@ class BatchSearcher:
         options: SearchOptions,
         precision: Precision,
         rules: OutputRules,
+        shortlist: Shortlist | None = None,
     ) -> None:
         """Prepare a model."""
         self._src_eos_id, self._options, self._rules = src_eos_id, options, rules
         self.engine: DecodingEngine
-        if not needs_plain(model):
+        what = "a model with changed values, or with attention that cannot be fused,"
+        if shortlist is not None:
+            if needs_plain(model) or rules.no_repeat:
+                what = "a model that repeats no phrase" if rules.no_repeat else what
+                raise UsageError(f"{what} runs without a shortlist: leave it out")
+            self.engine = ShortlistEngine(model, shortlist, rules, precision)
+        elif not needs_plain(model):
             self.engine = Engine(model, precision, never=rules.never)
         elif precision == "fp32":
             self.engine = PlainEngine(model, never=rules.never)
         else:
-            what = "a model with changed values, or with attention that cannot be fused,"
             raise UsageError(f"{what} runs in fp32, not in {precision}")
 
     def text(self, ids: Sequence[int], options: SearchOptions | None = None) -> BeamText:

@@ -49,7 +49,11 @@ class TextCache:
 
     A `fixed` cache is the same memory at every step and all of it is read, so that a GPU can replay the step.
     With no room for another token, `double` makes some, in another place.
+
+    Logits have a column for each token, or those of `columns`: of each text its own, the end first.
     """
+
+    columns: Int[Tensor, "texts columns"] | None = None
 
     def __init__(
         self,

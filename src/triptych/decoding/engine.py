@@ -147,11 +147,15 @@ class Engine(DecodingEngine):
 
     def computed(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
         """A step, computed anew."""
+        logits = self.model.logits(self.decode(tokens, cache)).flatten(0, 1)
+        return logits.float() if self.dtype == torch.bfloat16 else logits
+
+    def decode(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "texts width d_model"]:
+        """What the output layer reads; the cache takes the tokens in."""
         new = tokens.view(-1, cache.width)
         x = self.model.decode(new, None, cache.memory_mask, cache.layers, cache.next_tokens())
         cache.advance()
-        logits = self.model.logits(x).flatten(0, 1)
-        return logits.float() if self.dtype == torch.bfloat16 else logits
+        return x
 
 
 # Runs before a recording, in which libraries set themselves up.

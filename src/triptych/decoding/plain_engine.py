@@ -66,6 +66,8 @@ class PlainEngine(DecodingEngine):
 class Hypotheses:
     """What is kept of the hypotheses of a batch: a row for each."""
 
+    columns = None  # logits have one for each token
+
     def __init__(
         self,
         layers: DecoderCache,

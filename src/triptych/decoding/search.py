@@ -278,8 +278,9 @@ class Beams(Batch[BeamText]):
 
     def _obey(self, log_probs: Float[Tensor, "texts beam vocab"], rules: OutputRules) -> None:
         """Rule out tokens that may not come next."""
+        end = rules.end if self.cache.columns is None else 0
         for place in self.open_places:
-            text, own, end = self.texts[place], log_probs[place], rules.end
+            text, own = self.texts[place], log_probs[place]
             assert text is not None
             of_end, length = own[:, end].clone(), len(rules.start) + text.length
             if length < rules.min_length:
@@ -314,6 +315,8 @@ class Beams(Batch[BeamText]):
         require_finite_logits(values[:, 0])
         group = chosen.gather(1, places // GROUP)
         tokens = group % groups * GROUP + places % GROUP
+        if self.cache.columns is not None:
+            tokens = self.cache.columns.gather(1, tokens)
         columns = values, group // groups, tokens, own.flatten(1).gather(1, places)
         return [
             list(zip(*of_text, strict=True)) for of_text in zip(*(c.tolist() for c in columns), strict=True)

@@ -16,6 +16,7 @@ from triptych.decoding.workers import Ahead, Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules, TokenizerPair, as_lines
+from triptych.text.shortlists import Shortlist
 from triptych.threads import torch_threads
 
 # Groups of lines read before they are asked for, and groups being translated.
@@ -69,6 +70,7 @@ class Translator:
         precision: Precision = "fp32",
         workers: int = 1,
         searcher: Searcher | None = None,
+        shortlist: Shortlist | None = None,
     ) -> None:
         """Put a translator together."""
         self.model = model
@@ -77,6 +79,7 @@ class Translator:
         self.batch_tokens = batch_tokens
         self.batch_sentences = batch_sentences
         self.precision: Precision = precision
+        self.shortlist = shortlist
         device = next(model.parameters()).device
         self.workers = workers if device.type == "cpu" and searcher is None else 1
         self._other_searcher = searcher
@@ -227,9 +230,11 @@ class Translator:
             self._searcher = None
             self._made_of = version
 
-    def _searcher_arguments(self) -> tuple[EncoderDecoder, int, SearchOptions, Precision, OutputRules]:
+    def _searcher_arguments(
+        self,
+    ) -> tuple[EncoderDecoder, int, SearchOptions, Precision, OutputRules, Shortlist | None]:
         src, tgt = self.tokenizers.source, self.tokenizers.target
-        return self.model, src.eos_id, self.options, self.precision, tgt.rules
+        return self.model, src.eos_id, self.options, self.precision, tgt.rules, self.shortlist
 
     def _pieces(self, line: str) -> list[tuple[str, list[int]]]:
         line = line.strip()

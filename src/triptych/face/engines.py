@@ -189,7 +189,8 @@ class CTranslate2Searcher:
         roomy = run.with_decoding(decoding)
         length = max_positions(run.encoder_decoder, options.max_extra_tokens)
         config = run.encoder_decoder.config.model_dump_json()
-        texts = (str(length), config, self._source.to_json(), self._target.to_json())
+        listed = () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
+        texts = (str(length), config, self._source.to_json(), self._target.to_json(), *listed)
 
         def write(folder: Path) -> None:
             write_translator(roomy, folder, "float32")
@@ -210,7 +211,7 @@ class CTranslate2Searcher:
         if cut := [i for i, hypotheses in enumerate(found) if not hypotheses]:
             if self._own is None:
                 options = replace(self.options, stop="full")
-                self._own = Translator(self._run.encoder_decoder, self._run.tokenizers, options)
+                self._own = self._run.translator(options)
             ours = self._own.search_tokens([list(sentences[i]) for i in cut])
             for i, hypotheses in zip(cut, ours, strict=True):
                 found[i] = hypotheses
@@ -228,6 +229,7 @@ class CTranslate2Searcher:
             length_penalty=0,
             suppress_sequences=[[self._target.vocabulary[token]] for token in never],
             max_input_length=0,
+            use_vmap=self._run.shortlist is not None,
             min_decoding_length=0,
             max_decoding_length=max(map(self._limit, sentences)) + 1,  # the end of sentence counts there
             return_end_token=True,

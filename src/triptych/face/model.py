@@ -68,6 +68,7 @@ from triptych.face.places import Places, stack_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
+from triptych.files import write_text
 from triptych.inspection import Inspection, inspect
 from triptych.opening import OpenedModel, Reader
 from triptych.printable import table_html
@@ -77,11 +78,13 @@ from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, recipe_of
 from triptych.storage.copying import CERTIFICATE
-from triptych.text import read_lines
+from triptych.text import CorpusSpec, TokenSequences, read_lines, read_parallel
+from triptych.text.shortlists import Coverage, learn_shortlist
 from triptych.training import Recipe, read_recipe, require_translation
 from triptych.training.distilling import Distilled, distil_text
 from triptych.training.processes import launched
 from triptych.training.progress import Display, LineDisplay
+from triptych.training.translation import read_corpora
 from triptych.user_code import use_code
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -101,6 +104,7 @@ def load(
     precision: Precision = "fp32",
     offline: bool = False,
     family: Family | str | Path | None = None,
+    shortlist: str | Path | None = None,
     code: str | Path | None = None,
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
@@ -126,6 +130,8 @@ def load(
         offline: take what is on the Hub from its cache on this machine, and wait for no connection;
             HF_HUB_OFFLINE=1 asks for it too.
         family: a family file that describes the checkpoint, where its configuration does not say enough.
+        shortlist: of a translator, the file of `Model.shortlist`: a sentence becomes only what its tokens
+            allow, which is faster.
         code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
@@ -146,6 +152,7 @@ def load(
         engine,
         precision,
         read_family(Path(family)) if isinstance(family, str | Path) else family,
+        None if shortlist is None else Path(shortlist),
     )
     return Model(open_source(source, options, offline=offline))
 
@@ -450,6 +457,53 @@ class Model:
                 interpolate=interpolate,
                 originals=originals,
             )
+
+    def shortlist(
+        self,
+        out: str | Path,
+        source: str | Path | None = None,
+        target: str | Path | None = None,
+        *,
+        most: int = 100,
+        frequent: int = 100,
+        display: Display | None = None,
+    ) -> Coverage:
+        """Learn from pairs which target tokens each source token may become, and write the file.
+
+            model.shortlist("shortlist.txt", "train.de", "train.en")
+            triptych.load("runs/mine", shortlist="shortlist.txt").translate("Guten Tag.")
+
+        Args:
+            out: the file, which is also a vocabulary map of CTranslate2.
+            source: a text file with a sentence a line. Default: the text that the run was trained on.
+            target: its translations, line by line.
+            most: number of target tokens of each source token, the most probable ones.
+            frequent: number of target tokens that every sentence may use, the most frequent ones.
+            display: told what is read; lines on standard error if None.
+
+        Returns:
+            How many tokens a sentence may use, and the share of its translation's tokens among them: of every
+            twentieth pair, which is held out.
+
+        Raises:
+            UsageError: the model does not translate, or one text is given without the other.
+        """
+        tokenizers = self.opened.tokenizers
+        if (source is None) != (target is None):
+            raise UsageError("source and target belong together: give both, or none for a run's own text")
+        if source is not None and target is not None:
+            text = read_parallel(CorpusSpec(source=Path(source), target=Path(target)))
+        elif self.opened.recipe is not None:
+            text, _ = read_corpora(self.opened.recipe, Path.cwd(), display or LineDisplay())
+        else:
+            raise UsageError(f"{self.name} is no run, whose text is known: give source and target")
+        sides = [
+            TokenSequences.pack(tokenizer.encode(lines))
+            for tokenizer, lines in ((tokenizers.source, text.source), (tokenizers.target, text.target))
+        ]
+        found, coverage = learn_shortlist(sides[0], sides[1], tokenizers, most, frequent)
+        write_text(Path(out), found.as_text(tokenizers))
+        return coverage
 
     def generate(
         self,
@@ -1043,6 +1097,8 @@ class Model:
         Raises:
             UsageError: the model does not fit the format, or it was changed.
         """
+        if self._opened.options.shortlist is not None and to != "ctranslate2":
+            raise UsageError(f"{to} has no place for a shortlist: leave it out, or convert to ctranslate2")
         if self._changes:
             raise UsageError(
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and convert what was saved"

@@ -42,6 +42,7 @@ class Options:
     engine: EngineName = "triptych"
     precision: Precision = "fp32"
     family: Family | None = None
+    shortlist: Path | None = None
 
 
 @final
@@ -104,12 +105,13 @@ class Opened:
         )
         return OpenedModel(self.name, folder, module, tokenizers)
 
-    @property
+    @cached_property
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
-        if self.model.has_tokenizer:
-            return self.model
-        raise self.model.no_tokenizer
+        if not self.model.has_tokenizer:
+            raise self.model.no_tokenizer
+        shortlist = self.options.shortlist
+        return self.model if shortlist is None else self.model.with_shortlist(shortlist)
 
     @cached_property
     def why_not_run(self) -> str:

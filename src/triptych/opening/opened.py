@@ -23,6 +23,7 @@ from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
+from triptych.text.shortlists import Shortlist, read_shortlist
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 from triptych.training.folder import DECODING, RECIPE, check_tokenizers
 from triptych.training.language import TOKENIZER
@@ -47,6 +48,7 @@ class OpenedModel:
     ) -> None:
         self.name, self.folder, self.model, self._tokenizers = name, folder, model, tokenizers
         self.unsearched = unsearched
+        self.shortlist: Shortlist | None = None
         self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
         if isinstance(tokenizers, TokenizerPair) and start_id is None:
             start_id = tokenizers.target.rules.start[0]
@@ -114,6 +116,12 @@ class OpenedModel:
         changed.model = model
         return changed
 
+    def with_shortlist(self, file: Path) -> "OpenedModel":
+        """The same, whose sentences become only what a shortlist allows."""
+        changed = copy.copy(self)
+        changed.shortlist = read_shortlist(file, self.tokenizers)
+        return changed
+
     def with_decoding(self, decoding: DecodingConfig) -> "OpenedModel":
         """The same, searched in another way."""
         changed = copy.copy(self)
@@ -165,7 +173,12 @@ class OpenedModel:
         """A translator with the model's own way to search unless another is given."""
         options = options or self.search_options()
         return Translator(
-            self.encoder_decoder, self.tokenizers, options, precision=precision, workers=workers
+            self.encoder_decoder,
+            self.tokenizers,
+            options,
+            precision=precision,
+            workers=workers,
+            shortlist=self.shortlist,
         )
 
     def generator(self, *, precision: Precision = "fp32", batch_rows: int = 32) -> TextGenerator:
