@@ -54,6 +54,7 @@ docs: $(STAMP)
 	$(BIN)/python -m triptych.training.reference docs/reference/recipes.md
 	$(BIN)/python -m triptych.checkpoints.family docs/reference/families.md
 	$(BIN)/python tests/rooms.py picture docs/contributing/rooms.svg
+	$(BIN)/python docs/reference.py
 	$(BIN)/python -m zensical build --clean --strict
 	cd docs && find . -name '*.md' | tar -cf - -T - | tar -xf - -C ../site
 	cd docs && grep -rm1 --include='*.md' '^# ' . | sort | sed 's|^./\(.*\):# \(.*\)|- [\2](\1)|' > ../site/llms.txt

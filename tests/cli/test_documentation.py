@@ -93,14 +93,6 @@ def test_the_ways_to_write_a_head_are_those_there_are() -> None:
     assert named == list(PARAMETERISATIONS)
 
 
-def test_the_costs_shown_can_be_asked_for(triptych: Command) -> None:
-    plain, measured = (line for line in _block(ATTENTION, "sh", "triptych cost").splitlines() if line)
-    answer = triptych(*shlex.split(plain, comments=True)[1:])
-    assert answer.code == 0
-    assert all(name in answer.out for name in PARAMETERISATIONS)
-    assert "--measure" in measured  # timed in the tests of the command
-
-
 def test_the_python_example_of_readme_runs(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

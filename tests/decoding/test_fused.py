@@ -281,7 +281,7 @@ def test_queries_alone_are_normalised_where_keys_are_the_values(written: str) ->
 def test_the_bytes_of_a_cache_are_those_that_cost_counts(written: str) -> None:
     model = drawn_anew(written, "learned").float()
     opened, _ = TextEngine(model).read([[1] * LENGTH] * 3)
-    held = sum(entry.nbytes // entry.shape[2] * LENGTH for entry in opened.cache.own[0].entries)
+    held = sum(entry.nbytes // entry.shape[2] * LENGTH for entry in opened.layers.own[0].entries)
     sizes = {"grouped": {"num_kv_heads": 2}, "latent": {"d_latent": 7}}.get(written, {})
     spec = CostSpec(d_model=24, num_heads=4, context=LENGTH, batch=3, parameterisations=(written,), **sizes)
     (row,) = cost(spec).rows

