@@ -111,8 +111,8 @@ def lines_of_tests() -> Lines:
 def measured() -> dict[str, int]:
     """What the budget limits, as it is."""
     return {
-        "lines of src": 63_030sum(lines.all for lines in lines_of_rooms().values()),
-        "lines of tests": 47_740lines_of_tests().all,
+        "lines of src": sum(lines.all for lines in lines_of_rooms().values()),
+        "lines of tests": lines_of_tests().all,
         "folders of src": len({path.parent for path in MODULES}),
     }
 
