@@ -69,7 +69,7 @@ class TextCache:
         self.width, self.dtype, self.most, self.fixed = width, dtype, most, fixed
         self.copies = 1  # entries of the cache that a text has
         self.steps: Callable[[Tensor], Tensor] | None = None  # what takes the steps of a fixed cache
-        self._unit, self._num_layers = EVEN_KEYS // math.gcd(EVEN_KEYS, width), num_layers
+        self._num_layers = num_layers
         own = torch.full((width, width), hidden_score(dtype), dtype=dtype, device=lengths.device)
         self._own = own.fill_diagonal_(0.0)
         self._places: dict[int, Tensor] = {}
@@ -96,7 +96,13 @@ class TextCache:
         """After lengths came or went."""
         self.longest = int(self.lengths.max())
         self.is_level = not self.fixed and bool((self.lengths == self.longest).all())
-        self.room = (self.longest // self._unit + 1) * self._unit
+        self.room = self._room_needed()
+
+    def _room_needed(self) -> int:
+        """Positions for the longest text and a token more: as many as `seen` reads, or somewhat more."""
+        even = EVEN_KEYS if self.fixed or (self.longest + 1) * self.width > EVEN_KEYS else EVEN_ROWS
+        unit = even // math.gcd(even, self.width)
+        return (self.longest // unit + 1) * unit
 
     @property
     def slots(self) -> int:
@@ -120,8 +126,8 @@ class TextCache:
     def next_tokens(self) -> NewTokens:
         """Where the next token of every row stands, and what it sees; there is room for it afterwards."""
         self.is_reading, width = False, self.width
-        if not self.fixed and self.longest == self.room:
-            self._make_room(self.room + self._unit)
+        if not self.fixed and self.seen > self.slots:
+            self._make_room(self._room_needed())
         self._places.clear()
         if self.is_level:
             ids = self.lengths[:1]

@@ -282,13 +282,14 @@ class Beams(Batch[BeamText]):
         for place in self.open_places:
             text, own = self.texts[place], log_probs[place]
             assert text is not None
-            of_end, length = own[:, end].clone(), len(rules.start) + text.length
+            length = len(rules.start) + text.length
+            of_end = own[:, end].clone() if text.length >= text.limit else None
             if length < rules.min_length:
                 own[:, end] = -torch.inf
             if 0 < rules.no_repeat <= length:
                 for row, branch in enumerate(text.open):
                     own[row, _repeating([*rules.start, *branch.ids], rules.no_repeat - 1)] = -torch.inf
-            if text.length >= text.limit:
+            if of_end is not None:
                 own.fill_(-torch.inf)
                 own[:, end] = of_end
 
