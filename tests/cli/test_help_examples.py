@@ -66,7 +66,7 @@ def prepare(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.rmtree("runs")
     if name == "demo":  # tests/cli/test_demo.py runs it
         monkeypatch.setattr(package, "demo", lambda *_, **__: Interrupted(2))
-    if name == "serve":  # tests/cli/test_serve.py does; here it would never end
+    if name in ("serve", "explore"):  # their own tests do; here they would never end
         monkeypatch.setattr(package, "serve", lambda *_, **__: None)
     if name == "fill":
         text = {"files": ["test.txt"]}

@@ -210,6 +210,8 @@ ODD = ["", "-1", "1.5", "nan", "1e308", "9" * 20, "a" * 5000, RED, f"{NOT_UTF8}.
 # The demo is not among them: it takes a folder, and trains.
 BASES: dict[str, list[str]] = {
     "train": ["demo", "--set", "training.max_steps=0"],
+    "distil": ["{run}", "demo", "--out", "distilled", "--set", "training.max_steps=0"],
+    "shortlist": ["{run}", "--source", "in.txt", "--target", "in.txt", "--out", "list.txt"],
     "translate": ["{run}", "in.txt"],
     "generate": ["{runs}", "Hello", "--max-new-tokens", "2"],
     "fill": ["{runs}", "a [MASK]"],
@@ -225,6 +227,7 @@ BASES: dict[str, list[str]] = {
     "recipes": ["show", "demo"],
     "new": ["new.toml", "--tsv", "loop"],
     "report": ["{run}", "--html", "page.html"],
+    "explore": ["{runs}", "--text", "Hello", "--html", "page.html"],
 }
 
 

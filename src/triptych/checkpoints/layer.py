@@ -1,7 +1,7 @@
 """Attention layers of a checkpoint: which there are, where each lies, and what is read of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, final
 
@@ -15,7 +15,7 @@ from triptych.checkpoints.specs import (
     NormSpec,
     PositionSpec,
 )
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.storage.settings import Settings
 
 _Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedPositionsSpec, FeedForwardSpec)
@@ -90,6 +90,14 @@ class AttentionSource(ABC):
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
         """Read one attention layer."""
+
+    def require_layers(self, numbers: Collection[int]) -> None:
+        """Raises UsageError for the number of a layer that is not there, or is no attention."""
+        there = {site.layer for site in self.sites}
+        for number in sorted({*numbers} - there):
+            why = f"is no attention: {self.others}" if self.others else "does not exist"
+            layers = "" if self.others else f"; layers are 0 to {max(there)}"
+            raise UsageError(f"{self.name}: layer {number} {why}{layers}")
 
     def outline(self, site: Site) -> AttentionLayer:
         """What `read` gives, with weights without numbers where these would have to be fetched."""

@@ -81,13 +81,7 @@ def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -
         return [*checkpoint.sites]
     if not layers:
         raise UsageError(f"{checkpoint.name}: no layers are chosen")
-    numbers = {site.layer for site in checkpoint.sites}
-    if unknown := [layer for layer in layers if layer not in numbers]:
-        raise UsageError(
-            f"{checkpoint.name}: layer {unknown[0]} does not exist; layers are 0 to {max(numbers)}"
-            if not checkpoint.others
-            else f"{checkpoint.name}: layer {unknown[0]} is no attention: {checkpoint.others}"
-        )
+    checkpoint.require_layers(layers)
     return [site for site in checkpoint.sites if site.layer in layers]
 
 

@@ -78,7 +78,7 @@ def _require_finite(source: AttentionSource, read: AttentionLayer) -> None:
 
 def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
     """Prepare a recipe: gather moments over the text, and distribute budgets over layers."""
-    _require_layers(source, recipe.step)
+    source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
     require_calibration(recipe)
     norms = OtherNorms(format_of(source), recipe.step, recipe.skip_refused)
     prepared = Prepared(recipe.step, {}, recipe.skip_refused, norms)
@@ -131,15 +131,6 @@ def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewr
             weights = _weights_before(prepared, source, number, source.read(site))
             moments = prepared.moments.get(site.name, {}).get(number)
             yield Layer(site.name, weights, source.longest_text(site), moments)
-
-
-def _require_layers(source: AttentionSource, steps: Sequence[Rewrite]) -> None:
-    there = {site.layer for site in source.sites}
-    for step in steps:
-        if unknown := sorted(set(step.layers or ()) - there):
-            raise UsageError(
-                f"{step.name}: {source.name}: layer {unknown[0]} does not exist; layers are 0 to {max(there)}"
-            )
 
 
 @final

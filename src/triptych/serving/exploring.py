@@ -4,6 +4,7 @@ Every answer is a record of the face (`Model.attend`, `steps`, `run`, `inspect`)
 changes. The page is `reports/explore.html`.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -86,10 +87,12 @@ def change_model(model: Model, call: str) -> Model:
     found = _CALL.fullmatch(call)
     if found is None or found[1] not in WHAT_IFS:
         raise UsageError(f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer")
+    apply, given = WHAT_IFS[found[1]].apply, _arguments(found[2])
     try:
-        return WHAT_IFS[found[1]].apply(model, *_arguments(found[2]))
+        inspect.signature(apply).bind(model, *given)
     except TypeError:
         raise UsageError(f"what if {call}: {found[1]} takes other arguments") from None
+    return apply(model, *given)
 
 
 def _arguments(given: str) -> list[str]:

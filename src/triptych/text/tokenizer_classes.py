@@ -150,7 +150,8 @@ Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XLM XLNet
 _CLASS_OF_TYPE = {
     **dict.fromkeys(("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("bart", "longformer", "roberta", "roberta-prelayernorm"), "RobertaTokenizer"),
     **dict.fromkeys(("bert", "distilbert", "electra", "ernie", "nomic_bert"), "BertTokenizer"),
     **dict.fromkeys(
@@ -169,12 +170,14 @@ _CLASS_OF_TYPE = {
     **{"xlm-roberta": "XLMRobertaTokenizer", "xlnet": "XLNetTokenizer"},
     **dict.fromkeys(("hubert", "wav2vec2"), "Wav2Vec2CTCTokenizer"),
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite"), _WHOLE),
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), _WHOLE),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "jamba"), _WHOLE),
     **dict.fromkeys(("ministral", "ministral3", "mistral", "mistral3", "mixtral", "modernbert"), _WHOLE),
     **dict.fromkeys(("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE),
 }
 # Types whose published files name a class that is not theirs.
-_MISTAKEN_TYPES = {"ernie4_5", "modernbert", "nemotron", "phi3", "phimoe", "qwen2", "siglip2"}
+_MISTAKEN_TYPES = {
+    *("ernie4_5", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2", "qwen3_5", "siglip2"),
+}
 
 
 def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> TokenizerClass | None:
