@@ -69,7 +69,7 @@ def test_an_error_in_one_process_is_one_line_and_the_code_of_all(small_run: Path
     """Whoever takes the checkpoint that is not there, whether it is the first process or another."""
     for names in ([tmp_path / "gone", small_run], [small_run, small_run, tmp_path / "gone"]):
         answers = start(2, "-m", "triptych", "inspect", *map(str, names))
-        assert [code for code, _ in answers] == [1, 1], answers
+        assert [code for code, _ in answers] == [2, 2], answers
         lines = [line for _, text in answers for line in text.splitlines() if line.startswith("triptych: ")]
         assert len(lines) == 1, answers
         assert "gone" in lines[0]
