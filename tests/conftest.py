@@ -1,12 +1,14 @@
 """What every test runs under: checked shapes, a fixed seed, no time limit on a drawn example."""
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
 import checking
+from browser import Page, found_browser, page_in
 
 # Tensors of tests are small: two threads on one wait for each other, and much longer beside other work.
 # What a test starts as a command inherits it.
@@ -26,3 +28,13 @@ hypothesis.settings.load_profile("triptych")
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(20170612)
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A page of a browser."""
+    browser = found_browser()
+    if browser is None:
+        pytest.skip("no Chromium or Chrome is on the PATH")
+    with page_in(browser, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened

@@ -1,7 +1,6 @@
 """Every kind of page in a browser: it fits a telephone, is dark where the system is, and asks for nothing."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from attending.tiny_readers import language_reader
 from attending.viewed import translation_page
-from browser import Page, found_browser, page_in
+from browser import Page
 from small_checkpoints import gpt2
 from triptych.attending.over import attend_over
 from triptych.attending.page import AttentionPage, attention_html, viewer_data
@@ -74,15 +73,6 @@ def heads(folder: Path) -> str:
     torch.manual_seed(0)
     inspect(gpt2(folder)).page(folder / "heads.html")
     return (folder / "heads.html").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    browser = found_browser()
-    if browser is None:
-        pytest.skip("no Chromium or Chrome is on the PATH")
-    with page_in(browser, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def shown(tab: Page, page: str, path: Path, *, theme: str = "dark", width: int = 400) -> None:

@@ -1,13 +1,12 @@
 """The page of attention in a browser: mouse, keyboard, anchors, and no request to anywhere."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from attending.viewed import long_page, translation_page
-from browser import Page, found_browser, page_in
+from browser import Page
 from triptych.attending.page import PAGE_LIMIT_BYTES, AttentionPage, write_attention_page
 
 SHOWN = "document.querySelector('.attention').dataset.shown"
@@ -16,20 +15,6 @@ LIST = (
     "[...document.querySelectorAll('.looks tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
 )
 LIST_HEADING = "document.querySelector('.looks h3')?.textContent"
-
-
-@pytest.fixture(scope="module")
-def browser() -> str:
-    found = found_browser()
-    if found is None:
-        pytest.skip("no Chromium or Chrome is on the PATH")
-    return found
-
-
-@pytest.fixture(scope="module")
-def tab(browser: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with page_in(browser, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def opened(tab: Page, folder: Path, page: AttentionPage) -> Path:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from command import Answer, Command
+from small_checkpoints import gpt2_that_runs
 from studying import place, stand_in  # noqa: F401 - fixtures
 from tiny_recipe import tiny_recipe
 from triptych.cli.main import run as run_command
+from triptych.face import Model, load
 from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 
@@ -60,3 +62,14 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     runs.train(resolve(tree), folder, LineDisplay())
     return folder
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A small GPT-2."""
+    return load(gpt2_that_runs(tmp_path_factory.mktemp("model") / "gpt2"))
+
+
+@pytest.fixture(scope="module")
+def translator(small_run: Path) -> Model:
+    return load(small_run)

@@ -18,25 +18,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from browser import Page, found_browser, page_in
+from browser import Page
 from command import Command
 from served import Served
-from small_checkpoints import gpt2_that_runs
 from triptych.face import Model, load
 from triptych.serving.exploring import Asked, Explorer, change_model, rounded
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
-
-
-@pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return load(gpt2_that_runs(tmp_path_factory.mktemp("explored") / "gpt2"))
-
-
-@pytest.fixture(scope="module")
-def translator(small_run: Path) -> Model:
-    return load(small_run)
 
 
 @pytest.fixture(scope="module")
@@ -210,15 +199,6 @@ def test_states_that_the_docs_link_to_are_changes_that_models_take(language_mode
 
 
 # The page in a browser.
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    browser = found_browser()
-    if browser is None:
-        pytest.skip("no Chromium or Chrome is on the PATH")
-    with page_in(browser, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 SETTLED = "Number(document.body.dataset.settled) === document.getElementById('explore')?.explorer?.turn"

@@ -34,16 +34,6 @@ from triptych.serving.worker import Item, Job, Worker
 
 
 @pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return load(gpt2_that_runs(tmp_path_factory.mktemp("served") / "gpt2"))
-
-
-@pytest.fixture(scope="module")
-def translator(small_run: Path) -> Model:
-    return load(small_run)
-
-
-@pytest.fixture(scope="module")
 def served(translator: Model, language_model: Model) -> Iterator[Served]:
     with Served({"small-en-de": translator, "gpt": language_model}) as running:
         yield running

@@ -3,14 +3,13 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from browser import Page, found_browser, page_in
+from browser import Page
 from triptych.inspection import MEASURES, InspectedLayer
 from triptych.inspection.record import render_heads
 
@@ -67,16 +66,12 @@ def test_a_thousand_heads_make_a_page_below_five_megabytes(page: str) -> None:
 
 
 @pytest.fixture
-def shown(page: str, tmp_path: Path) -> Iterator[Page]:
+def shown(page: str, tab: Page, tmp_path: Path) -> Page:
     """The page in a browser, and how long it took."""
-    browser = found_browser()
-    if browser is None:
-        pytest.skip("no Chromium or Chrome is on the PATH")
     file = tmp_path / "page.html"
     file.write_text(page, encoding="utf-8")
-    with page_in(browser, tmp_path / "profile") as opened:
-        print(f"{len(page):,} bytes shown after {opened.open(file):.2f} s")
-        yield opened
+    print(f"{len(page):,} bytes shown after {tab.open(file):.2f} s")
+    return tab
 
 
 HEADING = "document.querySelector('#detail h3').textContent"

@@ -267,7 +267,7 @@ def test_bfloat16_is_written_to_its_own_rounding(tmp_path: Path) -> None:
         ({"kind": "Mistral", "sliding_window": 8}, "", "window"),
         ({"kind": "Gemma"}, "", "embeddings of the model"),
         ({"mlp_bias": True}, "", "rest of the model"),
-        ({"dtype": torch.float16}, "", "do not fit float16"),
+        ({"dtype": torch.float16}, "", "too small for float16"),
         ({}, ", layers=[0]", "a file has one format"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},

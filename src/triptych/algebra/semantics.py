@@ -253,7 +253,9 @@ class Semantics:
 
     scale: float  # what the products of queries and keys are multiplied by
     kind: Kind = "self"  # where queries and keys come from: one sequence, one sequence seen causally, or two
-    q_norm: HeadNorm | None = None  # of the queries, before they are rotated (QK-norm); likewise `k_norm`
+    q_norm: HeadNorm | None = (
+        None  # of the queries, before they are rotated (QK-norm); `k_norm` is of the keys
+    )
     k_norm: HeadNorm | None = None
     # what queries, keys and values are clipped to after their norms, ±; None if they are not
     clip: float | None = None
@@ -264,7 +266,7 @@ class Semantics:
     # how many keys up to its own position a query sees, at most, and as many from there on where later ones
     # are seen; None for all
     window: int | None = None
-    # the text is cut into pieces of so many positions, and a query sees keys of its own piece; None for one
+    # the text is cut into pieces of this many positions, and a query sees keys of its own piece; None for one
     # piece
     chunk: int | None = None
     # a score for each head that takes part in the softmax and moves nothing; None without

@@ -140,7 +140,7 @@ class AttentionWeights:
 
     d_model: int  # width of the input
     num_heads: int  # number of query heads
-    q: Chain  # chain of maps to the queries; likewise `k`, `v`. An empty chain is the input itself.
+    q: Chain  # chain of maps to the queries (`k` keys, `v` values); an empty chain is the input itself
     k: Chain
     v: Chain
     o: Chain  # chain of maps from each head's output, summed over heads; its links have no bias
@@ -149,7 +149,7 @@ class AttentionWeights:
     # the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be seen by `fold_norm`
     norm: Norm | None = None
     memory_norm: Norm | None = None  # the same for the memory of a cross-attention
-    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm stands
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm is
     other_norm_readers: str = ""  # what else reads the norm's output, besides this layer ("" if nothing)
     bias_slots: frozenset[str] = frozenset(SIDES)  # the maps whose bias the target format can hold
 

@@ -166,7 +166,7 @@ class LayerFigures:
 
     stack: str  # "encoder", "decoder" or "cross"
     layer: int  # its number in the stack
-    figures: dict[str, HeadFigures]  # by name: those of `figures_of(kind)`, and what else was measured
+    figures: dict[str, HeadFigures]  # by name: the ones of `figures_of(kind)`, and what else was measured
 
     @property
     def kind(self) -> Kind:

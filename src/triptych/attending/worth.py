@@ -42,7 +42,7 @@ class HeadWorth:
     layer: int  # its number in the stack
     head: int  # its number
     change: float  # by which the loss rises without it, in nats per token
-    low: float  # lower end of the 95 % interval; likewise `high`
+    low: float  # lower end of the 95 % interval; `high` is the upper end
     high: float
     # root mean square length of what it adds to its layer's output, by which `prune_heads` with `on_text`
     # chooses

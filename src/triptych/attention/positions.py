@@ -55,11 +55,11 @@ class PositionIds(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a call stand, and the keys that they see."""
+    """The positions of a call's tokens, and the keys that they see."""
 
     start: int  # the position of the first token, where none are given
     given: PositionIds | None = None  # the positions given
-    # of all keys, those of a cache included; None where they follow from their number
+    # of all keys, cached ones too; None where they follow from their number
     keys: Int[Tensor, "*rows key_len"] | None = None
 
     @classmethod

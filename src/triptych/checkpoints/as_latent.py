@@ -43,9 +43,7 @@ def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWe
     place, family = checkpoint.place(before.site), family_of(_TYPE)
     assert family is not None
     if before.weights.dtype == torch.float16:
-        refuse(
-            "numbers as small as those of the latent do not fit float16", "store it in bfloat16 or float32"
-        )
+        refuse("the latent is too small for float16", "store it in bfloat16 or float32")
     sizes, rotary = sizes_of(after), after.semantics.rotary
     assert rotary is not None
     weights = after.to(torch.float64).with_scale(standard_scale(sizes.width))
@@ -141,4 +139,4 @@ def _require_same_model(
         {parts: named.names for parts, named in found.tensors.entries.items()} for found in (one, other)
     ]
     if places[0] != places[1]:
-        refuse(f"tensors beside the attention have other names in {family.name}'s format")
+        refuse(f"tensors outside of the attention have other names in {family.name}'s format")

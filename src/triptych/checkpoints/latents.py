@@ -1,6 +1,6 @@
 """Keys and values through a latent: the maps of a file as chains, and chains as the maps of a file.
 
-A latent y W^D is normalised and then mapped to keys and values of all heads. Beside it the same map makes a
+A latent y W^D is normalised and then mapped to keys and values of all heads. The same map also makes a
 key that positions turn, which passes on to all heads as it is.
 
 Source: DeepSeek-AI 2024, arXiv 2405.04434.
@@ -49,7 +49,7 @@ def _padded(up: Tensor, turned: int) -> Tensor:
 
 
 def _with_turned(up: Tensor, turned: int) -> Tensor:
-    """Maps `[heads, rank, plain]` with channels that pass, after those of the latent."""
+    """Maps `[heads, rank, plain]` with channels that pass, after the latent's."""
     passed = torch.eye(up.shape[1] + turned, turned, dtype=up.dtype, device=up.device).roll(up.shape[1], 0)
     return torch.cat([_padded(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
 

@@ -124,7 +124,7 @@ class CostSpec:
 class Formulas:
     """How a head is written, and what that costs, as formulas and as numbers at this size."""
 
-    W_QK: str  # the form of head i as a product of the maps; likewise `W_OV`
+    W_QK: str  # the form of head i as a product of the maps; `W_OV` is its other form
     W_OV: str
     parameters: str  # learned numbers without biases, in d, h, d_k, d_v and the sizes of its own
     num_parameters: int  # the same as a number
@@ -165,7 +165,7 @@ class CostRow:
     activation_bytes: int
     weights_bytes: int  # the attention weights, kept besides where attention is written out
     # moved by one prefill of the batch: the maps once, and `PassCost.moved_numbers` for each sequence.
-    # Likewise `decode_bytes` for one step.
+    # `decode_bytes` is the same for one step.
     prefill_bytes: int
     decode_bytes: int
     prefill_intensity: float

@@ -13,12 +13,12 @@ from triptych.attention import AttentionCache, DecoderCache, LayerCache, Positio
 from triptych.models.blocks import NewTokens
 
 # On CPUs, sizes of products of which the bits of a row do not depend: up to `EVEN_KEYS` keys a multiple of
-# `EVEN_ROWS`, beyond them so many at a time; of rows that differ in number, a multiple of `EVEN_ROWS`.
+# `EVEN_ROWS`, beyond them of `EVEN_KEYS`; of rows that differ in number, a multiple of `EVEN_ROWS`.
 EVEN_KEYS, EVEN_ROWS = 64, 16
 
 
 def even_length(keys: int) -> int:
-    """The number of keys that are read where there are so many; see `EVEN_KEYS`."""
+    """The number of keys that are read, of which the last may be empty; see `EVEN_KEYS`."""
     even = EVEN_ROWS if keys <= EVEN_KEYS else EVEN_KEYS
     return -(-keys // even) * even
 
@@ -50,7 +50,7 @@ class TextCache:
     A `fixed` cache is the same memory at every step and all of it is read, so that a GPU can replay the step.
     With no room for another token, `double` makes some, in another place.
 
-    Logits have a column for each token, or those of `columns`: of each text its own, the end first.
+    Logits have a column for each token, or for each of `columns`: of each text its own, the end first.
     """
 
     columns: Int[Tensor, "texts columns"] | None = None
@@ -86,7 +86,7 @@ class TextCache:
         self.is_reading = self.longest > 0
 
     def of_copies(self, copies: int) -> "TextCache":
-        """The same cache, with so many entries of each text, one for each hypothesis."""
+        """The same cache, with this number of entries of each text, one for each hypothesis."""
         if copies > 1:
             self.select(torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(copies))
         self.copies = copies
@@ -124,7 +124,7 @@ class TextCache:
         self.memory_mask = None if is_whole else hidden_past(lengths, held, self.dtype)[:, None]
 
     def next_tokens(self) -> NewTokens:
-        """Where the next token of every row stands, and what it sees; there is room for it afterwards."""
+        """The position of every row's next token, and what it sees; there is room for it afterwards."""
         self.is_reading, width = False, self.width
         if not self.fixed and self.seen > self.slots:
             self._make_room(self._room_needed())
@@ -266,6 +266,6 @@ class SlotCache(AttentionCache):
 
 
 def _with_slots(x: Tensor, slots: int, value: float = 0.0) -> Tensor:
-    """Entries `[texts, heads, slots, width]` or a mask `[texts, rows, slots]` with so many slots."""
+    """Entries `[texts, heads, slots, width]` or a mask `[texts, rows, slots]` with this number of slots."""
     missing = slots - x.shape[2]
     return F.pad(x, (0, 0, 0, missing) if x.ndim == 4 else (0, missing), value=value) if missing else x

@@ -33,7 +33,7 @@ class DecodingEngine(ABC):
     fixed: bool = False
     # whether texts join a batch that has taken steps
     joins: bool = True
-    num_choices: int | None = None  # so many tokens, from the first, may be chosen; None for all
+    num_choices: int | None = None  # number of tokens, from the first, that may be chosen; None for all
 
     @abstractmethod
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> Any:
@@ -140,7 +140,7 @@ class Engine(DecodingEngine):
     def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in.
 
-        Columns past the vocabulary, and those of the tokens never wanted, are −inf. Logits of a `fixed`
+        Columns past the vocabulary, and of tokens never wanted, are −inf. Logits of a `fixed`
         cache are overwritten by the next step.
         """
         return self.computed(tokens, cache) if cache.steps is None else cache.steps(tokens)

@@ -149,6 +149,8 @@ class Sample(Text):
         new: its tokens so far.
     """
 
+    kind: SampleKind
+
     def __init__(
         self,
         engine: TextEngine,
@@ -161,30 +163,18 @@ class Sample(Text):
         self.row, self.new = row, list[NewToken]()
         self.draws = Draws(options.seed, row % options.num_samples, prompt)
         self._engine, self._options, self._ends = engine, options, ends
-        self._ids, self._longest = [*prompt], len(prompt) + options.max_new_tokens
+        self._ids, self.size = [*prompt], len(prompt) + options.max_new_tokens
         self._read(engine.context)
 
     def _read(self, most: int | None) -> None:
         """Go on from the last tokens of the text."""
-        self._given = self._ids if most is None else self._ids[-most:]
-        left = self._longest - len(self._ids)
-        self._left = limit_of_prompt(len(self._given), left, self._engine.context)
-        self._kind = SampleKind(self._options.sampling, _closed(self._engine, self._given, left))
-
-    @property
-    def kind(self) -> SampleKind:
-        return self._kind
-
-    @property
-    def given(self) -> Sequence[int]:
-        return self._given
-
-    @property
-    def size(self) -> int:
-        return self._longest
+        self.given = self._ids if most is None else self._ids[-most:]
+        left = self.size - len(self._ids)
+        self._left = limit_of_prompt(len(self.given), left, self._engine.context)
+        self.kind = SampleKind(self._options.sampling, _closed(self._engine, self.given, left))
 
     def batch(self, engine: TextEngine) -> "Samples":
-        return Samples(engine, self._kind)
+        return Samples(engine, self.kind)
 
     def take(self, token: int, log_prob: float) -> bool:
         """Grow by a token; whether the text is read again before it goes on."""
@@ -205,7 +195,7 @@ class Sample(Text):
             return "token"
         if self._ends(self.row, token):
             return "text"
-        if len(self._ids) == self._longest:
+        if len(self._ids) == self.size:
             return "length"
         return None if self._left or self._engine.reads_again else "positions"
 

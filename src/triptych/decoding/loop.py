@@ -25,30 +25,13 @@ def require_finite_logits(best: Tensor) -> None:
 
 
 class Text(ABC):
-    """A text on its way.
+    """A text on its way."""
 
-    Attributes:
-        is_over: no more tokens are wanted, because it is done or because nobody waits for it.
-        num_rows: rows of a batch that it takes.
-    """
-
-    is_over = False
-    num_rows = 1
-
-    @property
-    @abstractmethod
-    def kind(self) -> Hashable:
-        """Texts of equal kinds share a batch."""
-
-    @property
-    @abstractmethod
-    def given(self) -> Sequence[int]:
-        """The tokens that are read before the first step."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Tokens that count for the limit of a batch."""
+    kind: Hashable  # texts of equal kinds share a batch
+    given: Sequence[int]  # the tokens that are read before the first step
+    size: int  # tokens that count for the limit of a batch
+    num_rows = 1  # rows of a batch that it takes
+    is_over = False  # no more tokens are wanted, because it is done or because nobody waits for it
 
     @abstractmethod
     def batch(self, engine: Any) -> "Batch[Any]":
@@ -135,7 +118,7 @@ class Loop:
     """
 
     def __init__(self, engine: Any, *, most_rows: int | None = None, most_tokens: int | None = None) -> None:
-        """With room for so many rows and so many tokens, which are texts times the size of the longest."""
+        """With room for this number of rows, and of tokens: texts times the size of the longest."""
         self.waiting: deque[Text] = deque()
         self.batches: dict[Hashable, Batch[Any]] = {}
         self._engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens

@@ -125,6 +125,7 @@ def choose(
     else:
         uniforms = torch.tensor([row.numbers.getrandbits(32) / 2**32 for row in rows], dtype=torch.float64)
         tokens = draw(filtered(logits, options), uniforms.to(logits.device))
-    for row, token in zip(rows, tokens.tolist(), strict=True):
-        row.seen.add(token)
+    if options.repetition_penalty != 1:
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.seen.add(token)
     return tokens

@@ -132,28 +132,18 @@ _NOTHING = Branch((), (), -math.inf)
 class BeamText(Text):
     """A text whose outputs are searched."""
 
+    kind: BeamKind
+
     def __init__(self, given: Sequence[int], kind: BeamKind, limit: int) -> None:
         """`limit` is of the tokens of an output. By `rules` it ends with an end token even there."""
-        self._given, self._kind, self.limit = given, kind, limit
-        self.num_rows = kind.size
+        self.given, self.kind, self.limit = given, kind, limit
+        self.num_rows, self.size = kind.size, len(given) + (0 if kind.rules else limit)
         # All rows of a text begin alike: only the first may be continued, or all would be copies.
         self.open = [Branch((), (), 0.0), *[_NOTHING] * (kind.size - 1)]
         self.ended: list[Branch] = []
         # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
         # that an open hypothesis may end at, the longest bounds its score from above.
-        self._kindest = length_penalty(limit + 1, kind.alpha)
-
-    @property
-    def kind(self) -> BeamKind:
-        return self._kind
-
-    @property
-    def given(self) -> Sequence[int]:
-        return self._given
-
-    @property
-    def size(self) -> int:
-        return len(self._given) + (0 if self._kind.rules else self.limit)
+        self.kindest = length_penalty(limit + 1, kind.alpha)
 
     @property
     def length(self) -> int:
@@ -166,14 +156,14 @@ class BeamText(Text):
         return sorted(self.ended, key=lambda one: -one.score)
 
     def batch(self, engine: Any) -> "Beams":
-        return Beams(engine, self._kind)
+        return Beams(engine, self.kind)
 
     def take(self, candidates: Sequence[tuple[float, int, int, float]]) -> list[tuple[int, int]]:
         """Go on with the best candidates: totals, rows, tokens and log-probabilities, best first.
 
         Returns the row that each row goes on from, and its token.
         """
-        kind, length, going = self._kind, self.length + 1, list[tuple[int, int]]()
+        kind, length, going = self.kind, self.length + 1, list[tuple[int, int]]()
         open_: list[Branch] = []
         for rank, (total, parent, token, log_prob) in enumerate(candidates):
             if total == -math.inf or len(open_) == kind.size:
@@ -193,14 +183,14 @@ class BeamText(Text):
         return [*going, *[(0, 0)] * (kind.size - len(going))]
 
     def _closed(self, one: Branch) -> Branch:
-        return one._replace(score=one.total / length_penalty(len(one.log_probs), self._kind.alpha))
+        return one._replace(score=one.total / length_penalty(len(one.log_probs), self.kind.alpha))
 
     def _is_certain(self, best_open: float) -> bool:
         """Whether no open hypothesis can overtake the last finished one wanted."""
-        wanted = self._kind.wanted
+        wanted = self.kind.wanted
         if wanted is None or len(self.ended) < wanted:
             return False
-        return self.best[wanted - 1].score >= best_open / self._kindest
+        return self.best[wanted - 1].score >= best_open / self.kindest
 
 
 @torch.inference_mode()

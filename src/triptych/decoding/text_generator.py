@@ -15,6 +15,7 @@ from triptych.decoding.generation import (
     collected,
     continuations_of,
     generate_stream,
+    generate_tokens,
 )
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision
@@ -146,26 +147,16 @@ class TextGenerator:
         """
         options = self._with_ends(options)
         count = options.num_samples
-        if self._other is None:
-            engine = self._engine
-            check_prompts(texts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
-            asked = list[Asked[list[Continuation]]]()
-            for i, ids in enumerate(texts):
-
-                def tell_own(sample: int, text: str, first: int = i * count) -> None:
-                    tell(first + sample, text)
-
-                asked.append(self.begin(ids, options, tell_own))
-            every = [text for one in asked for text in one.texts]
-            Loop(engine, most_rows=self._batch_rows).run(sorted(every, key=lambda text: -text.size))
-            return [one.result() for one in asked]
         streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in texts for _ in range(count)]
 
         def ends(row: int, token: int) -> bool:
             tell(row, streams[row].push(token))
             return streams[row].is_over
 
-        found = self._other.generate(texts, options, ends, self._batch_rows)
+        if self._other is not None:
+            found = self._other.generate(texts, options, ends, self._batch_rows)
+        else:
+            found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
         return [
             self._continuations(of_prompt, streams[i * count : (i + 1) * count], options)
             for i, of_prompt in enumerate(found)

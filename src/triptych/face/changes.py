@@ -5,8 +5,8 @@ It never touches what it was given: a changed model has modules of its own, and 
 """
 
 import copy
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, final
@@ -39,23 +39,27 @@ class Change(ABC):
 
     Attributes:
         words: what it is, for reprs and messages: "ablate(3.2)".
+        layers: numbers in order of the layers whose weights it changes.
         unsayable: why weights cannot say it, so that it cannot be saved; "" if they can.
     """
 
     words: str
+    layers: Collection[int] = ()
     unsayable: str = ""
 
     def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """The weights of a layer, by its number in order, after the change."""
         return weights
 
-    def changes_layer(self, layer: int) -> bool:
-        """Whether `of_weights` changes this layer."""
-        return False
-
-    @abstractmethod
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         """Change a copy of a model."""
+        for number in self.layers:
+            site = sites[number]
+            new = MultiHeadAttention.from_weights(
+                self.of_weights(number, site.layer.weights(site.kind)), site.layer.dropout
+            )
+            new.tap = site.layer.tap
+            put_layer(model, site, new.train(site.layer.training))
 
 
 @final
@@ -73,14 +77,6 @@ class WeightChange(Change):
 
     def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         return self.layers[layer](weights) if layer in self.layers else weights
-
-    def changes_layer(self, layer: int) -> bool:
-        return layer in self.layers
-
-    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
-        for number in self.layers:
-            site = sites[number]
-            put_weights(model, site, self.of_weights(number, site.layer.weights(site.kind)))
 
 
 @final
@@ -201,13 +197,8 @@ class PositionsOff(Change):
             return weights
         return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
 
-    def changes_layer(self, layer: int) -> bool:
-        return layer in self.layers
-
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
-        for number in self.layers:
-            site = sites[number]
-            put_weights(model, site, self.of_weights(number, site.layer.weights(site.kind)))
+        super().apply(model, sites)
         for module in list(model.modules()):
             for name, part in module.named_children():
                 if isinstance(part, LearnedPositions | SinusoidalPositions):
@@ -229,15 +220,6 @@ def changed_copy(
     for change in changes:
         change.apply(copied, order(copied))
     return copied
-
-
-def put_weights(
-    model: LanguageModel | EncoderDecoder, site: AttentionSite, weights: AttentionWeights
-) -> None:
-    """Put a layer of these weights in the place of another one."""
-    new = MultiHeadAttention.from_weights(weights, site.layer.dropout)
-    new.tap = site.layer.tap
-    put_layer(model, site, new.train(site.layer.training))
 
 
 def put_layer(model: LanguageModel | EncoderDecoder, site: AttentionSite, layer: MultiHeadAttention) -> None:

@@ -186,7 +186,7 @@ class ChangedSource(AttentionSource):
     def read(self, site: Site) -> AttentionLayer:
         layer, number = self._source.read(site), self.sites.index(site)
         for change in self._changes:
-            if change.changes_layer(number):
+            if number in change.layers:
                 layer = replace(layer, weights=change.of_weights(number, layer.weights))
         return layer
 
@@ -200,7 +200,7 @@ class ChangedSource(AttentionSource):
         return None if self._is_changed(site) else self._source.read_map(site, side, head)
 
     def _is_changed(self, site: Site) -> bool:
-        return any(change.changes_layer(self.sites.index(site)) for change in self._changes)
+        return any(self.sites.index(site) in change.layers for change in self._changes)
 
     def bytes_of(self, site: Site) -> int:
         return self._source.bytes_of(site)

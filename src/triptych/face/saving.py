@@ -52,7 +52,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
     touched = [
         (number, site)
         for number, site in enumerate(source.sites)
-        if any(change.changes_layer(number) for change in changes)
+        if any(number in change.layers for change in changes)
     ]
     steering = [change for change in changes if isinstance(change, Steering)]
     require_place(opened.files.folder, target)

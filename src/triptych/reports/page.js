@@ -5,6 +5,18 @@ const make = (tag, attributes = {}, ...children) => {
   return node;
 };
 
+// The pen of a canvas of this many CSS pixels, sharp on every screen.
+function penOf(canvas, width, height) {
+  const ratio = Math.max(1, devicePixelRatio);
+  canvas.width = Math.ceil(width * ratio);
+  canvas.height = Math.ceil(height * ratio);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  return pen;
+}
+
 // Arrow keys move through places of a grid; the numbers of `data-at` end with row and column.
 function moveByArrows(grid) {
   const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };

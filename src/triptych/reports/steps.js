@@ -33,14 +33,7 @@ class Strip {
   draw() {
     const { canvas, cell, high, columns, values } = this;
     const gap = cell < 4 ? 0 : 1;
-    const ratio = Math.max(1, devicePixelRatio);
-    const [width, height] = [columns * cell, Math.ceil(values.length / columns) * high];
-    canvas.width = Math.ceil(width * ratio);
-    canvas.height = Math.ceil(height * ratio);
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
-    const pen = canvas.getContext("2d");
-    pen.scale(ratio, ratio);
+    const pen = penOf(canvas, columns * cell, Math.ceil(values.length / columns) * high);
     const [zero, one, below, hot] = ["--zero", "--one", "--below", "--hot"].map(colour);
     const most = Math.max(...values.map(Math.abs)) || 1;
     values.forEach((value, i) => {

@@ -466,16 +466,8 @@ class Viewer {
     pen.strokeRect(x, y, Math.max(4, (view.columns * canvas.width) / keys.length), Math.max(4, (view.rows * canvas.height) / queries.length));
   }
 
-  // A canvas for so many CSS pixels, sharp on every screen
   prepare(name, width, height) {
-    const canvas = this.part(name);
-    const ratio = Math.max(1, devicePixelRatio);
-    canvas.width = Math.ceil(width * ratio);
-    canvas.height = Math.ceil(height * ratio);
-    canvas.style.width = `${width}px`;
-    canvas.style.height = `${height}px`;
-    const pen = canvas.getContext("2d");
-    pen.scale(ratio, ratio);
+    const pen = penOf(this.part(name), width, height);
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     return pen;

@@ -88,8 +88,8 @@ class FolderFormat:
     def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
         tensors = self._checkpoint.tensors
         stay = {*tensors.below(read.site.module)} - written.tensors.keys() - written.replaced.keys()
-        beside = {*self._checkpoint.read_names(read.site)} - {*tensors.below(read.site.module)}
-        new = (tensor.nbytes for name, tensor in written.tensors.items() if name not in beside)
+        elsewhere = {*self._checkpoint.read_names(read.site)} - {*tensors.below(read.site.module)}
+        new = (tensor.nbytes for name, tensor in written.tensors.items() if name not in elsewhere)
         return sum(new) + sum(tensors.infos[name].num_bytes for name in stay)
 
     def note_on_padding(self) -> tuple[str, ...]:

@@ -257,7 +257,7 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
         return f"there are {other.num_heads} heads where there were {one.num_heads}"
     if sum(link.weight.numel() for link in one.links()) > MOST_NUMBERS:
         return "the layer is too large for a bound of every head to be worked out"
-    return "norms stand between two maps of a side" if one.norms_within or other.norms_within else ""
+    return "there are norms between two maps of a side" if one.norms_within or other.norms_within else ""
 
 
 def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:

@@ -268,7 +268,7 @@ class Explorer:
         return float(losses.mean()) if len(losses) else None
 
     def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
-        """The maps and the forms of a head: pictures, spectra with those of chance, singular directions."""
+        """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
         model = self._changed(changes)
         stack, _, number = layer.rpartition(".")
         found = model.inspect(layers=[int(number)], heads=[head], ignore_rotary=True)

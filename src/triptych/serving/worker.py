@@ -69,7 +69,7 @@ class Worker:
     """Computes items in the order in which they came.
 
     Items of a `Decoding` job join the texts that are being decoded, between two steps, where there is room.
-    Other items are computed between steps too, those of equal jobs together. The results do not depend on
+    Other items are computed between steps too, equal jobs together. The results do not depend on
     which items are computed together: the models promise it (`ServedModel.check_batches` tries it).
     """
 

@@ -257,7 +257,7 @@ def _groups(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
 
 
 def _frame(tokenizer: Tokenizer) -> Frame:
-    """What stands around every document."""
+    """The tokens around every document."""
     frame = Frame.of(tokenizer)
     if not frame.after and tokenizer.eos_id is not None:
         return frame._replace(after=(tokenizer.eos_id,))

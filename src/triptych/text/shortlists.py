@@ -23,7 +23,7 @@ from triptych.text.sentence_tokenizers import TokenizerPair
 _SPACES = frozenset(" \t\r\n")
 # Added to the count of each pair: a rare source token would explain all that it was ever seen with.
 _ROUNDS, _ADDED = 5, 0.1
-# Of so many pairs one is held out to measure, at most so many.
+# One pair of this number is held out to measure, and no more than this.
 _HELD_OUT, _MOST_HELD_OUT = 20, 2000
 # Pairs that are enough to learn from, spread evenly over a longer text.
 _MOST_PAIRS = 200_000
@@ -83,7 +83,7 @@ def learn_shortlist(
     """Learn a shortlist from pairs, and measure it on some that are held out.
 
     P(t | s) is IBM Model 1's: in each round ∝ Σ over the pairs with s and t of P(t | s) / Σ_{s'} P(t | s'),
-    where s' goes over the source tokens and one that stands for none of them. A source token has its `most`
+    where s' goes over the source tokens and one for none of them. A source token has its `most`
     probable target tokens, and the one of its own name; every sentence has the `frequent` most frequent ones.
     """
     if len(source) < _HELD_OUT:
@@ -95,9 +95,7 @@ def learn_shortlist(
     num_source, num_target = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     keys, rows, num_rows = list[np.ndarray](), list[np.ndarray](), 0
     for i in range(0, len(source), -(-len(source) // _MOST_PAIRS)):
-        given = np.append(
-            np.unique(source[i]).astype(np.int64), num_source
-        )  # the last one stands for no token
+        given = np.append(np.unique(source[i]).astype(np.int64), num_source)  # the last one is no token
         keys.append((given[None, :] * num_target + target[i][:, None]).ravel())
         rows.append(np.repeat(np.arange(num_rows, num_rows + len(target[i])), len(given)))
         num_rows += len(target[i])

@@ -1,7 +1,7 @@
 """Keys and values of all heads from one latent, in our writing and in that of DeepSeek's models.
 
-DeepSeek's layer normalises the latent, y W^D / rms(y W^D), and has beside it one key that positions turn, for
-all heads. Keys that are turned whole can be that key, side by side, if each pair of channels turns as fast as
+DeepSeek's layer normalises the latent, y W^D / rms(y W^D). It also has one key that positions turn, for all
+heads. Keys that are turned whole can be that key, side by side, if each pair of channels turns as fast as
 before. A norm that is fed with a small latent hardly normalises: √(mean c² + ε) is nearly √ε.
 
 Source: DeepSeek-AI 2024, arXiv 2405.04434; from grouped heads: Meng et al. 2025, arXiv 2502.07864.
@@ -92,18 +92,18 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     q, k, v, o = (one_map(working, side, notes) for side in SIDES)
     tied = weights.tied("k", "v")
     if tied:
-        notes.append("keys and values had one map: it stands once in the latent")
+        notes.append("keys and values had one map: the latent has it once")
     if weights.tied("q", "k"):
         notes.append("queries got a map of their own")
     # The copies side by side, [d_model, full].
-    beside = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
-    d_model, full = beside.shape
+    joined = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
+    d_model, full = joined.shape
     of_keys, of_values = k.copies * k.d_out, v.copies * v.d_out
     rank = min(d_model, full) if rank is None else rank
     require_whole_number("to_latent", "rank", rank)
     _require_latent_rank(rank, d_model, full)
     require_finite("to_latent", weights)
-    W_D, U, needed = _product_of_rank(beside, rank)
+    W_D, U, needed = _product_of_rank(joined, rank)
     up_k, up_v = (
         Link(part.reshape(rank, link.copies, -1).transpose(0, 1).contiguous(), link.bias)
         for part, link in ((U[:, :of_keys], k), (U[:, full - of_values :], v))
@@ -135,11 +135,11 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 def decouple(
     weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
 ) -> Rewritten:
-    """Keys and values as DeepSeek's layers make them: from a normalised latent, and turned keys beside it.
+    """Keys and values as DeepSeek's layers make them: from a normalised latent, with turned keys apart.
 
-    The turned channels of all key heads stand side by side in one key, and queries have zeros where the other
-    heads' are. Values, and channels of keys that are not turned, come from the latent: of a lower rank, the
-    nearest there are side by side, or with moments the nearest on the text.
+    The turned channels of all key heads are one key, and queries have zeros where the other heads' are.
+    Values, and channels of keys that are not turned, come from the latent: of a lower rank, the nearest to
+    them side by side, or with moments the nearest on the text.
     """
     DECOUPLED.require("to_latent", weights)
     _require_latent_maps(weights)
@@ -151,14 +151,14 @@ def decouple(
     q, groups = q.of_heads(heads), torch.arange(heads) // (heads // k.copies)
     first, second = rotation.pairs
     plain = sorted({*range(q.d_out)} - {*first, *second})
-    beside = torch.cat([_side_by_side(k.weight[..., plain]), _side_by_side(v.weight)], dim=1)
-    rank = min(beside.shape) if rank is None else rank
-    _require_latent_rank(rank, *beside.shape)
+    joined = torch.cat([_side_by_side(k.weight[..., plain]), _side_by_side(v.weight)], dim=1)
+    rank = min(joined.shape) if rank is None else rank
+    _require_latent_rank(rank, *joined.shape)
     require_finite("to_latent", weights)
-    W_D, U, needed = _product_of_rank(beside, rank)
+    W_D, U, needed = _product_of_rank(joined, rank)
     if moments is not None and rank < needed:
         U = torch.linalg.eigh(_served(moments, len(U.mT))).eigenvectors[:, -rank:].mT
-        W_D = beside @ U.mT
+        W_D = joined @ U.mT
     U_K, U_V = (
         part.repeat_interleave(heads // len(part), dim=0)
         for part in _apart(U, (k.copies, len(plain)), (v.copies, v.d_out))
@@ -190,7 +190,7 @@ def decouple(
         weights,
         result.to(weights.dtype),
         checked=DECOUPLED.checked,
-        choice=f"a latent of {rank} for {beside.shape[1]} channels of rank {needed}, and a rotary key of "
+        choice=f"a latent of {rank} for {joined.shape[1]} channels of rank {needed}, and a rotary key of "
         f"{turned.shape[1]} for all heads; the norm divides by a constant but for {error:.1e}",
         notes=tuple(notes),
         bound=max(float(one.max()) for one in moves),

@@ -86,7 +86,7 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
             "clip": _CLIPPED,
             "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
         },
-        ("ov: neither clipping nor gates of channels stand between values and output map",),
+        ("ov: no clipping and no gates of channels between values and output map",),
     ),
 }
 # W_Q W_Kᵀ is all that scores see of queries and keys.
@@ -243,7 +243,7 @@ def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "
 
 
 def require_last_map(name: str, side: Side, chain: Chain) -> None:
-    """Refuse to change the channels of a side where a norm stands and no learned map is behind it."""
+    """Refuse to change the channels of a side that ends in a norm, with no learned map behind it."""
     if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
         require_nothing_between(name, side, chain[:-1])
 

@@ -24,7 +24,7 @@ _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 @final
 class FoldNorm(LayerRewrite):
-    """Fold the norm's weight and bias into the maps that read it, those of a parallel MLP included.
+    """Fold the norm's weight and bias into the maps that read it, a parallel MLP's too.
 
     The weights of norms of latents go into the maps from the latents to the heads.
     """
