@@ -342,13 +342,13 @@ def test_at_full_rank_the_maps_stand_side_by_side(groups: int) -> None:
     assert record.after.cached_numbers == record.before.cached_numbers == groups * 7
 
 
-def test_one_map_for_keys_and_values_stands_there_once() -> None:
+def test_one_map_for_keys_and_values_is_there_once() -> None:
     for name in ("key_value", "shared"):
         weights = make(name, d_k=4)
         result, record = to_latent(weights)
         assert result.k[0].d_out == 16
         assert record.after.cached_numbers == record.before.cached_numbers
-        assert record.notes[0] == "keys and values had one map: it stands once in the latent"
+        assert record.notes[0] == "keys and values had one map: the latent has it once"
         assert record.notes[1:] == ("queries got a map of their own",) * (name == "shared")
         assert_same_function(weights, result)
 
