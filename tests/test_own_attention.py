@@ -148,7 +148,7 @@ def test_translators_search_in_other_processes_with_it(place: Path) -> None:
 
 def logits_of(model: EncoderDecoder) -> Searcher:
     """What another process makes of a model: it must have its classes."""
-    assert type(model.decoder[0].self_attention.parameterisation).__name__ == "TurnedValues"
+    assert type(model.decoder.blocks[0].self_attention.parameterisation).__name__ == "TurnedValues"
     return lambda sentences: []
 
 

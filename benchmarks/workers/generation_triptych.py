@@ -1,4 +1,4 @@
-"""Ours: a checkpoint mapped from its file, continued by a `TextEngine`."""
+"""Ours: a checkpoint mapped from its file, continued by an `Engine`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import final
 from benchmarks.workers import generation
 from benchmarks.workers.generation import Engine
 from benchmarks.workers.protocol import Options, serve
+from triptych import decoding
 from triptych.checkpoints.models import load_language_model
 from triptych.decoding import GenerationOptions, generate_tokens
-from triptych.decoding.text_engine import TextEngine
 
 
 @final
@@ -17,7 +17,9 @@ class Ours(Engine):
     """Greedy, all prompts in one batch."""
 
     def __init__(self, options: Options) -> None:
-        self.engine = TextEngine(load_language_model(Path(options["checkpoint"])).model, options["precision"])
+        self.engine = decoding.Engine(
+            load_language_model(Path(options["checkpoint"])).model, options["precision"]
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         """No token ends a text."""

@@ -143,7 +143,7 @@ def test_the_direct_effect_goes_through_the_norms_of_the_stream_under_post_norm(
     model: Any = reader.model
     attention = attend(reader, "the cat sat", target="a dog ran")
     steps = attention.steps("cross.1", 2, query=1)
-    block = model.decoder[1]
+    block = model.decoder.blocks[1]
     found: dict[str, torch.Tensor] = {}
     hooks = (
         block.feed_forward.register_forward_hook(lambda module, given, made: found.update(fed=made)),
@@ -156,7 +156,7 @@ def test_the_direct_effect_goes_through_the_norms_of_the_stream_under_post_norm(
     for part in (0, steps.output):
         x = block.cross_residual.norm(found["total"][0, 1] - part)
         x = block.feed_forward_residual.norm(x + found["fed"][0, 1])
-        logits.append(reader.logits(model.decoder_norm(x)))
+        logits.append(reader.logits(model.decoder.final_norm(x)))
     assert steps.effect is not None
     torch.testing.assert_close(steps.effect.logits, (logits[0] - logits[1]).float(), rtol=0, atol=1e-5)
     assert attention.steps("encoder.1", 0).effect is None

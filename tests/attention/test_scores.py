@@ -23,8 +23,8 @@ from triptych.attention import (
 )
 from triptych.decoding import SearchOptions
 from triptych.decoding.batches import BatchSearcher
+from triptych.decoding.engine import Engine
 from triptych.decoding.generation import GenerationOptions, generate_tokens
-from triptych.decoding.text_engine import TextEngine
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
 from triptych.models.configuration import AttentionConfig
@@ -191,7 +191,7 @@ def test_language_models_decode_as_the_whole_text_is_read(kind: dict[str, str]) 
         LanguageModelConfig.model_validate({**LM, "attention": kind}), "decoder", 50
     ).eval()
     prompt = [1, 2, 3]
-    ((found,),) = generate_tokens(TextEngine(model), [prompt], GenerationOptions(max_new_tokens=8))
+    ((found,),) = generate_tokens(Engine(model), [prompt], GenerationOptions(max_new_tokens=8))
     ids = list(prompt)
     for _ in range(8):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))

@@ -162,10 +162,10 @@ def test_padding_of_the_source_is_not_seen_on_either_side(
 def test_token_by_token_is_the_whole_target_at_once(name: str, pair_of: Callable[[str], Pair]) -> None:
     _, model = pair_of(name)
     src, tgt = some_ids(9), some_ids(7)
-    memory, mask, cache = model.encode(src), model.memory_mask(src), DecoderCache(len(model.decoder))
+    memory, mask, cache = model.encode(src), model.memory_mask(src), DecoderCache(len(model.decoder.blocks))
     steps = [model.decode(tgt[:, :3], memory, mask, cache)]
     steps += [model.decode(tgt[:, i : i + 1], memory, mask, cache) for i in range(3, 7)]
-    assert apart(model.logits(torch.cat(steps, dim=1)), model(src, tgt)) < 1e-10
+    assert apart(model.head(torch.cat(steps, dim=1)), model(src, tgt)) < 1e-10
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -16,9 +16,9 @@ from checkpoints.test_models_run import RUN, made, some_ids, theirs, type_of
 from checkpoints.tiny_models import TINY
 from triptych.attending import read_attention
 from triptych.checkpoints.models import load_language_model
+from triptych.decoding.engine import Engine
 from triptych.decoding.generation import GenerationOptions, generate_tokens
 from triptych.decoding.likelihood import score_continuations
-from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError
 from triptych.models import LanguageModel
 from triptych.opening import OpenedModel, Reader, TextIds
@@ -186,7 +186,7 @@ def test_texts_that_grow_past_the_length_are_continued_as_transformers_continues
     model = loaded(tmp_path)
     texts = [some_ids(1, 6)[0].tolist(), [5, 7, 9, 11]]
     tokens, expected = generated(other, texts, 14)
-    engine, cache, whole = TextEngine(model), model.new_cache(), torch.tensor([texts[0]])
+    engine, cache, whole = Engine(model), model.new_cache(), torch.tensor([texts[0]])
     opened, logits = engine.read(texts)
     for step, (token, there) in enumerate(zip(tokens.T, expected, strict=True)):
         assert apart(logits, there) < 1e-6, step  # which are float32
@@ -199,7 +199,7 @@ def test_a_text_is_continued_scored_and_shown_alike_beside_others(tmp_path: Path
     scaled("llama", "longrope", tmp_path, vocab_size=257)
     model = loaded(tmp_path)
     texts = [some_ids(1, length)[0].tolist() for length in (11, 6, 4, 6)]
-    engine, options = TextEngine(model), GenerationOptions(max_new_tokens=6)
+    engine, options = Engine(model), GenerationOptions(max_new_tokens=6)
     together = generate_tokens(engine, texts, options)
     alone = [generate_tokens(engine, [text], options)[0] for text in texts]
     assert [found[0].ids for found in together] == [found[0].ids for found in alone]

@@ -134,7 +134,7 @@ def test_nothing_is_cast(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = write_marian(tmp_path, dtype=dtype)
     model = read_translator(tmp_path).model
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    assert_same(model.src_embedding.weight.detach(), tensors["model.shared.weight"], kind="exact")
+    assert_same(model.encoder.embeddings.table.weight.detach(), tensors["model.shared.weight"], kind="exact")
 
 
 def test_the_fresh_weights_of_a_checkpoint_do_not_use_up_random_numbers(tmp_path: Path) -> None:

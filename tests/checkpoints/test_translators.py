@@ -72,7 +72,8 @@ def favour_the_end(other: Any, model: EncoderDecoder, logit: float) -> None:
     bonus = torch.zeros(model.tgt_vocab_size, dtype=torch.float64)
     bonus[END] = logit
     other.lm_head.bias = nn.Parameter(bonus)
-    model.output.bias = nn.Parameter(bonus if model.output.bias is None else model.output.bias + bonus)
+    output = model.head.output
+    output.bias = nn.Parameter(bonus if output.bias is None else output.bias + bonus)
 
 
 def searched(case: Case, model: EncoderDecoder, beam_size: int) -> list[list[Hypothesis]]:

@@ -231,7 +231,7 @@ def make_run_that_ends(*given: Any, **changes: Any) -> OpenedModel:
             found = [each.candidates[0].pieces for each in run.translator().translate(SENTENCES)]
             if max(map(len, found)) < 12:
                 break
-            run.model.output.bias[run.tokenizers.target.eos_id] += 0.1
+            run.model.head.output.bias[run.tokenizers.target.eos_id] += 0.1
         if any(found):
             return run
     raise AssertionError("outputs end at once, or never")
@@ -285,7 +285,7 @@ def test_what_computes_something_else_is_not_written(
     def plain_and_wrong(model: EncoderDecoder, target: str) -> Any:
         plain = plain_model(model, target)
         with torch.no_grad():
-            plain.model.tgt_embedding.weight[5] += 0.01
+            plain.model.decoder.embeddings.table.weight[5] += 0.01
         return plain
 
     monkeypatch.setattr(hugging_face, "plain_model", plain_and_wrong)
@@ -378,7 +378,7 @@ def test_a_checkpoint_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dty
     convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
     model = open_translator(tmp_path / "ours", "cpu").model
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    assert torch.equal(model.src_embedding.weight, tensors["model.shared.weight"])
+    assert torch.equal(model.encoder.embeddings.table.weight, tensors["model.shared.weight"])
 
 
 def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:

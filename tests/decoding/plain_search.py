@@ -70,7 +70,7 @@ class _Beams:
         self.never = torch.tensor([model.pad_id, bos_id], device=src.device)
         self.memory = model.encode(src)
         self.memory_mask = model.memory_mask(src)
-        self.cache = DecoderCache(len(model.decoder)) if use_cache else None
+        self.cache = DecoderCache(len(model.decoder.blocks)) if use_cache else None
         batch, k = src.shape[0], options.beam_size
         self.open_sentences = list(range(batch))
         source_tokens = ((src != model.pad_id).sum(dim=1) - 1).tolist()
@@ -103,7 +103,7 @@ class _Beams:
     def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
         new = self.ids[:, -1:] if self.cache else self.ids
         x = self.model.decode(new, self.memory, self.memory_mask, self.cache)[:, -1]
-        logits = self.model.logits(x).float()
+        logits = self.model.head(x).float()
         logits.index_fill_(1, self.never, -torch.inf)
         log_probs = logits.log_softmax(dim=-1).view(len(self.open_sentences), self.options.beam_size, -1)
         length = self.ids.shape[1]  # with the token to come, without the first

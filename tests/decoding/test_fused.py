@@ -22,9 +22,9 @@ from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention, PositionIds
 from triptych.attention.projections import PARAMETERISATIONS
 from triptych.costing import CostSpec, cost
+from triptych.decoding.engine import Engine
 from triptych.decoding.fused import FusedAttention, fused
 from triptych.decoding.maps import Maps, PackedLinear
-from triptych.decoding.text_engine import TextEngine
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.architecture import (
     BlockConfig,
@@ -280,7 +280,7 @@ def test_queries_alone_are_normalised_where_keys_are_the_values(written: str) ->
 @pytest.mark.parametrize("written", PARAMETERISATIONS)
 def test_the_bytes_of_a_cache_are_those_that_cost_counts(written: str) -> None:
     model = drawn_anew(written, "learned").float()
-    opened, _ = TextEngine(model).read([[1] * LENGTH] * 3)
+    opened, _ = Engine(model).read([[1] * LENGTH] * 3)
     held = sum(entry.nbytes // entry.shape[2] * LENGTH for entry in opened.layers.own[0].entries)
     sizes = {"grouped": {"num_kv_heads": 2}, "latent": {"d_latent": 7}}.get(written, {})
     spec = CostSpec(d_model=24, num_heads=4, context=LENGTH, batch=3, parameterisations=(written,), **sizes)

@@ -12,6 +12,7 @@ from triptych import thresholds
 from triptych.algebra.semantics import Temperature
 from triptych.attention import MultiHeadAttention
 from triptych.decoding.batches import LONGEST_PROMPT
+from triptych.decoding.engine import Engine
 from triptych.decoding.generation import (
     Generated,
     GenerationOptions,
@@ -20,7 +21,6 @@ from triptych.decoding.generation import (
 )
 from triptych.decoding.maps import PRECISIONS, Maps, Precision
 from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.text_engine import TextEngine
 from triptych.errors import UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
 
@@ -68,7 +68,7 @@ def ids_of(found: list[list[Generated]]) -> list[list[tuple[int, ...]]]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_greedy_text_depends_neither_on_batch_nor_padding_nor_cache(scheme: str) -> None:
     model = make(scheme)
-    engine, options = TextEngine(model), GenerationOptions(max_new_tokens=8)
+    engine, options = Engine(model), GenerationOptions(max_new_tokens=8)
     together = generate_tokens(engine, PROMPTS, options)
     for prompt, (found,) in zip(PROMPTS, together, strict=True):
         assert list(found.ids) == plain(model, prompt, 8)
@@ -82,7 +82,7 @@ def test_greedy_text_depends_neither_on_batch_nor_padding_nor_cache(scheme: str)
 def test_log_probabilities_are_those_of_the_model() -> None:
     model = make()
     (found,) = generate_tokens(
-        TextEngine(model),
+        Engine(model),
         [PROMPTS[0]],
         GenerationOptions(6, SamplingOptions(temperature=2.0, top_k=5, repetition_penalty=1.5)),
     )[0]
@@ -94,7 +94,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
 
 
 def test_the_same_seed_gives_the_same_text_in_any_batch_and_another_seed_another() -> None:
-    engine = TextEngine(make("rotary"))
+    engine = Engine(make("rotary"))
     sampling = SamplingOptions(temperature=3.0)
     options = GenerationOptions(10, sampling, seed=5, num_samples=3)
     together = ids_of(generate_tokens(engine, PROMPTS, options))
@@ -105,14 +105,14 @@ def test_the_same_seed_gives_the_same_text_in_any_batch_and_another_seed_another
 
 
 def test_fewer_samples_are_the_first_of_more() -> None:
-    engine, sampling = TextEngine(make()), SamplingOptions(temperature=3.0)
+    engine, sampling = Engine(make()), SamplingOptions(temperature=3.0)
     more = ids_of(generate_tokens(engine, PROMPTS[:1], GenerationOptions(8, sampling, 1, 4)))
     fewer = ids_of(generate_tokens(engine, PROMPTS[:1], GenerationOptions(8, sampling, 1, 2)))
     assert more[0][:2] == fewer[0]
 
 
 def test_a_low_temperature_comes_to_greedy() -> None:
-    engine = TextEngine(make())
+    engine = Engine(make())
     greedy = ids_of(generate_tokens(engine, PROMPTS, GenerationOptions(8)))
     cold = GenerationOptions(8, SamplingOptions(temperature=1e-4))
     assert ids_of(generate_tokens(engine, PROMPTS, cold)) == greedy
@@ -121,7 +121,7 @@ def test_a_low_temperature_comes_to_greedy() -> None:
 
 
 def test_a_stop_token_ends_a_text_and_is_no_part_of_it_while_others_go_on() -> None:
-    engine = TextEngine(make())
+    engine = Engine(make())
     free = generate_tokens(engine, PROMPTS, GenerationOptions(10))
     stop = free[0][0].ids[3]
     for (before,), (after,) in zip(
@@ -134,7 +134,7 @@ def test_a_stop_token_ends_a_text_and_is_no_part_of_it_while_others_go_on() -> N
 
 
 def test_a_caller_can_end_rows_one_by_one() -> None:
-    engine, free = TextEngine(make()), GenerationOptions(10)
+    engine, free = Engine(make()), GenerationOptions(10)
     whole = generate_tokens(engine, PROMPTS, free)
     told: dict[int, list[int]] = {}
 
@@ -150,7 +150,7 @@ def test_a_caller_can_end_rows_one_by_one() -> None:
 
 
 def test_a_text_ends_at_the_last_position_and_longer_prompts_are_refused_with_the_limit() -> None:
-    engine = TextEngine(of_another_library(make("learned")))  # 24 positions
+    engine = Engine(of_another_library(make("learned")))  # 24 positions
     (found,) = generate_tokens(engine, [[1] * 20], GenerationOptions(50))[0]
     assert (len(found.ids), found.finish) == (5, "positions")
     assert len(generate_tokens(engine, [[1] * 24], GenerationOptions(50))[0][0].ids) == 1
@@ -164,13 +164,13 @@ def test_a_text_ends_at_the_last_position_and_longer_prompts_are_refused_with_th
 def test_a_text_goes_on_past_the_context_of_its_recipe_from_the_last_half(scheme: str) -> None:
     model = make(scheme)  # a context of 12
     prompts = [*PROMPTS, [5, 6, 7] * 7]
-    found = generate_tokens(TextEngine(model), prompts, GenerationOptions(40))
+    found = generate_tokens(Engine(model), prompts, GenerationOptions(40))
     assert [list(one.ids) for (one,) in found] == [plain(model, ids, 40) for ids in prompts]
     assert {one.finish for (one,) in found} == {"length"}
 
 
 def test_what_is_drawn_past_the_context_depends_on_the_text_alone() -> None:
-    engine = TextEngine(make())
+    engine = Engine(make())
     sampling = SamplingOptions(repetition_penalty=1.2, temperature=3.0)
     options = GenerationOptions(30, sampling, seed=5, num_samples=2)
     together = ids_of(generate_tokens(engine, PROMPTS, options))
@@ -178,14 +178,14 @@ def test_what_is_drawn_past_the_context_depends_on_the_text_alone() -> None:
 
 
 def test_a_beam_ends_where_the_context_does() -> None:
-    (found,) = generate_tokens(TextEngine(make()), [[1, 2, 3]], GenerationOptions(40, beam_size=2))[0]
+    (found,) = generate_tokens(Engine(make()), [[1, 2, 3]], GenerationOptions(40, beam_size=2))[0]
     assert (len(found.ids), found.finish) == (10, "positions")
 
 
 def test_short_prompts_go_on_when_a_long_one_is_at_the_last_position() -> None:
     model = of_another_library(make("learned"))  # 24 positions
     prompts = [[1, 2, 3] * 7, [4, 5], [6], [7], [8], [9]]
-    found = generate_tokens(TextEngine(model), prompts, GenerationOptions(15))
+    found = generate_tokens(Engine(model), prompts, GenerationOptions(15))
     assert [list(one.ids) for (one,) in found] == [
         plain(model, ids, min(15, 25 - len(ids))) for ids in prompts
     ]
@@ -193,7 +193,7 @@ def test_short_prompts_go_on_when_a_long_one_is_at_the_last_position() -> None:
 
 
 def test_tokens_are_there_as_they_come() -> None:
-    engine = TextEngine(make())
+    engine = Engine(make())
     stream = generate_stream(engine, [PROMPTS[0]], GenerationOptions(5))
     first = next(stream)
     assert (first.row, first.token, first.finish) == (0, plain(make(), PROMPTS[0], 1)[0], None)
@@ -229,14 +229,14 @@ def test_a_beam_as_wide_as_there_are_texts_finds_the_best_of_all() -> None:
         model.embeddings.table.weight.mul_(60)
     expected = sorted(best_of_all(model, [1, 2], 3, 3).items(), key=lambda pair: -pair[1])
     options = GenerationOptions(3, beam_size=64, num_samples=5, stop_ids=(3,))
-    found = generate_tokens(TextEngine(model), [[1, 2]], options)[0]
+    found = generate_tokens(Engine(model), [[1, 2]], options)[0]
     ended = [(*one.ids, 3) if one.finish == "token" else one.ids for one in found]
     assert ended == [ids for ids, _ in expected[:5]]
     assert [one.score for one in found] == pytest.approx([total for _, total in expected[:5]])
 
 
 def test_a_beam_finds_what_is_at_least_as_probable_as_greedy() -> None:
-    engine = TextEngine(make())
+    engine = Engine(make())
     greedy = generate_tokens(engine, PROMPTS, GenerationOptions(6))
     beams = generate_tokens(engine, PROMPTS, GenerationOptions(6, beam_size=8))
     gains = [beam[0].score - one[0].score for beam, one in zip(beams, greedy, strict=True)]
@@ -268,7 +268,7 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], me
 
 def test_an_encoder_continues_nothing() -> None:
     with pytest.raises(ValueError, match="encoder"):
-        TextEngine(make(kind="encoder"))
+        Engine(make(kind="encoder"))
 
 
 LAYERS: list[dict[str, Any]] = [
@@ -291,7 +291,7 @@ def test_the_prepared_model_computes_what_the_model_does(
     )
     model = LanguageModel.of(config, "decoder", VOCAB).eval()
     model = model.double() if precision == "fp32" else model
-    engine = TextEngine(model, precision)
+    engine = Engine(model, precision)
     # Long enough that many rows of scores are computed by the kernel and few by products.
     texts = torch.randint(0, VOCAB, (3, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -312,7 +312,7 @@ def test_texts_of_unlike_length_grow_over_many_slots_as_the_model_reads_them(
 ) -> None:
     model = make("rotary", attention={"projections": "grouped", "num_kv_heads": 1}).float()
     texts = torch.randint(0, VOCAB, (2, 70), generator=torch.Generator().manual_seed(1))
-    engine = TextEngine(copy.deepcopy(model).to(dtype), precision)
+    engine = Engine(copy.deepcopy(model).to(dtype), precision)
     opened, _ = engine.read([texts[0, :60].tolist(), texts[1, :3].tolist()])
     for i in range(10):  # past the number of slots that bfloat16 reads at once
         logits = engine.step(torch.stack([texts[0, 60 + i], texts[1, 3 + i]]), opened)
@@ -332,9 +332,9 @@ def test_weights_are_packed_only_where_a_copy_is_a_small_part_of_the_memory(
         return of(*arguments, **options)
 
     monkeypatch.setattr(Maps, "of", watched)
-    TextEngine(make())
+    Engine(make())
     monkeypatch.setattr(thresholds, "SHARE_PACKED", 1e-9)
-    TextEngine(make())
+    Engine(make())
     assert packed == [True, False]
 
 
@@ -343,7 +343,7 @@ def test_the_model_itself_is_left_as_it_is() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kept = model(torch.tensor([PROMPTS[0]])).logits
     for precision in PRECISIONS:
-        generate_tokens(TextEngine(model, precision), PROMPTS, GenerationOptions(3))
+        generate_tokens(Engine(model, precision), PROMPTS, GenerationOptions(3))
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(model(torch.tensor([PROMPTS[0]])).logits, kept)
@@ -363,20 +363,20 @@ def test_what_attention_does_besides_its_maps_is_done_in_batches_too() -> None:
             weights = layer.weights()  # type: ignore[union-attr,operator]
             semantics = replace(weights.semantics, **changed)
             block.self_attention = MultiHeadAttention.from_weights(replace(weights, semantics=semantics))
-        engine = TextEngine(model)
+        engine = Engine(model)
         found = generate_tokens(engine, PROMPTS, GenerationOptions(6))
         assert [list(one.ids) for (one,) in found] == [plain(model, prompt, 6) for prompt in PROMPTS]
 
 
 def test_a_prompt_is_no_longer_than_is_asked_or_than_can_be_read() -> None:
-    engine = TextEngine(of_another_library(make("rotary")))
+    engine = Engine(of_another_library(make("rotary")))
     long = [1] * (LONGEST_PROMPT + 1)
     with pytest.raises(UsageError, match="32,769 tokens, and at most 32,768 are read at once: shorten it"):
         generate_tokens(engine, [long], GenerationOptions(1))
     options = GenerationOptions(1, max_prompt_tokens=4)
     with pytest.raises(UsageError, match="prompt 1 has 5 tokens, and at most 4"):
         generate_tokens(engine, PROMPTS, options)
-    windowed = TextEngine(make("rotary"))  # of a recipe: reads the end of a prompt
+    windowed = Engine(make("rotary"))  # of a recipe: reads the end of a prompt
     assert generate_tokens(windowed, [long], GenerationOptions(1))[0]
     with pytest.raises(UsageError, match="at most 4"):
         list(generate_stream(windowed, PROMPTS, options))

@@ -16,7 +16,6 @@ from triptych.decoding import (
     Precision,
     SamplingOptions,
     SearchOptions,
-    TextEngine,
     generate_tokens,
     search,
 )
@@ -80,7 +79,7 @@ def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
     torch.manual_seed(0)
     given = {"num_layers": 2, "d_model": 64, "d_ff": 96, "context": 256, **MODELS[name]}
     model = LanguageModel.of(LanguageModelConfig.model_validate(given), "decoder", 301).eval()
-    engine = TextEngine(model, precision)
+    engine = Engine(model, precision)
     texts = texts_of(9, 90, 301)
     assert_neighbours_change_nothing(lambda texts: generate_tokens(engine, texts, WAYS[way]), texts)
     options = WAYS[way]
@@ -128,7 +127,7 @@ def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
     name: str, precision: Precision, way: str
 ) -> None:
     opened = open_model(CHECKPOINTS / name, "cpu")
-    engine = TextEngine(opened.language_model, precision)
+    engine = Engine(opened.language_model, precision)
     assert_neighbours_change_nothing(
         lambda texts: generate_tokens(engine, texts, WAYS[way]), texts_of(9, 200, 2000)
     )

@@ -37,11 +37,11 @@ def make_model(vocab_size: int = 24, seed: int = 1, ends_like: float = 1.0) -> E
     )
     model = EncoderDecoder.of(config, vocab_size, vocab_size, PAD).eval()
     with torch.no_grad():
-        model.output.weight.mul_(2)
-        model.output.weight[EOS].mul_(ends_like)
-        for block in [*model.encoder, *model.decoder]:
+        model.head.output.weight.mul_(2)
+        model.head.output.weight[EOS].mul_(ends_like)
+        for block in [*model.encoder.blocks, *model.decoder.blocks]:
             block.self_attention.projections.v_proj.weight.mul_(3)
-        for block in model.decoder:
+        for block in model.decoder.blocks:
             block.cross_attention.projections.v_proj.weight.mul_(6)
     return model.double()
 
@@ -50,7 +50,7 @@ def favour(model: EncoderDecoder, tokens: list[int], bonus: float) -> None:
     """Make these tokens likelier at every step."""
     change = torch.zeros(model.tgt_vocab_size).double()
     change[tokens] = bonus
-    model.output.bias = nn.Parameter(change)
+    model.head.output.bias = nn.Parameter(change)
 
 
 def script(

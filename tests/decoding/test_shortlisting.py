@@ -51,7 +51,7 @@ class Hidden(DecodingEngine):
 
     def __init__(self, engine: Engine, allowed: Sequence[int]) -> None:
         self.engine, self.device, self.pad_id = engine, engine.device, engine.pad_id
-        self.max_target_tokens = engine.max_target_tokens
+        self.max_tokens = engine.max_tokens
         self.hidden = torch.ones(engine.vocab, dtype=torch.bool)
         self.hidden[list(allowed)] = False
 

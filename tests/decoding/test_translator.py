@@ -45,8 +45,8 @@ def translator(tokenizers: TokenizerPair) -> Translator:
     )
     model = EncoderDecoder.of(config, tokenizers.source.vocab_size, tokenizers.target.vocab_size)
     with torch.no_grad():
-        model.output.weight.mul_(2)
-        for block in model.decoder:
+        model.head.output.weight.mul_(2)
+        for block in model.decoder.blocks:
             block.cross_attention.projections.v_proj.weight.mul_(6)
     return Translator(model, tokenizers, SearchOptions(beam_size=2, max_extra_tokens=4))
 
@@ -134,7 +134,7 @@ def test_a_stream_gives_what_the_whole_gives(translator: Translator) -> None:
 def test_weights_that_change_between_two_calls_are_noticed(translator: Translator) -> None:
     before = translator.translate(GERMAN)
     with torch.no_grad():
-        translator.model.decoder[0].cross_attention.projections.v_proj.weight.mul_(-1)
+        translator.model.decoder.blocks[0].cross_attention.projections.v_proj.weight.mul_(-1)
     after = translator.translate(GERMAN)
     anew = Translator(translator.model, translator.tokenizers, translator.options).translate(GERMAN)
     assert texts(after) == texts(anew)

@@ -89,7 +89,7 @@ def test_changed_weights_reach_the_workers(translator: Translator) -> None:
     translator.start_workers()
     before = [one.text for one in translator.translate(LINES)]
     with torch.no_grad():
-        translator.model.decoder[0].feed_forward.outer.weight.neg_()
+        translator.model.decoder.blocks[0].feed_forward.outer.weight.neg_()
     translator.start_workers()
     after = [one.text for one in translator.translate(LINES)]
     assert after != before

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from triptych.checkpoints.models import load_language_model
+from triptych.decoding.engine import Engine
 from triptych.decoding.generation import Generated, GenerationOptions, generate_tokens
 from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.text_engine import TextEngine
 from triptych.errors import UsageError
 from triptych.face.engines import CTranslate2Generator
 from triptych.files import cache_folder
@@ -55,7 +55,7 @@ def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> No
     model = make(**options)
     model.config = None  # as of another library's checkpoint: no text is read again
     free = GenerationOptions(max_new_tokens=10)
-    ours = generate_tokens(TextEngine(model), PROMPTS, free)
+    ours = generate_tokens(Engine(model), PROMPTS, free)
     theirs = CTranslate2Generator(model)
     assert_alike(theirs.generate(PROMPTS, free, batch_rows=2), ours)
     # Stop tokens, one of them 0, and the end of a text that the caller sees.
@@ -67,7 +67,7 @@ def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> No
         seen[row] += 1
         return row == 2 and seen[row] == 3
 
-    expected = generate_tokens(TextEngine(model), PROMPTS, ending, ends=ends)
+    expected = generate_tokens(Engine(model), PROMPTS, ending, ends=ends)
     seen = dict.fromkeys(range(len(PROMPTS)), 0)
     found = theirs.generate(PROMPTS, ending, ends)
     assert {one.finish for (one,) in expected} >= {"token", "text"}
@@ -77,7 +77,7 @@ def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> No
 def test_a_text_of_a_run_ends_at_the_context_of_its_training() -> None:
     model, options = make(), GenerationOptions(max_new_tokens=20)  # a context of 12
     ((found,),) = CTranslate2Generator(model).generate([[1, 2, 3]], options)
-    ((ours,),) = generate_tokens(TextEngine(model), [[1, 2, 3]], options)
+    ((ours,),) = generate_tokens(Engine(model), [[1, 2, 3]], options)
     assert found.ids == ours.ids[:10]
     assert found.finish == "positions"
 
@@ -94,7 +94,7 @@ def test_no_token_ends_a_text_unless_it_is_asked_to() -> None:
 def test_beams_find_the_texts_of_our_own_engine(stops: tuple[int, ...]) -> None:
     model = make()
     options = GenerationOptions(max_new_tokens=6, beam_size=3, num_samples=2, alpha=0.7, stop_ids=stops)
-    ours = generate_tokens(TextEngine(model), PROMPTS, options)
+    ours = generate_tokens(Engine(model), PROMPTS, options)
     assert_alike(CTranslate2Generator(model).generate(PROMPTS, options), ours)
 
 
@@ -137,7 +137,7 @@ def test_trained_checkpoints_continue_as_our_own_engine_does(name: str) -> None:
     options = GenerationOptions(max_new_tokens=24)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(30, 1000, (8,), generator=draw).tolist() for _ in range(8)]
-    ours = generate_tokens(TextEngine(model), prompts, options)
+    ours = generate_tokens(Engine(model), prompts, options)
     found = CTranslate2Generator(model).generate(prompts, options)
     assert sum(one[0].ids == other[0].ids for one, other in zip(found, ours, strict=True)) >= 7
     rounded = CTranslate2Generator(model, "int8").generate(prompts, options)

@@ -57,10 +57,10 @@ def run(tokenizers: TokenizerPair, tmp_path: Path) -> OpenedModel:
     source, target = tokenizers.source, tokenizers.target
     model = EncoderDecoder.of(ModelConfig.model_validate(tree), source.vocab_size, target.vocab_size, 0)
     with torch.no_grad():
-        model.output.weight.mul_(3)
-        end = model.output.weight[target.eos_id]
-        model.decoder[-1].feed_forward_residual.norm.bias.copy_(5 * end / end.square().sum())
-        for block in model.decoder:
+        model.head.output.weight.mul_(3)
+        end = model.head.output.weight[target.eos_id]
+        model.decoder.blocks[-1].feed_forward_residual.norm.bias.copy_(5 * end / end.square().sum())
+        for block in model.decoder.blocks:
             block.cross_attention.projections.v_proj.weight.mul_(6)
     decoding = DecodingConfig(beam_size=3, alpha=0.6, max_extra_tokens=12)
     return OpenedModel("run", tmp_path / "run", model.eval(), tokenizers, decoding=decoding)
@@ -101,7 +101,7 @@ def test_a_model_is_converted_once_and_another_one_apart(run: OpenedModel) -> No
     assert [*cache.cache_folder().iterdir()] == [first]
     assert first.stat().st_mtime_ns == changed
     with torch.no_grad():
-        run.model.output.weight[7] += 1
+        run.model.head.output.weight[7] += 1
     both(run, options)
     both(run, SearchOptions(beam_size=1, max_extra_tokens=9))  # other positions
     assert len([*cache.cache_folder().iterdir()]) == 3

@@ -18,6 +18,7 @@ from triptych.models import (
 )
 from triptych.models.blocks import Residual
 from triptych.models.feed_forward import Dropout
+from triptych.models.storage import stored_parameters
 
 Norm = Literal["post", "pre"]
 BIASED = AttentionConfig(q_bias=True, k_bias=True, v_bias=True, o_bias=True)
@@ -52,22 +53,25 @@ def copy_attention(ours: nn.Module, torchs: nn.MultiheadAttention) -> None:
 
 
 def copy_stack(model: EncoderDecoder, encoder: nn.TransformerEncoder, decoder: nn.TransformerDecoder) -> None:
-    for block, layer in zip(model.encoder, encoder.layers, strict=True):
+    for block, layer in zip(model.encoder.blocks, encoder.layers, strict=True):
         copy_attention(block.self_attention, layer.self_attn)
         block.self_residual.norm.load_state_dict(layer.norm1.state_dict())
         block.feed_forward_residual.norm.load_state_dict(layer.norm2.state_dict())
-    for block, layer in zip(model.decoder, decoder.layers, strict=True):
+    for block, layer in zip(model.decoder.blocks, decoder.layers, strict=True):
         copy_attention(block.self_attention, layer.self_attn)
         copy_attention(block.cross_attention, layer.multihead_attn)
         block.self_residual.norm.load_state_dict(layer.norm1.state_dict())
         block.cross_residual.norm.load_state_dict(layer.norm2.state_dict())
         block.feed_forward_residual.norm.load_state_dict(layer.norm3.state_dict())
-    for block, layer in [*zip(model.encoder, encoder.layers), *zip(model.decoder, decoder.layers)]:  # noqa: B905
+    for block, layer in [
+        *zip(model.encoder.blocks, encoder.layers, strict=True),
+        *zip(model.decoder.blocks, decoder.layers, strict=True),
+    ]:
         block.feed_forward.inner.load_state_dict(layer.linear1.state_dict())
         block.feed_forward.outer.load_state_dict(layer.linear2.state_dict())
     if encoder.norm is not None:
-        model.encoder_norm.load_state_dict(encoder.norm.state_dict())
-        model.decoder_norm.load_state_dict(decoder.norm.state_dict())
+        model.encoder.final_norm.load_state_dict(encoder.norm.state_dict())
+        model.decoder.final_norm.load_state_dict(decoder.norm.state_dict())
 
 
 def embed(table: nn.Embedding, ids: Tensor) -> Tensor:
@@ -96,9 +100,9 @@ def test_encoder_and_decoder_are_torchs_with_the_same_weights(norm: Norm) -> Non
 
     padding = SRC == PAD
     triangle = torch.ones(4, 4, dtype=torch.bool).triu(1)
-    expected_memory = encoder(embed(model.src_embedding, SRC), src_key_padding_mask=padding)
+    expected_memory = encoder(embed(model.encoder.embeddings.table, SRC), src_key_padding_mask=padding)
     expected = decoder(
-        embed(model.tgt_embedding, TGT),
+        embed(model.decoder.embeddings.table, TGT),
         expected_memory,
         tgt_mask=triangle,
         memory_key_padding_mask=padding,
@@ -108,7 +112,7 @@ def test_encoder_and_decoder_are_torchs_with_the_same_weights(norm: Norm) -> Non
     decoded = model.decode(TGT, memory, model.memory_mask(SRC))
     assert_same(memory[~padding], expected_memory[~padding], kind="output")
     assert_same(decoded, expected, kind="output")
-    assert_same(model(SRC, TGT), expected @ model.output.weight.T, kind="output")
+    assert_same(model(SRC, TGT), expected @ model.head.output.weight.T, kind="output")
 
 
 @pytest.mark.parametrize(("tie", "num_tables"), [("all", 1), ("target", 2), ("none", 3)])
@@ -116,9 +120,10 @@ def test_a_tie_is_one_storage_and_no_tie_is_none(
     tie: Literal["all", "target", "none"], num_tables: int
 ) -> None:
     model = make_model(tie_embeddings=tie)
-    tables = [model.src_embedding.weight, model.tgt_embedding.weight, model.output.weight]
+    own = (stack.embeddings.table.weight for stack in model.stacks.values())
+    tables = [*own, model.head.output.weight]
     assert len({table.data_ptr() for table in tables}) == num_tables
-    names = [name for name, _ in model.named_parameters() if "embedding" in name or "output." in name]
+    names = [name for name in stored_parameters(model) if "embedding" in name or "output." in name]
     assert len(names) == num_tables
 
 
@@ -179,7 +184,7 @@ def test_dropout_stands_on_embeddings_and_on_every_sub_layer() -> None:
     at = {name: module.p for name, module in model.named_modules() if isinstance(module, Dropout)}
     residual = [p for name, p in at.items() if name.endswith("residual.dropout")]
     activation = [p for name, p in at.items() if name.endswith("feed_forward.dropout")]
-    assert at["embedding_dropout"] == 0.25
+    assert at["encoder.embeddings.dropout"] == at["decoder.embeddings.dropout"] == 0.25
     assert residual == [0.25] * (2 * 2 + 3 * 3)
     assert activation == [0.5] * 5
 

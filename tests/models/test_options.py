@@ -58,7 +58,7 @@ def test_what_there_is_not_is_refused(option: dict[str, Any]) -> None:
 def test_the_layout_of_the_positions_reaches_both_sides() -> None:
     config = make(positions=PositionsConfig(sinusoidal_layout="halves"))
     model = EncoderDecoder.of(config, 11, 11)
-    for positions in (model.src_positions, model.tgt_positions):
+    for positions in (model.encoder.embeddings.positions, model.decoder.embeddings.positions):
         assert isinstance(positions, SinusoidalPositions)
         assert positions.layout == "halves"
 
@@ -67,10 +67,10 @@ def test_the_layout_of_the_positions_reaches_both_sides() -> None:
 def test_the_output_bias_is_added_to_the_logits_and_begins_as_zeros(tie: str) -> None:
     model = EncoderDecoder.of(make(tie_embeddings=tie, output_bias=True), 11, 11).eval()
     before = model(SRC, TGT)
-    assert_same(model.output.bias.detach(), torch.zeros(11), kind="exact")
+    assert_same(model.head.output.bias.detach(), torch.zeros(11), kind="exact")
     bias = torch.randn(11)
     with torch.no_grad():
-        model.output.bias.copy_(bias)
+        model.head.output.bias.copy_(bias)
     assert_same(model(SRC, TGT), before + bias, kind="output")
 
 

@@ -96,17 +96,20 @@ def test_only_without_positions_does_the_encoder_not_see_the_order(scheme: str) 
 def test_only_learned_positions_are_weights(scheme: str) -> None:
     names = set(make_model(scheme).state_dict())
     assert {name for name in names if "positions" in name} == (
-        {"src_positions.weight", "tgt_positions.weight"} if scheme == "learned" else set()
+        {f"{half}.embeddings.positions.weight" for half in ("encoder", "decoder")}
+        if scheme == "learned"
+        else set()
     )
     assert {name for name in names if "positions" not in name} == set(make_model("none").state_dict())
 
 
 def test_learned_positions_of_source_and_target_are_different_rows() -> None:
     model = make_model("learned")
-    assert model.src_positions.weight.shape == (12, 16)
-    assert not torch.equal(model.src_positions.weight, model.tgt_positions.weight)
+    both = [stack.embeddings.positions for stack in model.stacks.values()]
+    assert both[0].weight.shape == (12, 16)
+    assert not torch.equal(both[0].weight, both[1].weight)
     model(SRC, TGT).sum().backward()
-    for positions in (model.src_positions, model.tgt_positions):
+    for positions in both:
         gradient = positions.weight.grad
         assert gradient is not None
         assert gradient[:5].abs().sum(dim=1).min() > 0
@@ -143,7 +146,7 @@ def test_a_search_ends_where_the_learned_positions_do(beam_size: int, fixed: boo
     model = make_model("learned")
     against_the_end = torch.zeros(VOCAB).double()
     against_the_end[EOS] = -30
-    model.output.bias = torch.nn.Parameter(against_the_end)
+    model.head.output.bias = torch.nn.Parameter(against_the_end)
     options = SearchOptions(beam_size=beam_size, max_extra_tokens=50)
     engine = Engine(model, never=(PAD, BOS))
     engine.fixed = fixed

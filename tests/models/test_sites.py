@@ -88,12 +88,12 @@ def test_every_layer_has_a_name_and_is_named_once() -> None:
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     assert {id(site.layer) for site in sites} == {id(layer) for layer in layers}
     by_name = {site.name: site for site in sites}
-    assert by_name["cross.1"].layer is model.decoder[1].cross_attention
-    assert by_name["cross.1"].residual is model.decoder[1].cross_residual
-    assert by_name["decoder.2"].layer is model.decoder[2].self_attention
-    assert by_name["decoder.2"].residual is model.decoder[2].self_residual
-    assert by_name["encoder.1"].layer is model.encoder[1].self_attention
-    assert by_name["encoder.1"].residual is model.encoder[1].self_residual
+    assert by_name["cross.1"].layer is model.decoder.blocks[1].cross_attention
+    assert by_name["cross.1"].residual is model.decoder.blocks[1].cross_residual
+    assert by_name["decoder.2"].layer is model.decoder.blocks[2].self_attention
+    assert by_name["decoder.2"].residual is model.decoder.blocks[2].self_residual
+    assert by_name["encoder.1"].layer is model.encoder.blocks[1].self_attention
+    assert by_name["encoder.1"].residual is model.encoder.blocks[1].self_residual
     kinds = {site.stack: site.kind for site in sites}
     assert kinds == {"encoder": "self", "decoder": "causal", "cross": "cross"}
 
@@ -123,8 +123,8 @@ def test_weights_carry_what_the_model_knows_of_them(norm: Any, scheme: Any) -> N
         assert weights.norm.offset == 0
         assert (weights.memory_norm is not None) == (site.stack == "cross")
         if weights.memory_norm is not None:
-            assert isinstance(model.encoder_norm, nn.LayerNorm)
-            assert_same(weights.memory_norm.weight, model.encoder_norm.weight.detach(), kind="exact")
+            assert isinstance(model.encoder.final_norm, nn.LayerNorm)
+            assert_same(weights.memory_norm.weight, model.encoder.final_norm.weight.detach(), kind="exact")
     assert not any(tensor.requires_grad for weights in found.values() for tensor in weights.tensors())
 
 
@@ -183,8 +183,8 @@ def test_a_model_with_nothing_changed_is_a_copy(tie: Any, config: str) -> None:
     pointers = [{p.data_ptr() for p in one.parameters()} for one in (model, copy)]
     assert not pointers[0] & pointers[1]
     for one in (model, copy):
-        assert (one.output.weight is one.tgt_embedding.weight) == (tie != "none")
-        assert (one.src_embedding is one.tgt_embedding) == (tie == "all")
+        assert (one.head.output.weight is one.decoder.embeddings.table.weight) == (tie != "none")
+        assert (one.encoder.embeddings.table is one.decoder.embeddings.table) == (tie == "all")
     for one, other in zip(attention_sites(copy), attention_sites(model), strict=True):
         assert one.layer is not other.layer
         assert one.layer.num_heads == other.layer.num_heads
@@ -248,7 +248,7 @@ def test_the_new_model_computes_with_the_changed_weights() -> None:
     model = make_model()
     changed = changed_weights()
     new = with_attention(model, {"cross.0": changed})
-    model.decoder[0].cross_attention = MultiHeadAttention.from_weights(changed)
+    model.decoder.blocks[0].cross_attention = MultiHeadAttention.from_weights(changed)
     assert_same(new(SRC, TGT), model(SRC, TGT), kind="exact")
 
 

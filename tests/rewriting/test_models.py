@@ -230,12 +230,12 @@ def test_post_norm_keeps_its_norms() -> None:
 
 def test_folded_norms_have_gain_one_and_no_shift() -> None:
     folded = rewriting.fold_norm(make_model("mixed"))
-    norms = [site.residual.norm for site in attention_sites(folded)] + [folded.encoder_norm]
+    norms = [site.residual.norm for site in attention_sites(folded)] + [folded.encoder.final_norm]
     for norm in norms:
         assert (norm.weight == 1).all()
         assert (norm.bias == 0).all()
     others = [block.feed_forward_residual.norm for block in (*folded.encoder, *folded.decoder)]
-    assert all((norm.weight != 1).any() for norm in [*others, folded.decoder_norm])
+    assert all((norm.weight != 1).any() for norm in [*others, folded.decoder.final_norm])
 
 
 def test_the_norm_of_the_memory_is_folded_everywhere_or_nowhere() -> None:
@@ -387,18 +387,18 @@ def test_bounded_rewrites_move_a_model_and_say_how_far(norm: str) -> None:
 def test_weights_that_are_no_numbers_are_refused_with_the_map_and_the_site(name: str, value: float) -> None:
     model = make_model("mixed")
     with torch.no_grad():
-        model.get_parameter("decoder.1.cross_attention.projections.k_proj.weight")[2, 3] = value
+        model.get_parameter("decoder.blocks.1.cross_attention.projections.k_proj.weight")[2, 3] = value
     with pytest.raises(RewriteRefusedError, match=r"at cross\.1 refused: 1 of 576 numbers in a map of k are"):
         LIFTED[name](model)
 
 
 def test_frozen_parameters_stay_frozen() -> None:
     model = make_model("mixed")
-    model.get_parameter("tgt_embedding.weight").requires_grad_(False)
+    model.get_parameter("decoder.embeddings.table.weight").requires_grad_(False)
     attention_sites(model)[0].layer.requires_grad_(False)
     folded = rewriting.fold(model)
     first, second = (site.layer for site in attention_sites(folded)[:2])
-    assert not folded.get_parameter("tgt_embedding.weight").requires_grad
+    assert not folded.get_parameter("decoder.embeddings.table.weight").requires_grad
     assert not any(parameter.requires_grad for parameter in first.parameters())
     assert all(parameter.requires_grad for parameter in second.parameters())
     frozen = MultiHeadAttention(8, 2, Stacked()).requires_grad_(False)

@@ -36,7 +36,7 @@ def make_model(tie: str = "all", norm: str = "post", seed: int = 2, num_layers: 
 def loss_of(model: EncoderDecoder) -> Tensor:
     x = model.decode(TGT_IN, model.encode(SRC), model.memory_mask(SRC))
     real = TGT_OUT != 0
-    return output_loss(x[real], model.output.weight, TGT_OUT[real], 0.1).smoothed
+    return output_loss(x[real], model.head.output.weight, TGT_OUT[real], 0.1).smoothed
 
 
 def gradients_of(model: EncoderDecoder) -> Tensor:
@@ -53,9 +53,9 @@ def test_the_twin_holds_the_weights_rounded_and_shares_the_tables(tie: str) -> N
         for parameter in model.parameters():
             parameter.add_(0.1)
     twin.follow()
-    assert twin.model.tgt_embedding.weight is model.tgt_embedding.weight
-    assert twin.model.src_embedding.weight is model.src_embedding.weight
-    assert (twin.model.output.weight is twin.model.tgt_embedding.weight) == (tie != "none")
+    assert twin.model.decoder.embeddings.table.weight is model.decoder.embeddings.table.weight
+    assert twin.model.encoder.embeddings.table.weight is model.encoder.embeddings.table.weight
+    assert (twin.model.head.output.weight is twin.model.decoder.embeddings.table.weight) == (tie != "none")
     rounded = 0
     for own, master in zip(twin.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(own, master.to(own.dtype))
@@ -96,7 +96,7 @@ def test_gradients_of_several_batches_are_added_up_in_float32() -> None:
     model = make_model()
     twin = NarrowTwin(model)
     twin.follow()
-    weight = model.encoder[0].feed_forward.inner.weight
+    weight = model.encoder.blocks[0].feed_forward.inner.weight
     sums = []
     for _ in range(3):
         loss_of(twin.model).backward()  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ if {narrow}:
 # Traced and differentiated, but no code generated.
 compile_blocks([*models[1].encoder, *models[1].decoder], torch.device("cpu"), backend="aot_eager")
 losses = [loss_of(model) for model in models]
-weights = [model.encoder[0].feed_forward.inner.weight for model in models]
+weights = [model.encoder.blocks[0].feed_forward.inner.weight for model in models]
 gradients = [torch.autograd.grad(*pair)[0].float() for pair in zip(losses, weights)]
 assert models[1].state_dict().keys() == models[0].state_dict().keys()
 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2

@@ -125,7 +125,7 @@ def test_frozen_tables_get_no_gradient_and_all_else_does() -> None:
     model = EncoderDecoder.of(config, 10, 12)
     model(torch.tensor([[3, 4]]), torch.tensor([[1, 5]])).square().sum().backward()
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    assert without == {"src_embedding.weight", "tgt_embedding.weight"}
+    assert without == {"encoder.embeddings.table.weight", "decoder.embeddings.table.weight"}
 
 
 def test_a_configuration_without_these_options_is_stored_as_before() -> None:

@@ -242,37 +242,29 @@ def _losses_from(
         first = order.index(site.block)
         x = repeated(run.residuals[model.architecture.kind][first])
         mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
-        for number in order[first:]:
-            x = model.blocks[number](x, mask, causal=model.causal)
-        return _losses(model, batch, model.final_norm(x))
+        return _losses(model, batch, model.from_stream(x, first, mask=mask))
     assert batch.src_tokens is not None
     mask = repeated(batch.src_tokens[:, None, None, :])
-    memory, first = repeated(model.encoder_norm(run.residuals["encoder"][-1])), site.block
-    x = repeated(run.residuals["decoder"][first])
+    read, written = run.residuals["encoder"], run.residuals["decoder"]
     if site.stack == "encoder":
-        memory = repeated(run.residuals["encoder"][first])
-        for block in model.encoder[first:]:
-            memory = block(memory, mask)
-        memory, first = model.encoder_norm(memory), 0
-        x = repeated(run.residuals["decoder"][0])
-    for block in model.decoder[first:]:
-        x = block(x, causal=True, memory=memory, memory_mask=mask)
-    return _losses(model, batch, model.decoder_norm(x))
+        memory, first = model.encoder.from_stream(repeated(read[site.block]), site.block, mask=mask), 0
+    else:
+        memory, first = repeated(model.encoder.final_norm(read[-1])), site.block
+    x = model.decoder.from_stream(repeated(written[first]), first, memory=memory, memory_mask=mask)
+    return _losses(model, batch, x)
 
 
 def _losses(
     model: LanguageModel | EncoderDecoder, batch: Batch, hidden: Float[Tensor, "all length d_model"]
 ) -> Float[Tensor, "times rows"]:
     """Sums over the tokens of each row in nats; the rows may come several times."""
-    logits_of = model.logits if isinstance(model, EncoderDecoder) else model.head
-    assert logits_of is not None
+    assert model.head is not None, "`require_loss` asks for it"
     times = hidden.shape[0] // batch.predicts.shape[0]
     counted = batch.predicts.repeat(times, 1)
     wanted, rows = batch.targets.repeat(times, 1)[counted], counted.nonzero()[:, 0]
-    vocab = model.tgt_vocab_size if isinstance(model, EncoderDecoder) else model.vocab_size
-    step, parts = max(1, _LOGITS_AT_A_TIME // vocab), []
+    step, parts = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features), []
     for read, ids in zip(torch.split(hidden[counted], step), torch.split(wanted, step), strict=True):
-        logits = logits_of(read)
+        logits = model.head(read)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         parts.append(logits.logsumexp(dim=-1) - logits.gather(1, ids[:, None])[:, 0])
     sums = torch.zeros(counted.shape[0], dtype=torch.float64, device=hidden.device)

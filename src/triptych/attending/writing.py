@@ -34,7 +34,9 @@ class OutputTable:
         An encoder without output is read through its embedding table.
         """
         if isinstance(model, EncoderDecoder):
-            return None if stack == "encoder" else cls(model.decoder_norm, model.output.weight)
+            if stack == "encoder":
+                return None
+            model = model.decoder
         if model.head is not None and model.head.config.width is None:
             return cls(model.final_norm, model.head.output.weight)
         table = model.embeddings.table.weight

@@ -26,9 +26,9 @@ from triptych.checkpoints.specs import AttentionSpec
 from triptych.checkpoints.unknown import LOOKS_LIKE_ATTENTION, refuse_unknown
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.architecture import EmbeddingsConfig, LanguageModelArchitecture
+from triptych.models.architecture import EmbeddingsConfig
 from triptych.models.sites import attention_sites, attention_weights, input_norms
-from triptych.models.storage import read_own_model
+from triptych.models.storage import read_own_model, stored_parameters
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import SAFETENSORS, Tensors
@@ -58,7 +58,7 @@ class OwnModel(AttentionSource):
         }
         self._names = found
         self.sites = tuple(found)
-        parameters = dict(self.model.named_parameters())
+        parameters = stored_parameters(self.model)
         # The maps are views of parameters.
         attention = {
             tensor.untyped_storage().data_ptr()
@@ -99,10 +99,7 @@ class OwnModel(AttentionSource):
 
     @property
     def _positions(self) -> EmbeddingsConfig:
-        architecture = self.model.architecture
-        if isinstance(architecture, LanguageModelArchitecture):
-            return architecture.embeddings
-        return architecture.source
+        return next(iter(self.model.stacks.values())).architecture.embeddings
 
     def input_modules(self, site: Site) -> tuple[str, str]:
         return site.module, site.module

@@ -87,54 +87,23 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     source, target = read.architecture(), write.architecture()
     head = target.head
     assert head is not None
-    shared = read.table == write.table
-    entries = [
-        (tuple(_renamed(name, _SOURCE) for name in ours), stored)
-        for ours, stored in read.entries.found
-        if not (shared and ours == ("embeddings.table.weight",))
-    ]
-    entries += [
-        (tuple(_renamed(name, _TARGET) for name in ours), stored) for ours, stored in write.entries.found
-    ]
     architecture = EncoderDecoderArchitecture(
-        d_model=target.d_model,
-        source=source.embeddings,
-        target=target.embeddings,
-        shared=shared,
-        encoder=source.blocks,
-        decoder=target.blocks,
-        encoder_norm=source.final_norm,
-        decoder_norm=target.final_norm,
-        tied=head.tied,
-        output_bias=head.bias,
-        logit_scale=head.scale,
+        replace(source, kind="encoder", head=None),
+        # Theirs scale what the output table reads.
+        replace(target, kind="decoder", head=replace(head, scale=1.0, input_scale=head.scale)),
+        shared=read.table == write.table,
     )
+    entries = [
+        (tuple(f"{half}.{name}" for name in ours), stored)
+        for half, mapping in (("encoder", read), ("decoder", write))
+        for ours, stored in mapping.entries.found
+        if not (architecture.shared and half == "encoder" and ours == ("embeddings.table.weight",))
+    ]
     tensors = LayerMap(dict(entries))
     _account(checkpoint, tensors, (read, write))
     pad_id = write.settings.whole("pad_token_id | 0")
     copies = {**read.entries.copies, **write.entries.copies}
     return ModelMap(architecture, (*encoder, *decoder, *cross), tensors, copies, pad_id)
-
-
-_SOURCE = {
-    "embeddings.table.": "src_embedding.",
-    "embeddings.positions.": "src_positions.",
-    "embeddings.norm.": "src_norm.",
-    "blocks.": "encoder.",
-    "final_norm.": "encoder_norm.",
-}
-_TARGET = {
-    "embeddings.table.": "tgt_embedding.",
-    "embeddings.positions.": "tgt_positions.",
-    "embeddings.norm.": "tgt_norm.",
-    "blocks.": "decoder.",
-    "final_norm.": "decoder_norm.",
-    "head.output.": "output.",
-}
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    return next(new + name.removeprefix(old) for old, new in names.items() if name.startswith(old))
 
 
 @final

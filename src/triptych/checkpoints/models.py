@@ -26,9 +26,9 @@ from triptych.checkpoints.model_map import ModelMap, encoder_decoder_map, model_
 from triptych.checkpoints.positions import table_names
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError, UsageError
-from triptych.models.blocks import Block
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
+from triptych.models.sites import attention_sites
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import InMemory, Tensors, of_one
 
@@ -78,10 +78,7 @@ def _opened(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Check
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
     """The model of an opened checkpoint."""
     found = model_map(checkpoint)
-    model = _read(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
-    if model.head is not None and model.head.config.tied:
-        model.head.output.weight = model.embeddings.table.weight
-    return model
+    return _read(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
 
 
 def load_encoder_decoder(
@@ -95,16 +92,14 @@ def load_encoder_decoder(
 def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
     """The encoder and the decoder of an opened checkpoint; see `read_model`."""
     found = encoder_decoder_map(checkpoint)
-    made, start = found.architecture, len(found.architecture.encoder)
+    made = found.architecture
 
     def make(layers: list[MultiHeadAttention]) -> EncoderDecoder:
-        own, cross = layers[start : start + len(made.decoder)], layers[start + len(made.decoder) :]
-        return EncoderDecoder(made, layers[:start], zip(own, cross, strict=True), found.pad_id)
+        start, count = len(made.encoder.blocks), len(made.decoder.blocks)
+        own, cross = layers[start : start + count], layers[start + count :]
+        return EncoderDecoder(made, layers[:start], own, cross, found.pad_id)
 
-    model = _read(checkpoint, dtype, found, make)
-    if made.tied:
-        model.output.weight = model.tgt_embedding.weight
-    return model
+    return _read(checkpoint, dtype, found, make)
 
 
 def _read(
@@ -120,6 +115,9 @@ def _read(
         model = make(attention)
     for name, tensor in found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)).items():
         _hold(model, name, tensor)
+    *_, last = model.stacks.values()
+    if last.head is not None and last.head.config.tied:
+        last.head.output.weight = last.embeddings.table.weight
     return off_meta(model).eval()
 
 
@@ -249,13 +247,10 @@ class _Parts:
 
     @classmethod
     def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_Parts":
-        if isinstance(model, LanguageModel):
-            found: ModelMap[Any] = model_map(checkpoint)
-            layers = [block.self_attention for block in _blocks(model.blocks)]
-        else:
-            found, decoder = encoder_decoder_map(checkpoint), _blocks(model.decoder)
-            layers = [block.self_attention for block in (*_blocks(model.encoder), *decoder)]
-            layers += [block.cross_attention for block in decoder]
+        found: ModelMap[Any]
+        found = model_map(checkpoint) if isinstance(model, LanguageModel) else encoder_decoder_map(checkpoint)
+        sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
+        layers = [site.layer for site in sites]
         return cls(model, found.tensors, found.copies, [*zip(found.sites, layers, strict=True)])
 
     def changed(self, checkpoint: Checkpoint) -> _Stored:
@@ -275,10 +270,6 @@ class _Parts:
                 yield from stored.write(new)
         for site, layer in self.layers:
             yield from _changed_in_layer(checkpoint, site, read_attention(checkpoint, site, dtype), layer)
-
-
-def _blocks(blocks: nn.ModuleList) -> list[Block]:
-    return [block for block in blocks if isinstance(block, Block)]
 
 
 def _changed_in_layer(

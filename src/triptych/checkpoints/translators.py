@@ -109,23 +109,24 @@ def _with_recipe(
     model: EncoderDecoder, settings: _Settings, longest: int | float | None, path: Path
 ) -> EncoderDecoder:
     """The model as a recipe makes it, of the same tensors; as it is if it has positions of its own."""
-    found = dict(model.named_parameters(remove_duplicate=False))
-    for side in ("src", "tgt"):
-        table = found.pop(f"{side}_positions.weight", None)
-        if table is not None and not _are_sinusoidal(table):
+    found, bias = dict(model.named_parameters(remove_duplicate=False)), "decoder.head.output.bias"
+    for half in model.stacks:
+        rows = found.pop(f"{half}.embeddings.positions.weight", None)
+        if rows is not None and not _are_sinusoidal(rows):
             return model
-    if (bias := found.get("output.bias")) is not None and not bias.any():
-        del found["output.bias"]
+    if bias in found and not found[bias].any():
+        del found[bias]
     positions = settings.max_position_embeddings
     most = positions if longest is None else int(min(positions, longest))
     try:
-        config = _recipe(settings, most - 1, "output.bias" in found)  # the end takes a position too
+        config = _recipe(settings, most - 1, bias in found)  # the end takes a position too
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"{path}: {message}") from None
     if config.tie_embeddings == "none" and settings.share_encoder_decoder_embeddings:
         # No recipe ties the tables of both sides without the output: each has its own copy.
-        found["src_embedding.weight"] = nn.Parameter(found["src_embedding.weight"].detach().clone())
+        table = "encoder.embeddings.table.weight"
+        found[table] = nn.Parameter(found[table].detach().clone())
     with torch.device("meta"), Undrawn():
         ours = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
     for name, _ in [*ours.named_parameters(remove_duplicate=False)]:

@@ -114,19 +114,19 @@ def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: i
     decoder = transformer_spec.TransformerDecoderSpec(config.decoder.num_layers, num_heads["decoder"], **same)
     for stack in (encoder, decoder):
         stack.scale_embeddings = float(config.d_model**0.5)
-    encoder.embeddings[0].weight = _array(model.src_embedding.weight)
-    decoder.embeddings.weight = _array(model.tgt_embedding.weight)
-    encoder.position_encodings.encodings = _array(position_table(model, "src", length))
-    decoder.position_encodings.encodings = _array(position_table(model, "tgt", length))
+    encoder.embeddings[0].weight = _array(model.encoder.embeddings.table.weight)
+    decoder.embeddings.weight = _array(model.decoder.embeddings.table.weight)
+    encoder.position_encodings.encodings = _array(position_table(model.encoder, length))
+    decoder.position_encodings.encodings = _array(position_table(model.decoder, length))
     if config.norm == "pre":
-        _set_norm(encoder.layer_norm, model.encoder_norm)
-        _set_norm(decoder.layer_norm, model.decoder_norm)
-    _set_linear(decoder.projection, [model.output])
-    for layer, block in zip(encoder.layer, model.encoder, strict=True):
+        _set_norm(encoder.layer_norm, model.encoder.final_norm)
+        _set_norm(decoder.layer_norm, model.decoder.final_norm)
+    _set_linear(decoder.projection, [model.head.output])
+    for layer, block in zip(encoder.layer, model.encoder.blocks, strict=True):
         assert isinstance(block, Block)  # a ModuleList does not tell
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
         _set_feed_forward(layer.ffn, block.feed_forward, block.feed_forward_residual)
-    for layer, block in zip(decoder.layer, model.decoder, strict=True):
+    for layer, block in zip(decoder.layer, model.decoder.blocks, strict=True):
         assert isinstance(block, Block)
         _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
         _set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))

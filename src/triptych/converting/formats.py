@@ -31,6 +31,7 @@ from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.architecture import FeedForwardConfig, NormConfig
 from triptych.models.blocks import Block
+from triptych.models.sites import attention_sites
 from triptych.text import TokenizerPair
 
 # The width of the stream, among sizes.
@@ -106,7 +107,7 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     settings: dict[str, Any] = {
         "architectures": [{"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration"}[kind]],
         "model_type": kind,
-        "dtype": str(model.tgt_embedding.weight.dtype).removeprefix("torch."),
+        "dtype": str(model.decoder.embeddings.table.weight.dtype).removeprefix("torch."),
         "is_encoder_decoder": True,
         "d_model": config.d_model,
         "encoder_layers": config.encoder.num_layers,
@@ -133,12 +134,12 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
         settings["decoder_vocab_size"] = model.tgt_vocab_size
         settings["share_encoder_decoder_embeddings"] = shared
     stored = _translator_names(model, kind, length, shared=shared, tied=tied)
-    given = {f"{side}_positions.weight": position_table(model, side, length) for side in ("src", "tgt")}
-    layers = [
-        *(block.self_attention.weights() for block in _blocks(model.encoder)),
-        *(block.self_attention.weights() for block in _blocks(model.decoder)),
-        *(block.cross_attention.weights() for block in _blocks(model.decoder)),
-    ]
+    given = {
+        f"{half}.embeddings.positions.weight": position_table(stack, length)
+        for half, stack in model.stacks.items()
+    }
+    sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
+    layers = [site.layer.weights() for site in sites]
     tensors = new_tensors(model, layers, settings, _shapes(stored, config.d_model), given)
     if "lm_head.weight" in tensors:  # it may be the decoder's table, a tie that Pegasus does not have
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()

@@ -137,7 +137,7 @@ def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
         _LOGITS.format("triptych"),
         logits_of(run.encoder_decoder, pairs),
         logits_of(model, pairs),
-        TOLERANCES[model.tgt_embedding.weight.dtype],
+        TOLERANCES[model.decoder.embeddings.table.weight.dtype],
     )
 
 
@@ -156,7 +156,7 @@ def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
         attention_mask=pairs.mask(run.encoder_decoder.pad_id).long(),
         decoder_input_ids=pairs.tgt_in,
     ).logits
-    dtype = run.encoder_decoder.tgt_embedding.weight.dtype
+    dtype = run.encoder_decoder.decoder.embeddings.table.weight.dtype
     if found.dtype != dtype:
         raise DataError(f"{folder} is read as {found.dtype}, and the model is {dtype}")
     # Marian's positions in transformers are numbers of float32 in any dtype.

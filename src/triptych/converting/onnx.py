@@ -28,7 +28,9 @@ from triptych.converting.plain import max_positions
 from triptych.decoding import Engine
 from triptych.decoding.fused import FusedAttention, numbers_of
 from triptych.extras import is_installed, require_extra
-from triptych.models.blocks import Block, NewTokens
+from triptych.models import EncoderDecoder
+from triptych.models.blocks import NewTokens
+from triptych.models.sites import blocks_of
 from triptych.opening import OpenedModel
 from triptych.text import SentencePieceTokenizer
 
@@ -45,12 +47,13 @@ class EncoderGraph(nn.Module):
         """Take the encoder."""
         super().__init__()
         self.engine, self.max_tokens = engine, max_tokens
-        self.model, self.memory_map = engine.model, engine.memory_map  # for the names of their tensors
+        # For the names of their tensors.
+        self.model, self.memory_map = cast(EncoderDecoder, engine.model), engine.memory_map
 
     def forward(self, src_ids: Tensor) -> tuple[Tensor, ...]:
         """`[batch, src_len]` → mask `[batch, src_len]`, then keys and values of each decoder layer."""
         positions = PositionIds(torch.arange(src_ids.shape[1]), self.max_tokens, sharing=1)
-        memory = self.engine.read(self.model.encode(src_ids, positions))
+        memory = self.engine.project_memory(self.model.encode(src_ids, positions))
         return (src_ids != self.engine.pad_id, *(tensor for layer in memory for tensor in layer))
 
 
@@ -61,11 +64,13 @@ class DecoderGraph(nn.Module):
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         """Take the decoder; see `EncoderGraph`."""
         super().__init__()
-        self.max_tokens, self.model, self.vocab = max_tokens, engine.model, engine.vocab_size
+        self.max_tokens, self.vocab = max_tokens, engine.vocab_size
+        self.model = cast(EncoderDecoder, engine.model)
 
     def kept_sizes(self) -> list[tuple[int, int]]:
         """Heads and width of the keys and values of each layer, in the order of `own`."""
-        layers = [cast(FusedAttention, cast(Block, b).self_attention) for b in self.model.decoder]
+        blocks = blocks_of(self.model, "decoder")
+        layers = [cast(FusedAttention, block.self_attention) for block in blocks]
         return [(layer.groups, layer.width) for layer in layers for _ in range(2)]
 
     def forward(
@@ -82,7 +87,7 @@ class DecoderGraph(nn.Module):
             of_memory.append((memory[2 * i], memory[2 * i + 1]))
         x = self.model.decode(tgt_ids, None, mask[:, None, None, :], cache, new)
         kept = [entry for layer in cache.own for entry in layer.entries]
-        return (self.model.logits(x)[..., : self.vocab], *kept)
+        return (self.model.head(x)[..., : self.vocab], *kept)
 
 
 @final

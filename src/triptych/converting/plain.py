@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, standard_scale
 from triptych.attention import LearnedPositions, sinusoidal
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder, attention_weights, with_attention
+from triptych.models import EncoderDecoder, LanguageModel, attention_weights, with_attention
 from triptych.models.blocks import Block
 from triptych.rewriting.models import WeightsRewrite, rewrite
 
@@ -172,15 +172,16 @@ def max_positions(model: EncoderDecoder, max_extra_tokens: int) -> int:
     return config.max_source_tokens + max_extra_tokens + 1
 
 
-def position_table(model: EncoderDecoder, side: Literal["src", "tgt"], length: int) -> Tensor:
+@torch.no_grad()
+def position_table(stack: LanguageModel, length: int) -> Tensor:
     """What is added to the embeddings of the first tokens, `[length, d_model]`."""
-    positions = model.src_positions if side == "src" else model.tgt_positions
-    some, d_model = model.tgt_embedding.weight, model.config.d_model
-    if isinstance(positions, LearnedPositions):
-        return positions.weight.detach()[:length]
-    if model.config.positions.scheme == "none":
+    embeddings, d_model = stack.embeddings, stack.architecture.d_model
+    if isinstance(embeddings.positions, LearnedPositions):
+        return embeddings.positions.weight[:length].detach()
+    some = embeddings.table.weight
+    if embeddings.config.positions == "none":
         return some.new_zeros(length, d_model)
-    return sinusoidal(length, d_model, model.config.positions.sinusoidal_layout).to(some)
+    return sinusoidal(length, d_model, embeddings.config.sinusoidal_layout).to(some)
 
 
 # Language models.

@@ -1,8 +1,8 @@
 """Translations and continuations: search and sampling over a cache, text in, text out.
 
 A `Translator` or `TextGenerator` turns texts into token ids and batches (`batches.py`), and ids back into
-text. An `Engine` (`engine.py`, encoder-decoders) or `TextEngine` (`text_engine.py`, language models) is a
-model made ready: maps fused (`fused.py`) and of a precision (`maps.py`), one step for all rows of a batch.
+text. An `Engine` (`engine.py`) is a model made ready: maps fused (`fused.py`) and of a precision (`maps.py`),
+one step for all rows of a batch.
 `search.py` has the beam, `generation.py` and `sampling.py` the loop that draws. `plain_engine.py` is the
 slow reference. Start with `translator.py` and `search.py`.
 """
@@ -30,7 +30,6 @@ from triptych.decoding.search import SearchOptions as SearchOptions
 from triptych.decoding.search import Stop as Stop
 from triptych.decoding.search import length_penalty as length_penalty
 from triptych.decoding.search import search as search
-from triptych.decoding.text_engine import TextEngine as TextEngine
 from triptych.decoding.text_generator import Continuation as Continuation
 from triptych.decoding.text_generator import TextGenerator as TextGenerator
 from triptych.decoding.translator import Candidate as Candidate

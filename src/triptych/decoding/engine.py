@@ -1,8 +1,8 @@
-"""Decoding step by step: a model made ready, and what is kept of the hypotheses of a batch."""
+"""Decoding step by step: a decoder made ready."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast, final
 
@@ -11,11 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.attention import MultiHeadAttention
 from triptych.decoding.cache import TextCache, even_length
-from triptych.decoding.fused import FusedAttention, call_directly, fused
-from triptych.decoding.maps import Maps, Precision, has_room_for_another, unsupported_precision
-from triptych.models import EncoderDecoder
-from triptych.models.blocks import Block
+from triptych.decoding.fused import FusedAttention, call_directly, cast_parameters, evaluating_copy, fuse
+from triptych.decoding.maps import MappedFiles, Maps, Precision, has_room_for_another, unsupported_precision
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.experts import Experts
+from triptych.models.sites import blocks_of
 
 # The vocabulary is looked through in groups of so many tokens: first the best of each group, then
 # only the groups that can hold one of the best.
@@ -27,8 +29,8 @@ class DecodingEngine(ABC):
 
     device: torch.device  # where it runs
     pad_id: int  # the token that is read nowhere
-    # longest target that the model has positions for; None if there is no limit
-    max_target_tokens: int | None
+    # longest text that the decoder has positions for; None if there is no limit
+    max_tokens: int | None
     # whether the steps of a batch are always the same work (`FixedSteps`)
     fixed: bool = False
     # whether texts join a batch that has taken steps
@@ -41,88 +43,127 @@ class DecodingEngine(ABC):
 
     @abstractmethod
     def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
-        """Logits of the token after each of `tokens`, one a row, in whole groups of `GROUP` columns."""
+        """Logits of the token after each of `tokens`, one a row."""
 
 
 @final
 class Engine(DecodingEngine):
-    """A model as decoding wants it: `fused`, its tables scaled, its output layer filled up."""
+    """A model as decoding wants it: maps fused, of a precision. It may share memory with the model.
+
+    A language model reads texts and goes on from them (`read`). An encoder-decoder reads sentences (`start`)
+    that its decoder attends to; its tables are scaled, and its output layer is filled up to whole groups.
+    Of a small model it holds packed weights, a copy (`thresholds.SHARE_PACKED`).
+
+    Attributes:
+        context: tokens that are read at once (`LanguageModel.context`); None if there is no limit.
+        reads_again: whether a text goes on past them, when its last tokens are read again.
+        rotary_limit: see `LanguageModel.rotary_limit`.
+        vocab_size: number of tokens.
+    """
 
     @torch.no_grad()
     def __init__(
         self,
-        model: EncoderDecoder,
+        model: LanguageModel | EncoderDecoder,
         precision: Precision = "fp32",
+        num_choices: int | None = None,
+        *,
         never: Sequence[int] = (),
         direct: bool = True,
     ) -> None:
-        """Prepare a model."""
-        table = model.tgt_embedding.weight
-        self.device = table.device
-        self.fixed = self.device.type == "cuda"
-        self.joins = not self.fixed
-        if reason := unsupported_precision(precision, self.device):
+        """Prepare a model.
+
+        Args:
+            model: a decoder, alone or with an encoder.
+            precision: of the maps.
+            num_choices: so many tokens, from the first, may be chosen; None for all.
+            never: tokens of an encoder-decoder that are never chosen: their logits are −inf.
+            direct: whether modules call each other without hooks; a traced model does not.
+        """
+        *_, decoder = model.stacks.values()
+        table = decoder.embeddings.table.weight
+        if not decoder.causal:
+            raise ValueError("an encoder predicts masked tokens and continues no text")
+        if decoder.head is None:
+            raise ValueError("the model has no output table: it predicts no tokens")
+        if reason := unsupported_precision(precision, table.device):
             raise ValueError(reason)
-        self.precision, self.pad_id, self.max_target_tokens = precision, model.pad_id, model.max_target_tokens
-        # A traced model keeps maps that every runtime knows.
-        maps = Maps.of(precision, table.dtype, packed=direct and has_room_for_another(model))
-        self.dtype = maps.dtype
-        self.model = cast(EncoderDecoder, fused(model, maps))
-        self._fill_up(model, maps, never)
-        cross = [cast(FusedAttention, cast(Block, block).cross_attention) for block in self.model.decoder]
-        weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
-        self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
-        self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
-        for layer in cross:
-            del layer.memory_rows
-        if direct:
-            call_directly(self.model)
+        self.device, self.precision, self.num_choices = table.device, precision, num_choices
+        self.max_tokens, self.context, self.rotary_limit = (
+            decoder.max_tokens,
+            decoder.context,
+            decoder.rotary_limit,
+        )
+        self.reads_again, self.vocab_size = decoder.config is not None, decoder.head.output.out_features
+        if isinstance(model, EncoderDecoder):
+            self.pad_id, self.fixed = model.pad_id, self.device.type == "cuda"
+        self.joins = not self.fixed
+        rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
+        # A text that grows past so many tokens is read again from its first.
+        again = any(of is not None and of.reads_again for of in rotary)
+        self._starts_anew = self.rotary_limit if again else None
+        # Products of int8 give float32 alone. A traced model keeps maps that every runtime knows.
+        dtype = torch.float32 if precision == "int8" else table.dtype
+        maps = Maps.of(precision, dtype, packed=direct and has_room_for_another(model))
+        self.dtype, self.model, files = maps.dtype, evaluating_copy(model), MappedFiles()
+        *_, self._decoder = self.model.stacks.values()
+        self._num_layers = len(self._decoder.new_cache().own)
+        if isinstance(model, EncoderDecoder):
+            self._fill_up(model, maps, never)
+        else:
+            _map_tables(self._decoder, maps, files)
+        fuse(self.model, maps, small_cache=isinstance(model, LanguageModel), files=files)
+        for module in self.model.modules():
+            cast_parameters(module, maps.dtype)
+        modules = [*self.model.modules()]
+        # A layer left as it is takes no mask of numbers.
+        self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in modules)
+        if isinstance(model, EncoderDecoder):
+            cross = [cast(FusedAttention, block.cross_attention) for block in blocks_of(self.model, "cross")]
+            weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
+            self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
+            self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
+            for layer in cross:
+                del layer.memory_rows
+        for stack in self.model.stacks.values():
+            stack.embeddings.stream_dtype = None
+            # A layer that was left as it is reads parameters of its parts, which calling directly hides.
+            if direct and self._is_fused and not any(isinstance(module, Experts) for module in modules):
+                call_directly(stack)
+        self._head = cast(Callable[[Tensor], Tensor], self._decoder.head)
 
     def _fill_up(self, model: EncoderDecoder, maps: Maps, never: Sequence[int]) -> None:
         """The tables scaled, and the vocabulary in whole groups, tokens that are never wanted at −inf."""
-        architecture, scale = model.architecture, model.architecture.target.scale
-
-        def scaled(table: nn.Embedding, missing: int) -> nn.Embedding:
-            rows = F.pad(table.weight.detach() * scale, (0, 0, 0, missing)).to(maps.dtype)
-            return nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
-
-        missing = -model.tgt_vocab_size % GROUP
-        self.vocab_size, self.vocab = model.tgt_vocab_size, model.tgt_vocab_size + missing
-        own = self.model
-        own.architecture = replace(
-            architecture,
-            source=replace(architecture.source, scale=1.0),
-            target=replace(architecture.target, scale=1.0),
-        )
-        own.tgt_embedding = scaled(model.tgt_embedding, missing)
-        shared = model.src_embedding is model.tgt_embedding
-        own.src_embedding = own.tgt_embedding if shared else scaled(model.src_embedding, 0)
-        weight = model.output.weight.detach()
-        given = weight.new_zeros(len(weight)) if model.output.bias is None else model.output.bias.detach()
-        bias = F.pad(given, (0, missing), value=-math.inf)
+        own, missing, tables = self.model, -self.vocab_size % GROUP, dict[nn.Module, nn.Embedding]()
+        for stack, more in ((own.stacks["decoder"], missing), (own.stacks["encoder"], 0)):
+            table, config = stack.embeddings.table, stack.embeddings.config
+            if table not in tables:
+                rows = F.pad(table.weight.detach() * config.scale, (0, 0, 0, more)).to(maps.dtype)
+                tables[table] = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
+            stack.embeddings.table, stack.embeddings.config = tables[table], replace(config, scale=1.0)
+        weight, given = model.head.output.weight.detach(), model.head.output.bias
+        bias = weight.new_zeros(len(weight)) if given is None else given.detach()
+        bias = F.pad(bias, (0, missing), value=-math.inf)
         bias[list(never)] = -math.inf
-        own.output = maps.linear(F.pad(weight, (0, 0, 0, missing)), bias)  # type: ignore[assignment]
+        rows = F.pad(weight, (0, 0, 0, missing))
+        cast(EncoderDecoder, own).head.output = maps.linear(rows, bias)  # type: ignore[assignment]
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> TextCache:
         """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
+        assert isinstance(self.model, EncoderDecoder)
         missing = even_length(src.shape[1]) - src.shape[1]
         begun = torch.zeros(len(src), dtype=torch.long, device=self.device)
         cache = TextCache(
-            len(self.model.decoder),
-            begun,
-            beam_size,
-            self.dtype,
-            most=self.max_target_tokens,
-            fixed=self.fixed,
+            self._num_layers, begun, beam_size, self.dtype, most=self.max_tokens, fixed=self.fixed
         )
-        entries = self.read(self.model.encode(src))
+        entries = self.project_memory(self.model.encode(src))
         padded = [[F.pad(entry, (0, 0, 0, missing)) for entry in of_layer] for of_layer in entries]
         cache.remember(padded, (src != self.pad_id).sum(dim=1))
         if self.fixed:
             cache.steps = FixedSteps(self, cache)
         return cache
 
-    def read(
+    def project_memory(
         self, memory: Float[Tensor, "batch src_len d_model"]
     ) -> list[
         tuple[Float[Tensor, "batch groups src_len width"], Float[Tensor, "batch groups src_len width"]]
@@ -137,25 +178,73 @@ class Engine(DecodingEngine):
             start += 2 * groups * width
         return found
 
+    def read(self, texts: Sequence[Sequence[int]]) -> tuple[TextCache, Float[Tensor, "rows vocab"]]:
+        """Read texts whole: what continuing them needs, and the logits of the token after each."""
+        longest = max(map(len, texts))
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts], device=self.device)
+        lengths = torch.tensor([len(ids) for ids in texts], device=self.device)
+        cache = TextCache(self._num_layers, lengths, 1, self.dtype, most=self.max_tokens)
+        if self._starts_anew is not None and longest <= self._starts_anew:
+            cache.ids = ids
+        return cache, self._read(ids, cache)
+
+    def _read(self, ids: Int[Tensor, "rows longest"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+        """What follows the texts is filling, which no token before it sees."""
+        hidden = self._decoder.hidden(ids, cache=cache.layers)
+        return self._logits(hidden[torch.arange(len(ids), device=self.device), cache.lengths - 1])
+
     def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in.
 
-        Columns past the vocabulary, and of tokens never wanted, are −inf. Logits of a `fixed`
-        cache are overwritten by the next step.
+        Of an encoder-decoder, columns past the vocabulary and of tokens never wanted are −inf. Logits of a
+        `fixed` cache are overwritten by the next step.
         """
-        return self.computed(tokens, cache) if cache.steps is None else cache.steps(tokens)
+        if cache.steps is not None:
+            return cache.steps(tokens)
+        if cache.ids is not None and self._starts_anew is not None:
+            cache.ids = ids = F.pad(cache.ids, (0, 1))
+            ids[torch.arange(len(ids), device=self.device), cache.lengths] = tokens
+            if ids.shape[1] > self._starts_anew:
+                cache.restart(cache.lengths + 1)
+                return self._read(ids, cache)
+        return self.computed(tokens, cache)
 
     def computed(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
         """A step, computed anew."""
-        logits = self.model.logits(self.decode(tokens, cache)).flatten(0, 1)
-        return logits.float() if self.dtype == torch.bfloat16 else logits
+        return self._logits(self.decode(tokens, cache)).flatten(0, 1)
 
     def decode(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "texts width d_model"]:
-        """What the output layer reads; the cache takes the tokens in."""
-        new = tokens.view(-1, cache.width)
-        x = self.model.decode(new, None, cache.memory_mask, cache.layers, cache.next_tokens())
+        """What the head reads; the cache takes the tokens in."""
+        new = cache.next_tokens()
+        x = self._decoder.hidden(
+            tokens.view(-1, cache.width),
+            mask=new.mask if self._is_fused else cast(Tensor, new.mask) == 0,
+            positions=new.positions,
+            cache=cache.layers,
+            causal=False,
+            memory_mask=cache.memory_mask,
+        )
         cache.advance()
         return x
+
+    def _logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        logits = self._head(hidden)
+        return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+
+def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles) -> None:
+    """The table and the maps around the blocks, of a precision."""
+    head, table = own.head, own.embeddings.table
+    assert head is not None
+    cast_parameters(table, maps.dtype)
+    if head.config.tied:
+        head.output.weight = table.weight
+    # The largest map first: beside the fewest others, for it is there twice for a moment.
+    for parent, name in ((head, "output"), (head, "map"), (own.embeddings, "map")):
+        layer = getattr(parent, name)
+        if layer is not None:
+            setattr(parent, name, maps.linear(layer.weight, layer.bias))
+            files.let_go(layer.parameters())
 
 
 # Runs before a recording, in which libraries set themselves up.

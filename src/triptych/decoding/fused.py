@@ -333,16 +333,6 @@ def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     return found
 
 
-def fused(model: nn.Module, maps: Maps, *, small_cache: bool = False) -> nn.Module:
-    """A copy of a model for evaluation, its layers replaced; it shares memory with the model where it can.
-
-    The embeddings are the caller's to replace, and the output layer.
-    """
-    copied = evaluating_copy(model)
-    fuse(copied, maps, small_cache=small_cache)
-    return copied
-
-
 def evaluating_copy(model: ModuleT) -> ModuleT:
     """A copy of a model's modules, in evaluation mode, with the model's own parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
@@ -351,7 +341,7 @@ def evaluating_copy(model: ModuleT) -> ModuleT:
 def fuse(
     copied: nn.Module, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
 ) -> None:
-    """Replace the layers of a model; see `fused`."""
+    """Replace the layers of a copy of a model; its tables and the maps around its blocks are the caller's."""
     for parent in list(copied.modules()):
         if isinstance(parent, FeedForward):
             given = list(parent.parameters())

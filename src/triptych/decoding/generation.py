@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.decoding.batches import LONGEST_PROMPT, check_length
 from triptych.decoding.cache import TextCache
+from triptych.decoding.engine import Engine
 from triptych.decoding.loop import Batch, Loop, Text, require_finite_logits
 from triptych.decoding.sampling import Draws, SamplingOptions, choose
 from triptych.decoding.search import (
@@ -20,7 +21,6 @@ from triptych.decoding.search import (
     require_alpha,
     require_count,
 )
-from triptych.decoding.text_engine import TextEngine
 
 Finish = Literal["token", "text", "length", "positions"]
 
@@ -91,7 +91,7 @@ class Generated:
 
 
 class OtherEngine(ABC):
-    """Another library that continues texts in the place of a `TextEngine`."""
+    """Another library that continues texts in the place of a `Engine`."""
 
     @abstractmethod
     def generate(
@@ -142,7 +142,7 @@ class SampleKind:
 class Sample(Text):
     """A continuation of a prompt.
 
-    A model of a recipe reads `TextEngine.context` tokens at once, as in training. A text that has grown to so
+    A model of a recipe reads `Engine.context` tokens at once, as in training. A text that has grown to so
     many goes on from the last half of them, read again. When that is depends on the text alone.
 
     Attributes:
@@ -153,7 +153,7 @@ class Sample(Text):
 
     def __init__(
         self,
-        engine: TextEngine,
+        engine: Engine,
         prompt: Sequence[int],
         options: GenerationOptions,
         row: int,
@@ -173,7 +173,7 @@ class Sample(Text):
         self._left = limit_of_prompt(len(self.given), left, self._engine.context)
         self.kind = SampleKind(self._options.sampling, _closed(self._engine, self.given, left))
 
-    def batch(self, engine: TextEngine) -> "Samples":
+    def batch(self, engine: Engine) -> "Samples":
         return Samples(engine, self.kind)
 
     def take(self, token: int, log_prob: float) -> bool:
@@ -200,7 +200,7 @@ class Sample(Text):
         return None if self._left or self._engine.reads_again else "positions"
 
 
-def _closed(engine: TextEngine, prompt: Sequence[int], left: int) -> int | None:
+def _closed(engine: Engine, prompt: Sequence[int], left: int) -> int | None:
     """The length of a text that may grow past the length up to which texts are rotated alike."""
     limit = engine.rotary_limit
     return len(prompt) if limit is not None and len(prompt) + left > limit else None
@@ -210,7 +210,7 @@ def _closed(engine: TextEngine, prompt: Sequence[int], left: int) -> int | None:
 class Samples(Batch[Sample]):
     """Texts of which each next token is chosen by itself."""
 
-    def __init__(self, engine: TextEngine, kind: SampleKind) -> None:
+    def __init__(self, engine: Engine, kind: SampleKind) -> None:
         super().__init__(engine, 1, joins=kind.closed is None)
         self._sampling = kind.sampling
 
@@ -245,7 +245,7 @@ class Samples(Batch[Sample]):
         return again
 
 
-def beam_text(engine: TextEngine, prompt: Sequence[int], options: GenerationOptions) -> BeamText:
+def beam_text(engine: Engine, prompt: Sequence[int], options: GenerationOptions) -> BeamText:
     """A prompt whose most probable continuations a beam looks for.
 
     The search is over when `beam_size` have ended or at the limit, where the open ones count as they are. No
@@ -265,7 +265,7 @@ def continuations_of(text: BeamText, options: GenerationOptions) -> list[Generat
 
 
 def generate_stream(
-    engine: TextEngine,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     ends: Callable[[int, int], bool] = _never,
@@ -284,7 +284,7 @@ def generate_stream(
 
 
 def _samples(
-    engine: TextEngine,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     ends: Callable[[int, int], bool],
@@ -298,7 +298,7 @@ def _samples(
 
 
 def generate_tokens(
-    engine: TextEngine,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     *,

@@ -34,8 +34,8 @@ class PlainEngine(DecodingEngine):
     def __init__(self, model: EncoderDecoder, never: Sequence[int] = ()) -> None:
         """For a model; logits of the tokens in `never` are −inf."""
         self.model = model.eval()
-        self.device, self.pad_id = model.tgt_embedding.weight.device, model.pad_id
-        self.max_target_tokens = model.max_target_tokens
+        self.device, self.pad_id = model.decoder.embeddings.table.weight.device, model.pad_id
+        self.max_tokens = model.max_target_tokens
         self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
         # Taps of cross-attention are told where a query stands.
         taps = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
@@ -47,7 +47,7 @@ class PlainEngine(DecodingEngine):
         """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""
         memory, mask = self.model.encode(src), self.model.memory_mask(src)
         return Hypotheses(
-            DecoderCache(len(self.model.decoder)),
+            DecoderCache(len(self.model.decoder.blocks)),
             memory.repeat_interleave(beam_size, dim=0),
             mask.repeat_interleave(beam_size, dim=0),
             beam_size,
@@ -58,7 +58,7 @@ class PlainEngine(DecodingEngine):
         for tap in self._taps:
             tap.first = cache.layers.length
         x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
-        logits = self.model.logits(x[:, 0]).index_fill(1, self._never, -math.inf)
+        logits = self.model.head(x[:, 0]).index_fill(1, self._never, -math.inf)
         return F.pad(logits.float(), (0, -logits.shape[1] % GROUP), value=-math.inf)
 
 

@@ -218,7 +218,7 @@ def sentence_text(
     kind = BeamKind(
         options.beam_size, options.alpha, (rules.end,), enough_finished(options), options.num_best, rules
     )
-    most = engine.max_target_tokens
+    most = engine.max_tokens
     if most is not None:  # the first tokens take positions too; `limit_of` counts one of them
         most -= len(rules.start) - 1
     return BeamText(ids, kind, limit_of(len(ids) - 1, options.max_extra_tokens, most))

@@ -34,10 +34,11 @@ class ShortlistEngine(DecodingEngine):
         self._engine, self._shortlist, self._end = Engine(model, precision), shortlist, rules.end
         self._engine.fixed = False
         self.device, self.pad_id = self._engine.device, self._engine.pad_id
-        self.max_target_tokens = self._engine.max_target_tokens
-        weight, bias = model.output.weight.detach(), model.output.bias
+        self.max_tokens = self._engine.max_tokens
+        output = model.head.output
+        weight, bias = output.weight.detach(), output.bias
         self._maps = Maps.of(precision, weight.dtype, packed=has_room_for_another(model))
-        self._weight = weight * model.architecture.logit_scale
+        self._weight = weight * model.head.config.input_scale
         self._bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().clone()
         self._bias[list(rules.never)] = -math.inf
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, final
 
+from triptych.decoding.engine import Engine
 from triptych.decoding.generation import (
     Finish,
     Generated,
@@ -19,7 +20,6 @@ from triptych.decoding.generation import (
 )
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision
-from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
@@ -106,7 +106,7 @@ class TextGenerator:
         if other is not None:
             return
         try:
-            self._engine = TextEngine(model, precision, tokenizer.vocab_size)
+            self._engine = Engine(model, precision, tokenizer.vocab_size)
         except ValueError as error:
             raise UsageError(f"this model cannot be run: {error}") from None
 

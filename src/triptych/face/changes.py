@@ -25,8 +25,7 @@ from triptych.attention import (
 )
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.blocks import Block
-from triptych.models.sites import AttentionSite, attention_sites
+from triptych.models.sites import AttentionSite, attention_sites, blocks_of
 
 Map = Literal["W_Q", "W_K", "W_V", "W_O"]
 SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
@@ -228,15 +227,6 @@ def put_layer(model: LanguageModel | EncoderDecoder, site: AttentionSite, layer:
         if there.layer is site.layer:
             name = "cross_attention" if there.stack == "cross" else "self_attention"
             setattr(blocks_of(model, there.stack)[there.block], name, layer)
-
-
-def blocks_of(model: LanguageModel | EncoderDecoder, stack: str) -> list[Block]:
-    """The blocks of a stack; those of the decoder for "cross"."""
-    if isinstance(model, LanguageModel):
-        found = model.blocks
-    else:
-        found = model.encoder if stack == "encoder" else model.decoder
-    return [block for block in found if isinstance(block, Block)]
 
 
 # Weights.

@@ -190,6 +190,7 @@ class HeadConfig:
     map_bias: bool = True
     activation: Activation | None = None
     norm: NormConfig | None = None
+    input_scale: float = 1.0  # what the output table reads is multiplied by this
     scale: float = 1.0  # logits are multiplied by this
     soft_cap: float | None = None  # c where logits s become `c · tanh(s / c)`; None if they do not
 
@@ -197,7 +198,7 @@ class HeadConfig:
 @final
 @dataclass(frozen=True)
 class LanguageModelArchitecture:
-    """A decoder without encoder, or an encoder without decoder."""
+    """A decoder or an encoder, alone or as one half of a model."""
 
     # "decoder" sees a text causally and predicts the next token; "encoder" sees all of it and predicts
     # something of every token, mostly the token itself
@@ -217,26 +218,19 @@ class LanguageModelArchitecture:
 class EncoderDecoderArchitecture:
     """An encoder and a decoder that attends to what it makes."""
 
-    d_model: int  # width of both streams
-    source: EmbeddingsConfig  # embeddings of the encoder's tokens
-    target: EmbeddingsConfig  # of the decoder's; both have the same scale
+    encoder: LanguageModelArchitecture  # without a head
+    decoder: LanguageModelArchitecture  # with cross-attention; its embeddings have the encoder's scale
     shared: bool  # whether both have one table
-    encoder: tuple[BlockConfig, ...]  # its blocks
-    decoder: tuple[BlockConfig, ...]  # its blocks, with cross-attention
-    encoder_norm: NormConfig | None = None  # after the last block of the encoder; None without
-    decoder_norm: NormConfig | None = None
-    tied: bool = True  # whether the output table is that of the decoder's tokens
-    output_bias: bool = False  # whether every token has a bias
-    logit_scale: float = 1.0  # logits are multiplied by this, before the bias
 
     def __post_init__(self) -> None:
-        if self.shared and self.source.vocab_size != self.target.vocab_size:
+        source, target = self.encoder.embeddings, self.decoder.embeddings
+        if self.shared and source.vocab_size != target.vocab_size:
             raise ValueError(
-                f"one table cannot have {self.source.vocab_size} source and {self.target.vocab_size} target "
+                f"one table cannot have {source.vocab_size} source and {target.vocab_size} target "
                 "tokens: make the vocabulary joint, or do not share the table"
             )
-        if self.source.scale != self.target.scale:
+        if source.scale != target.scale:
             raise ValueError(
-                f"source embeddings have the scale {self.source.scale} and target embeddings "
-                f"{self.target.scale}: they must be equal"
+                f"source embeddings have the scale {source.scale} and target embeddings {target.scale}: "
+                "they must be equal"
             )

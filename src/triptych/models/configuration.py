@@ -425,18 +425,22 @@ class ModelConfig(_Config):
         # Pre-norm leaves the stream itself unnormalised, so each stack ends with a norm of its own.
         norm = NormConfig() if self.norm == "pre" else None
         embeddings = self.positions.embeddings(src_vocab_size, math.sqrt(self.d_model), self.dropout)
-        return EncoderDecoderArchitecture(
+        encoder = LanguageModelArchitecture(
+            "encoder",
             self.d_model,
             embeddings,
-            dataclasses.replace(embeddings, vocab_size=tgt_vocab_size),
-            self.tie_embeddings == "all",
             (self.block(cross=False),) * self.encoder.num_layers,
-            (self.block(cross=True),) * self.decoder.num_layers,
             norm,
-            norm,
-            self.tie_embeddings != "none",
-            self.output_bias,
+            None,
         )
+        decoder = dataclasses.replace(
+            encoder,
+            kind="decoder",
+            embeddings=dataclasses.replace(embeddings, vocab_size=tgt_vocab_size),
+            blocks=(self.block(cross=True),) * self.decoder.num_layers,
+            head=HeadConfig(tied=self.tie_embeddings != "none", bias=self.output_bias),
+        )
+        return EncoderDecoderArchitecture(encoder, decoder, self.tie_embeddings == "all")
 
     def block(self, *, cross: bool) -> BlockConfig:
         """What the blocks of the encoder are made of, or with `cross` those of the decoder."""

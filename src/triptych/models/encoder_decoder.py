@@ -1,26 +1,27 @@
-"""The Transformer of the paper."""
+"""The Transformer of the paper: two stacks."""
 
 from collections.abc import Iterable
 from typing import Literal, final
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from triptych.attention import DecoderCache, MultiHeadAttention, PositionIds, padding_mask
 from triptych.models.architecture import EncoderDecoderArchitecture
-from triptych.models.blocks import Block, NewTokens, make_norm
+from triptych.models.blocks import NewTokens
 from triptych.models.configuration import ModelConfig
-from triptych.models.embedding import embed, make_positions
-from triptych.models.feed_forward import Dropout
+from triptych.models.embedding import Embeddings, fresh_table
+from triptych.models.language_model import LanguageModel, LanguageModelHead
 
 
 @final
 class EncoderDecoder(nn.Module):
-    """Encoder, decoder, embeddings and output, as sections 3.1 to 3.5 of the paper.
+    """An encoder, and a decoder that attends to its output, as sections 3.1 to 3.5 of the paper.
 
     Attributes:
-        architecture: what it is made of.
+        encoder: the stack that reads the source; it has no head.
+        decoder: the stack that writes the target.
+        architecture: what they are made of.
         recipe: its configuration; None for a model that was read from another library's checkpoint.
         pad_id: the token that attention must not see.
 
@@ -31,7 +32,8 @@ class EncoderDecoder(nn.Module):
         self,
         architecture: EncoderDecoderArchitecture,
         encoder: Iterable[MultiHeadAttention],
-        decoder: Iterable[tuple[MultiHeadAttention, MultiHeadAttention]],
+        decoder: Iterable[MultiHeadAttention],
+        cross: Iterable[MultiHeadAttention],
         pad_id: int = 0,
         recipe: ModelConfig | None = None,
     ) -> None:
@@ -39,41 +41,26 @@ class EncoderDecoder(nn.Module):
 
         Args:
             architecture: what it is made of.
-            encoder: a layer for every block of the encoder.
-            decoder: self-attention and cross-attention for every block of the decoder.
+            encoder: self-attention of every block of the encoder.
+            decoder: self-attention of every block of the decoder.
+            cross: attention of every block of the decoder to the encoder's output.
             pad_id: the token that attention must not see.
             recipe: the configuration that describes the model, if one does.
         """
         super().__init__()
-        self.architecture, self.recipe = architecture, recipe
-        self.pad_id = pad_id
-        source, target, d_model = architecture.source, architecture.target, architecture.d_model
-        self.tgt_embedding = _embedding(target.vocab_size, d_model)
-        self.src_embedding = (
-            self.tgt_embedding if architecture.shared else _embedding(source.vocab_size, d_model)
-        )
-        self.src_positions = make_positions(source, d_model)
-        self.tgt_positions = make_positions(target, d_model)
-        self.src_norm = make_norm(source.norm, d_model)
-        self.tgt_norm = make_norm(target.norm, d_model)
-        self.embedding_dropout = Dropout(target.dropout)
-        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
-        self.encoder = nn.ModuleList(
-            Block(block, d_model, layer) for block, layer in zip(architecture.encoder, encoder, strict=True)
-        )
-        self.decoder = nn.ModuleList(
-            Block(block, d_model, *layers)
-            for block, layers in zip(architecture.decoder, decoder, strict=True)
-        )
-        self.encoder_norm = make_norm(architecture.encoder_norm, d_model)
-        self.decoder_norm = make_norm(architecture.decoder_norm, d_model)
-        self.output = nn.Linear(d_model, target.vocab_size, bias=architecture.output_bias)
-        if architecture.output_bias:
-            nn.init.zeros_(self.output.bias)
-        if architecture.tied:
-            self.output.weight = self.tgt_embedding.weight
-        else:
-            nn.init.normal_(self.output.weight, std=d_model**-0.5)
+        self.architecture, self.recipe, self.pad_id = architecture, recipe, pad_id
+        source, target, d_model = architecture.encoder, architecture.decoder, architecture.decoder.d_model
+        table = fresh_table(target.embeddings.vocab_size, d_model, d_model**-0.5)
+        other = table
+        if not architecture.shared:
+            other = fresh_table(source.embeddings.vocab_size, d_model, d_model**-0.5)
+        # Both before the blocks, so that a seed gives the same numbers as ever.
+        read = Embeddings(source.embeddings, d_model, other)
+        written = Embeddings(target.embeddings, d_model, table)
+        reader = LanguageModel(source, encoder, embeddings=read)
+        # The first of a tied table's names is the one that it is stored by.
+        self.decoder = LanguageModel(target, decoder, cross=cross, embeddings=written)
+        self.encoder = reader
 
     @classmethod
     def of(
@@ -97,14 +84,16 @@ class EncoderDecoder(nn.Module):
             )
         own, d_model, heads = config.positions.in_attention(), config.d_model, config.num_heads
         # Made one by one while the model is, so that a seed gives the same numbers as ever.
-        encoder = (site.layer(d_model, heads, own) for site in config.encoder_sites())
-        decoder = (
-            (site.layer(d_model, heads, own), cross.layer(d_model, heads))
-            for site, cross in zip(config.decoder_sites(), config.cross_sites(), strict=True)
+        model = cls(
+            config.architecture(src_vocab_size, tgt_vocab_size),
+            (site.layer(d_model, heads, own) for site in config.encoder_sites()),
+            (site.layer(d_model, heads, own) for site in config.decoder_sites()),
+            (site.layer(d_model, heads) for site in config.cross_sites()),
+            pad_id,
+            config,
         )
-        model = cls(config.architecture(src_vocab_size, tgt_vocab_size), encoder, decoder, pad_id, config)
-        for table in (model.src_embedding, model.tgt_embedding):
-            table.requires_grad_(not config.embeddings.frozen)
+        for stack in model.stacks.values():
+            stack.embeddings.table.requires_grad_(not config.embeddings.frozen)
         return model
 
     @property
@@ -122,34 +111,44 @@ class EncoderDecoder(nn.Module):
         return self.recipe
 
     @property
+    def stacks(self) -> dict[Literal["encoder", "decoder"], LanguageModel]:
+        """Both, the encoder first."""
+        return {"encoder": self.encoder, "decoder": self.decoder}
+
+    @property
+    def head(self) -> LanguageModelHead:
+        """The decoder's."""
+        assert self.decoder.head is not None, "a decoder predicts tokens"
+        return self.decoder.head
+
+    @property
     def src_vocab_size(self) -> int:
         """Number of source tokens."""
-        return self.src_embedding.num_embeddings
+        return self.encoder.vocab_size
 
     @property
     def tgt_vocab_size(self) -> int:
         """Number of target tokens."""
-        return self.tgt_embedding.num_embeddings
+        return self.decoder.vocab_size
 
     @property
     def max_source_tokens(self) -> int | None:
         """Longest source that the model is meant for, without the end of the sentence; None for no limit."""
         if self.recipe is not None:
             return self.recipe.max_source_tokens
-        source = self.architecture.source
+        source = self.encoder.architecture.embeddings
         return None if source.positions == "none" else source.num_positions - 1
 
     @property
     def max_target_tokens(self) -> int | None:
         """Longest target that the decoder has positions for; None if there is no limit."""
-        target = self.architecture.target
-        return target.num_positions if target.positions == "learned" else None
+        return self.decoder.max_tokens
 
     def forward(
         self, src: Int[Tensor, "batch src_len"], tgt_in: Int[Tensor, "batch tgt_len"]
     ) -> Float[Tensor, "batch tgt_len tgt_vocab_size"]:
         """Logits of the next token at every target position, given the tokens up to it."""
-        return self.logits(self.decode(tgt_in, self.encode(src), self.memory_mask(src)))
+        return self.head(self.decode(tgt_in, self.encode(src), self.memory_mask(src)))  # type: ignore[no-any-return]
 
     def memory_mask(self, src: Int[Tensor, "batch src_len"]) -> Bool[Tensor, "batch 1 1 src_len"]:
         """True where the memory of these sentences holds a token."""
@@ -159,11 +158,7 @@ class EncoderDecoder(nn.Module):
         self, src: Int[Tensor, "batch src_len"], positions: PositionIds | None = None
     ) -> Float[Tensor, "batch src_len d_model"]:
         """The memory: the encoder's output. Tokens stand one after the other unless `positions` says more."""
-        x = self._embed("src", src, positions or 0)
-        mask = self.memory_mask(src)
-        for block in self.encoder:
-            x = block(x, mask, positions=positions)
-        return self.encoder_norm(x)  # type: ignore[no-any-return]
+        return self.encoder.hidden(src, mask=self.memory_mask(src), positions=positions)
 
     def decode(
         self,
@@ -173,53 +168,21 @@ class EncoderDecoder(nn.Module):
         cache: DecoderCache | None = None,
         new: NewTokens | None = None,
     ) -> Float[Tensor, "rows tgt_len d_model"]:
-        """The decoder's output, before the output layer.
+        """The decoder's output, before the head; see `LanguageModel.hidden`.
 
         Args:
-            tgt_in: target tokens, shifted right; with a cache, only those not yet in it. Rows may
-                be a multiple of the batch (several hypotheses of a sentence, side by side).
+            tgt_in: target tokens, shifted right; with a cache, only those not yet in it.
             memory: the encoder's output; None where the cache holds what the layers read of it.
-            memory_mask: True where the memory holds a token, broadcasts to
-                `[batch, 1, 1, src_len]`.
+            memory_mask: True where the memory holds a token.
             cache: holds the tokens before `tgt_in`, and gets those of `tgt_in`.
             new: where the tokens of `tgt_in` stand and what they see, if they do not follow each other.
         """
-        start = new.positions if new is not None else cache.length if cache is not None else 0
-        x = self._embed("tgt", tgt_in, start)
-        for i, block in enumerate(self.decoder):
-            own, of_memory = (None, None) if cache is None else (cache.own[i], cache.memory[i])
-            x = block(
-                x,
-                None if new is None else new.mask,
-                causal=new is None,
-                memory=memory,
-                memory_mask=memory_mask,
-                cache=own,
-                memory_cache=of_memory,
-                positions=None if new is None else new.positions,
-            )
-        return self.decoder_norm(x)  # type: ignore[no-any-return]
-
-    def logits(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows tgt_vocab_size"]:
-        """The output layer."""
-        scale = self.architecture.logit_scale
-        return self.output(x if scale == 1.0 else x * scale)  # type: ignore[no-any-return]
-
-    def _embed(self, side: Literal["src", "tgt"], ids: Tensor, start: int | PositionIds) -> Tensor:
-        x = embed(
-            self.architecture.source if side == "src" else self.architecture.target,
-            ids,
-            start,
-            table=getattr(self, f"{side}_embedding"),
-            positions=getattr(self, f"{side}_positions"),
-            norm=getattr(self, f"{side}_norm"),
+        return self.decoder.hidden(
+            tgt_in,
+            mask=None if new is None else new.mask,
+            positions=None if new is None else new.positions,
+            cache=cache,
+            causal=new is None,
+            memory=memory,
+            memory_mask=memory_mask,
         )
-        if self.stream_dtype is not None:
-            x = x.to(self.stream_dtype)
-        return self.embedding_dropout(x) if self.training else x
-
-
-def _embedding(vocab_size: int, d_model: int) -> nn.Embedding:
-    table = nn.Embedding(vocab_size, d_model)
-    nn.init.normal_(table.weight, std=d_model**-0.5)
-    return table

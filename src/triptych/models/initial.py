@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from triptych.models.storage import stored_name
+
 _RANDOM = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
 _CONSTANT = (nn.init.constant_, Tensor.zero_, Tensor.fill_, Tensor.copy_)
 
@@ -83,7 +85,7 @@ class Draws(TorchFunctionMode):
         for name, parameter in model.named_parameters():
             fill = self._fills.get(id(parameter))
             if fill is not None:
-                parameter.copy_(fill.values_by_name(seed, name))
+                parameter.copy_(fill.values_by_name(seed, stored_name(name)))
 
 
 @final
@@ -166,7 +168,7 @@ class Later(TorchFunctionMode):
             name = names.get(id(fill.parameter)) if last[id(fill.parameter)] == number else None
             if seed_by_name is not None and fill.function in _RANDOM:
                 if name is not None:
-                    yield name, fill.values_by_name(seed_by_name, name)
+                    yield name, fill.values_by_name(seed_by_name, stored_name(name))
             elif fill.function in _RANDOM or name is not None:
                 value = fill.values()  # also where others follow, for the numbers that it takes
                 if name is not None:

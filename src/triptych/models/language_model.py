@@ -1,4 +1,4 @@
-"""Models of one stack: decoder-only language models and encoder-only ones, over the blocks of `blocks`."""
+"""A stack: a language model, an encoder, or one half of an encoder-decoder."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast, final
@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.attention import DecoderCache, LearnedPositions, MultiHeadAttention, PositionIds
-from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageModelArchitecture
+from triptych.attention import DecoderCache, MultiHeadAttention, PositionIds
+from triptych.models.architecture import HeadConfig, LanguageModelArchitecture
 from triptych.models.blocks import Block, make_norm
 from triptych.models.configuration import LanguageModelConfig
-from triptych.models.embedding import embed, make_positions
-from triptych.models.feed_forward import ACTIVATIONS, Dropout
+from triptych.models.embedding import Embeddings
+from triptych.models.feed_forward import ACTIVATIONS
 
 
 class LanguageModelOutput(NamedTuple):
@@ -24,63 +24,11 @@ class LanguageModelOutput(NamedTuple):
 
 
 @final
-class Embeddings(nn.Module):
-    """From token ids to the stream: the table, positions, segments, a norm."""
-
-    def __init__(self, config: EmbeddingsConfig, d_model: int) -> None:
-        super().__init__()
-        width = config.width or d_model
-        self.config = config
-        self.table = nn.Embedding(config.vocab_size, width)
-        nn.init.normal_(self.table.weight, std=0.02)
-        self.positions = make_positions(config, d_model if config.map_first else width)
-        if isinstance(self.positions, LearnedPositions):
-            nn.init.normal_(self.positions.weight, std=0.02)
-        self.types = nn.Embedding(config.num_types, width) if config.num_types else None
-        self.norm = make_norm(config.norm, width)
-        self.map = None if config.width is None else nn.Linear(width, d_model, bias=config.map_bias)
-        self.dropout = Dropout(config.dropout)
-        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
-
-    def forward(
-        self,
-        ids: Int[Tensor, "batch length"],
-        start: int | PositionIds = 0,
-        types: Int[Tensor, "batch length"] | None = None,
-    ) -> Float[Tensor, "batch length d_model"]:
-        """Embed tokens whose positions begin at `start`, or are given."""
-        segments = None
-        if self.types is not None:
-            segments = self.types(torch.zeros_like(ids) if types is None else types)
-        x = embed(
-            self.config,
-            ids,
-            start,
-            table=self._mapped if self.config.map_first else self.table,
-            positions=self.positions,
-            norm=self.norm,
-            segments=segments,
-        )
-        if self.stream_dtype is not None:
-            x = x.to(self.stream_dtype)
-        x = self.dropout(x) if self.training else x
-        return x if self.map is None or self.config.map_first else self.map(x)
-
-    def _mapped(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length d_model"]:
-        """Rows of the table behind the map."""
-        rows: Tensor = self.table(ids)
-        if self.stream_dtype is not None:
-            rows = rows.to(self.stream_dtype)
-        assert self.map is not None
-        mapped: Tensor = self.map(rows)
-        return mapped
-
-
-@final
 class LanguageModelHead(nn.Module):
     """From the stream to logits: a map with activation and norm if there is one, and the output table."""
 
-    def __init__(self, config: HeadConfig, d_model: int, table: nn.Embedding) -> None:
+    def __init__(self, config: HeadConfig, d_model: int, table: nn.Embedding, std: float) -> None:
+        """Take the output table from the embeddings where they are tied, or draw one."""
         super().__init__()
         width = config.width or d_model
         self.config = config
@@ -93,7 +41,7 @@ class LanguageModelHead(nn.Module):
         if config.tied:
             self.output.weight = table.weight
         else:
-            nn.init.normal_(self.output.weight, std=0.02)
+            nn.init.normal_(self.output.weight, std=std)
 
     def features(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows width"]:
         """What the output table reads."""
@@ -101,7 +49,8 @@ class LanguageModelHead(nn.Module):
             x = self.map(x)
         if self.activation is not None:
             x = self.activation(x)
-        return self.norm(x)  # type: ignore[no-any-return]
+        x = self.norm(x)
+        return x if self.config.input_scale == 1.0 else x * self.config.input_scale
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         """The logits."""
@@ -114,25 +63,43 @@ class LanguageModelHead(nn.Module):
 
 @final
 class LanguageModel(nn.Module):
-    """A stack of blocks between embeddings and a head."""
+    """Blocks between embeddings and a head: a model, or one half of an `EncoderDecoder`.
+
+    Attributes:
+        architecture: what it is made of.
+        config: the recipe's; None for a half, and for a model of another library's checkpoint.
+    """
 
     def __init__(
         self,
         architecture: LanguageModelArchitecture,
         attention: Iterable[MultiHeadAttention],
         config: LanguageModelConfig | None = None,
+        *,
+        cross: Iterable[MultiHeadAttention] | None = None,
+        embeddings: Embeddings | None = None,
     ) -> None:
-        """Make a model with fresh weights around attention layers."""
+        """Make a model with fresh weights around attention layers.
+
+        Args:
+            architecture: what it is made of.
+            attention: a layer of self-attention for every block.
+            config: the recipe that describes the model, if one does.
+            cross: for every block a layer that attends to a memory; None without.
+            embeddings: drawn already; None for fresh ones.
+        """
         super().__init__()
         self.architecture, self.config = architecture, config
         d_model = architecture.d_model
-        self.embeddings = Embeddings(architecture.embeddings, d_model)
+        std = 0.02 if embeddings is None else d_model**-0.5
+        self.embeddings = embeddings or Embeddings(architecture.embeddings, d_model)
+        layers = zip(attention) if cross is None else zip(attention, cross, strict=True)
         self.blocks = nn.ModuleList(
-            Block(block, d_model, layer) for block, layer in zip(architecture.blocks, attention, strict=True)
+            Block(block, d_model, *own) for block, own in zip(architecture.blocks, layers, strict=True)
         )
         self.final_norm = make_norm(architecture.final_norm, d_model)
         head = architecture.head
-        self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table)
+        self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table, std)
         self.causal = architecture.kind == "decoder"
         self._order = architecture.order or tuple(range(len(architecture.blocks)))
 
@@ -146,6 +113,11 @@ class LanguageModel(nn.Module):
         model = cls(config.architecture(kind, vocab_size), layers, config)
         model.embeddings.table.requires_grad_(not config.embeddings.frozen)
         return model
+
+    @property
+    def stacks(self) -> dict[Literal["encoder", "decoder"], "LanguageModel"]:
+        """The model itself, by its kind."""
+        return {self.architecture.kind: self}
 
     @property
     def vocab_size(self) -> int:
@@ -188,25 +160,66 @@ class LanguageModel(nn.Module):
 
     def hidden(
         self,
-        ids: Int[Tensor, "batch length"],
+        ids: Int[Tensor, "rows length"],
         *,
         mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
         positions: PositionIds | None = None,
-        types: Int[Tensor, "batch length"] | None = None,
+        types: Int[Tensor, "rows length"] | None = None,
         cache: DecoderCache | None = None,
-    ) -> Float[Tensor, "batch length d_model"]:
-        """The stream after the last norm; arguments as those of `forward`.
+        causal: bool | None = None,
+        memory: Float[Tensor, "batch src_len d_model"] | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Float[Tensor, "rows length d_model"]:
+        """The stream after the last norm.
 
-        A model made ready for decoding (`decoding.fused`) also takes a mask of numbers added to the scores.
+        A model made ready for decoding (`decoding.fused`) also takes masks of numbers added to the scores.
+
+        Args:
+            ids: tokens; with a cache, only those not yet in it.
+            mask: what they see of the tokens held and of each other.
+            positions: where they stand, if they do not simply follow each other.
+            types: their segments.
+            cache: holds the tokens before, and gets these.
+            causal: whether they see no later tokens; None for the model's kind.
+            memory: what cross-attention reads; None where the cache holds what the layers read of it. Rows
+                may be a multiple of its batch (several hypotheses of a sentence, side by side).
+            memory_mask: True where the memory holds a token, broadcasts to `[batch, 1, 1, src_len]`.
         """
         start: int | PositionIds = positions or (0 if cache is None else cache.length)
         x = self.embeddings(ids, start, types)
-        for place, number in enumerate(self._order):
-            x = self.blocks[number](
+        return self.from_stream(
+            x,
+            mask=mask,
+            positions=positions,
+            cache=cache,
+            causal=causal,
+            memory=memory,
+            memory_mask=memory_mask,
+        )
+
+    def from_stream(
+        self,
+        x: Float[Tensor, "rows length d_model"],
+        first: int = 0,
+        *,
+        mask: Tensor | None = None,
+        positions: PositionIds | None = None,
+        cache: DecoderCache | None = None,
+        causal: bool | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Float[Tensor, "rows length d_model"]:
+        """`hidden` from the stream that the block at place `first` reads."""
+        causal = self.causal if causal is None else causal
+        for place in range(first, len(self._order)):
+            x = self.blocks[self._order[place]](
                 x,
                 mask,
-                causal=self.causal,
+                causal=causal,
+                memory=memory,
+                memory_mask=memory_mask,
                 cache=None if cache is None else cache.own[place],
+                memory_cache=None if cache is None else cache.memory[place],
                 positions=positions,
             )
         return self.final_norm(x)  # type: ignore[no-any-return]

@@ -43,34 +43,17 @@ class AttentionSite(NamedTuple):
         return kinds[self.stack]
 
 
-class Stack(NamedTuple):
-    """Blocks that follow each other."""
-
-    name: Literal["encoder", "decoder"]
-    blocks: tuple[Block, ...]
-    # of what the first block reads; `final_norm` is of what the last one gives
-    embedding_norm: nn.Module
-    final_norm: nn.Module
-
-
-def stacks_of(model: AnyModel) -> list[Stack]:
-    """The stacks of a model: the encoder before the decoder."""
-    if isinstance(model, LanguageModel):
-        held = [(model.architecture.kind, model.blocks, model.embeddings.norm, model.final_norm)]
-    else:
-        held = [
-            ("encoder", model.encoder, model.src_norm, model.encoder_norm),
-            ("decoder", model.decoder, model.tgt_norm, model.decoder_norm),
-        ]
-    return [Stack(name, tuple(cast(Iterable[Block], blocks)), *norms) for name, blocks, *norms in held]
+def blocks_of(model: AnyModel, stack: str) -> list[Block]:
+    """The blocks of a stack; those of the decoder for "cross"."""
+    return list(cast(Iterable[Block], model.stacks["encoder" if stack == "encoder" else "decoder"].blocks))
 
 
 def attention_sites(model: AnyModel) -> list[AttentionSite]:
     """Every attention layer: the encoder's, then each decoder block's own and the one to the memory."""
     sites: list[AttentionSite] = []
-    for stack in stacks_of(model):
-        for i, block in enumerate(stack.blocks):
-            sites.append(AttentionSite(stack.name, i, block.self_attention, block.self_residual))
+    for stack in model.stacks:
+        for i, block in enumerate(blocks_of(model, stack)):
+            sites.append(AttentionSite(stack, i, block.self_attention, block.self_residual))
             if block.has_cross:
                 sites.append(AttentionSite("cross", i, block.cross_attention, block.cross_residual))
     return sites
@@ -85,7 +68,7 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
         if site.residual.pre:
             norm = _norm(site.residual.norm)
             if isinstance(model, EncoderDecoder) and site.kind == "cross":
-                memory_norm = _norm(model.encoder_norm)
+                memory_norm = _norm(model.encoder.final_norm)
         place: Literal["pre", "post"] = "pre" if site.residual.pre else "post"
         found[site.name] = replace(weights, norm=norm, memory_norm=memory_norm, norm_place=place)
     return found
@@ -98,11 +81,11 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
     """
     found: dict[str, tuple[Norm | None, Norm | None]] = {}
     memory: Norm | None = None
-    for stack in stacks_of(model):
-        last = _norm(stack.embedding_norm)
-        for i, block in enumerate(stack.blocks):
+    for name, stack in model.stacks.items():
+        last = _norm(stack.embeddings.norm)
+        for i, block in enumerate(blocks_of(model, name)):
             own = _norm(block.self_residual.norm)
-            found[f"{stack.name}.{i}"] = (own if block.self_residual.pre else last, None)
+            found[f"{name}.{i}"] = (own if block.self_residual.pre else last, None)
             last = own
             if block.has_cross:
                 own = _norm(block.cross_residual.norm)

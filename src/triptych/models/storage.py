@@ -28,11 +28,36 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 }
+# The halves of an encoder-decoder have names of their own in files.
+_STORED = {
+    "encoder.embeddings.table.": "src_embedding.",
+    "encoder.embeddings.": "src_",
+    "encoder.blocks.": "encoder.",
+    "encoder.final_norm.": "encoder_norm.",
+    "decoder.embeddings.table.": "tgt_embedding.",
+    "decoder.embeddings.": "tgt_",
+    "decoder.blocks.": "decoder.",
+    "decoder.final_norm.": "decoder_norm.",
+    "decoder.head.": "",
+}
+
+
+def stored_name(name: str) -> str:
+    """The name that a parameter of a model has in files."""
+    for ours, stored in _STORED.items():
+        if name.startswith(ours):
+            return stored + name.removeprefix(ours)
+    return name
+
+
+def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their names in files, tied ones once."""
+    return {stored_name(name): value for name, value in model.named_parameters()}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights by name, tied ones once."""
-    return {name: value.detach().contiguous() for name, value in model.named_parameters()}
+    """The weights by their names in files, tied ones once."""
+    return {name: value.detach().contiguous() for name, value in stored_parameters(model).items()}
 
 
 def write_config(model: OwnModel, folder: Path) -> None:
@@ -46,13 +71,14 @@ def write_config(model: OwnModel, folder: Path) -> None:
                 "tgt_vocab_size": model.tgt_vocab_size,
                 "pad_id": model.pad_id,
             }
-            table, config = model.tgt_embedding.weight, model.config.model_dump()
+            config = model.config.model_dump()
         case LanguageModel():
             if model.config is None:
                 raise ValueError("the model is of another library's checkpoint: no recipe describes it")
             kind = model.architecture.kind
             record |= {"model_type": "triptych", "kind": kind, "vocab_size": model.vocab_size}
-            table, config = model.embeddings.table.weight, model.config.model_dump()
+            config = model.config.model_dump()
+    table = next(iter(model.stacks.values())).embeddings.table.weight
     record |= {"dtype": str(table.dtype).removeprefix("torch."), "model": config}
     if code := user_code.digests(config):
         record["code"] = code
@@ -160,7 +186,7 @@ def _require_sizes(
                 f"and there {layers}"
             )
     with torch.device("meta"):
-        wanted = dict(make().named_parameters())
+        wanted = stored_parameters(make())
     _require_fit(_shapes(wanted), held, str(path.parent / _WEIGHTS))
 
 
@@ -209,7 +235,7 @@ def load_tensors(
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
 ) -> None:
     """Copy named tensors into a model, every one of them and nothing else."""
-    parameters = dict(model.named_parameters())
+    parameters = stored_parameters(model)
     _require_fit(_shapes(parameters), _shapes(tensors), origin)
     for name, parameter in parameters.items():
         if parameter.dtype != tensors[name].dtype:

@@ -225,9 +225,7 @@ class Reader(TextModel):
         if isinstance(self.model, LanguageModel):
             _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
             return
-        source = self.model.architecture.source
-        most = source.num_positions if source.positions == "learned" else None
-        _check_lengths([one.source or () for one in texts], most, max_tokens, "text")
+        _check_lengths([one.source or () for one in texts], self.model.encoder.max_tokens, max_tokens, "text")
         _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
 
     def record(
@@ -256,8 +254,6 @@ class Reader(TextModel):
 
     def logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows outputs"]:
         """Logits of the token after each; of a model without an output table the hidden states themselves."""
-        if isinstance(self.model, EncoderDecoder):
-            return self.model.logits(hidden)
         return hidden if self.model.head is None else self.model.head(hidden)
 
     def tokens(self, text: TextIds) -> Mapping[AttentionKind, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -442,12 +438,7 @@ def _residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[Tensor]
     def keep(module: nn.Module, given: tuple[Any, ...], *, stack: str) -> None:
         found.setdefault(stack, []).append(given[0])
 
-    places: list[tuple[str, nn.Module]] = []
-    if isinstance(model, LanguageModel):
-        places += [(model.architecture.kind, module) for module in (*model.blocks, model.final_norm)]
-    else:
-        places += [("encoder", module) for module in (*model.encoder, model.encoder_norm)]
-        places += [("decoder", module) for module in (*model.decoder, model.decoder_norm)]
+    places = [(n, module) for n, half in model.stacks.items() for module in (*half.blocks, half.final_norm)]
     with ExitStack() as hooks:
         for stack, module in places:
             hooks.callback(module.register_forward_pre_hook(partial(keep, stack=stack)).remove)

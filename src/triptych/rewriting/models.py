@@ -206,7 +206,7 @@ def _neutralise_folded_norms(
         if before[site.name].norm is not None and after[site.name].norm is None
     ]
     if folded and isinstance(model, EncoderDecoder):
-        norms.append(model.encoder_norm)
+        norms.append(model.encoder.final_norm)
     _neutralise(norms)
 
 

@@ -21,7 +21,6 @@ from triptych.attending.page import HeadNote, viewer_data
 from triptych.attending.writing import OutputTable
 from triptych.errors import TriptychError, UsageError
 from triptych.face import Head, Model, RotaryForm, Run
-from triptych.models import EncoderDecoder
 
 # Models with what-ifs that are kept, each with what it generates with, and texts that they read.
 _MOST_MODELS, _MOST_TEXTS = 4, 16
@@ -365,7 +364,7 @@ def _cosines(table: Tensor, direction: Tensor) -> Tensor:
 
 def _tables(model: Any, stack: str) -> tuple[Tensor, Tensor]:
     """The embedding tables of the tokens that look and of those looked at."""
-    if not isinstance(model, EncoderDecoder):
-        return model.embeddings.table.weight, model.embeddings.table.weight
-    source, target = model.src_embedding.weight, model.tgt_embedding.weight
-    return (source if stack == "encoder" else target), (target if stack == "decoder" else source)
+    tables = {name: half.embeddings.table.weight for name, half in model.stacks.items()}
+    if stack == "cross":
+        return tables["decoder"], tables["encoder"]
+    return tables[stack], tables[stack]

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from triptych.algebra.cost import cached_numbers
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.blocks import Block
+from triptych.models.sites import blocks_of
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, Recipe, value_at, with_values
 
 Quantity = Literal["parameters", "flops", "cache"]
@@ -68,8 +68,8 @@ def training_flops(recipe: AnyRecipe, vocabulary: Vocabulary) -> float | None:
 
 def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
     """Bytes in float32 kept of a token while decoding, over all self-attention layers of the decoder."""
-    blocks = model.decoder if isinstance(model, EncoderDecoder) else model.blocks
-    layers = [block.self_attention for block in blocks if isinstance(block, Block)]
+    *_, stack = model.stacks
+    layers = (block.self_attention for block in blocks_of(model, stack))
     return sum(4 * cached_numbers(layer.weights()) for layer in layers)
 
 

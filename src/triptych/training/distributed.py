@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import OffsetNorm
-from triptych.models.storage import OwnModel, model_tensors
+from triptych.models.storage import OwnModel
 from triptych.training.computing import Computing, Kind, LazyParameters, LossOfBatch
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
@@ -125,7 +125,8 @@ class Shards(_Spread):
         policy, blocks = MixedPrecisionPolicy(), list(objective.blocks(objective.model))
         if precision == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            _stream_in(torch.bfloat16, objective.model)
+            for stack in objective.model.stacks.values():
+                stack.embeddings.stream_dtype = torch.bfloat16
             blocks += _norms_outside(objective.model, blocks)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -170,7 +171,7 @@ class Shards(_Spread):
     @contextmanager
     def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
         model, device = self.objective.model, "cpu" if on_host else self._mesh.device_type
-        tensors = self.gathered(model_tensors(model))
+        tensors = self.gathered({name: value.detach() for name, value in model.named_parameters()})
         if not self._world.is_first:
             yield None
             return
@@ -217,13 +218,6 @@ def _tied(model: nn.Module) -> list[tuple[str, str]]:
         for name, value in model.named_parameters(remove_duplicate=False)
     ]
     return [(name, other) for name, other in names if name != other]
-
-
-def _stream_in(dtype: torch.dtype, model: OwnModel) -> None:
-    if isinstance(model, EncoderDecoder):
-        model.stream_dtype = dtype
-    else:
-        model.embeddings.stream_dtype = dtype
 
 
 def _norms_outside(model: OwnModel, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
+from triptych.decoding.engine import Engine
 from triptych.decoding.generation import GenerationOptions, generate_tokens
 from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.text_engine import TextEngine
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.device import find_device, to_device
@@ -253,7 +253,7 @@ def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageMode
         prompt = [first]
 
     def sample(model: LanguageModel) -> str:
-        ((found,),) = generate_tokens(TextEngine(model), [prompt], options)
+        ((found,),) = generate_tokens(Engine(model), [prompt], options)
         text = tokenizer.decode([[*prompt, *found.ids]])[0]
         # A terminal would obey what an untrained model writes.
         return printable(text, lines=True)

@@ -186,7 +186,7 @@ class Translation(Objective[EncoderDecoder, Batch]):
         return self.score is not None
 
     def blocks(self, model: EncoderDecoder) -> Iterator[nn.Module]:
-        yield from (*model.encoder, *model.decoder)
+        yield from (*model.encoder.blocks, *model.decoder.blocks)
 
     def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:
         label_smoothing = self.config.label_smoothing
@@ -196,9 +196,8 @@ class Translation(Objective[EncoderDecoder, Batch]):
         real = tgt_out != model.pad_id
         # Both passes as one batch: dropout draws for every row.
         first, second = _decode(model, src.repeat(2, 1), tgt_in.repeat(2, 1)).chunk(2)
-        return rdrop_loss(
-            first[real], second[real], model.output.weight, tgt_out[real], label_smoothing, self.config.rdrop
-        )
+        weight, said = model.head.output.weight, tgt_out[real]
+        return rdrop_loss(first[real], second[real], weight, said, label_smoothing, self.config.rdrop)
 
     def loss(self, model: EncoderDecoder, batch: Batch) -> Loss:
         return self._loss(model, batch, 0.0)
@@ -207,7 +206,7 @@ class Translation(Objective[EncoderDecoder, Batch]):
         src, tgt_in, tgt_out = _sides(model, batch)
         real = tgt_out != model.pad_id
         x = _decode(model, src, tgt_in)[real]
-        return output_loss(x, model.output.weight, tgt_out[real], label_smoothing)
+        return output_loss(x, model.head.output.weight, tgt_out[real], label_smoothing)
 
     def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
         batch = self.train.collate(indices)
@@ -237,7 +236,7 @@ class Translation(Objective[EncoderDecoder, Batch]):
 
 def _sides(model: EncoderDecoder, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Source, decoder input and decoder target, on the model's device."""
-    device = model.tgt_embedding.weight.device
+    device = model.decoder.embeddings.table.weight.device
     src, tgt_in, tgt_out = (
         side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
     )

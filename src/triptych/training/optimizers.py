@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.attention import LearnedPositions
-from triptych.models.storage import OwnModel
+from triptych.models.storage import OwnModel, stored_parameters
 from triptych.training.sections import OptimisationConfig
 
 # What each optimizer keeps of a parameter, by the word its entries in a saved state begin with.
@@ -21,7 +21,7 @@ class Optimizer:
 
     def __init__(self, config: OptimisationConfig, model: OwnModel) -> None:
         """Prepare for the parameters of a model."""
-        self._named = dict(model.named_parameters())
+        self._named = stored_parameters(model)
         self._parts = list(_torch_optimizers(config, model))
         self._part_of = {
             parameter: part

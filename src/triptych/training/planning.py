@@ -31,6 +31,7 @@ from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block, Residual
 from triptych.models.feed_forward import FeedForward
+from triptych.models.sites import blocks_of
 from triptych.models.storage import OwnModel
 from triptych.training.computing import require_kind
 from triptych.training.fitting import (
@@ -363,9 +364,8 @@ class Step:
                 self.num_rows, self.targets_of_row = max(of_batch // self.length, 1), self.length
                 passes = 2 if recipe.training.rdrop else 1
                 size = recipe.tokenizer.vocab_size
-                translator = EncoderDecoder.of(recipe.model, size, size)
-                model: OwnModel = translator
-                blocks, times = list(translator.encoder) + list(translator.decoder), 1
+                model: OwnModel = EncoderDecoder.of(recipe.model, size, size)
+                times = 1
             else:
                 assert isinstance(recipe, LanguageRecipe), "filled() refuses others"
                 self.length, self.num_rows = recipe.model.context, recipe.training.batch_size
@@ -377,10 +377,10 @@ class Step:
                 times = 1 if recipe.model.attention_in_layer else recipe.model.num_layers
                 one = recipe.model.model_copy(update={"num_layers": recipe.model.num_layers // times})
                 model = LanguageModel.of(one, recipe.kind, recipe.tokenizer.vocab_size)
-                blocks = list(model.blocks)
         self._rows = passes * -(-self.num_rows // devices)
         self.vocab_size, self.d_model = recipe.tokenizer.vocab_size, recipe.model.d_model
         self.tokens, self.targets = self._rows * self.length, self._rows * self.targets_of_row
+        blocks = (block for stack in model.stacks for block in blocks_of(model, stack))
         self.layers = [self._layer(block) for block in blocks] * times
         self.in_blocks = sum(layer.parameters for layer in self.layers)
         self.outside = _num_parameters(model.parameters()) - self.in_blocks // times
@@ -392,8 +392,7 @@ class Step:
         self._stream = self.tokens * self.d_model * self.bytes
         self._kept_before, self._kept_after = self._kept_outside(model)
 
-    def _layer(self, block: nn.Module) -> _Layer:
-        assert isinstance(block, Block), type(block)
+    def _layer(self, block: Block) -> _Layer:
         assert isinstance(block.feed_forward, FeedForward), "recipes have no experts"
         attentions = [(block.self_attention, False)]
         if block.has_cross:
@@ -475,13 +474,11 @@ class Step:
 
     def _kept_outside(self, model: OwnModel) -> tuple[int, int]:
         """Bytes kept before the blocks, until the backward pass ends, and after them, which it uses first."""
-        if isinstance(model, EncoderDecoder):
-            norms, sides, dropout = (model.encoder_norm, model.decoder_norm), 2, model.embedding_dropout.p
-            memory = self._stream
-        else:
-            norms, sides, dropout = (model.final_norm, model.embeddings.norm), 1, model.embeddings.dropout.p
-            memory = 0
-        before = memory + (sides * self._stream if dropout else 0)
+        stacks = [*model.stacks.values()]
+        norms = [norm for stack in stacks for norm in (stack.final_norm, stack.embeddings.norm)]
+        # Of an encoder-decoder, the memory too.
+        kept = len(stacks) - 1 + sum(stack.embeddings.dropout.p > 0 for stack in stacks)
+        before = kept * self._stream
         # The gradients of the loss are computed with it.
         of_loss = self.targets * self.d_model * self.bytes + 4 * self.vocab_size * self.d_model
         return before, of_loss + sum(map(self._norm, norms))

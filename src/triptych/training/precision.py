@@ -13,8 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from triptych.models import EncoderDecoder
-from triptych.models.language_model import Embeddings, LanguageModel
+from triptych.models.embedding import Embeddings
 from triptych.models.storage import OwnModel
 
 
@@ -31,11 +30,8 @@ class NarrowTwin:
         }
         # What deepcopy finds in its memo it takes as it is.
         self.model = copy.deepcopy(model, dict(shared))
-        match self.model:
-            case EncoderDecoder() as twin:
-                twin.stream_dtype = torch.bfloat16
-            case LanguageModel() as twin:
-                twin.embeddings.stream_dtype = torch.bfloat16
+        for stack in self.model.stacks.values():
+            stack.embeddings.stream_dtype = torch.bfloat16
         self._wide: list[Tensor] = []
         self._narrow: list[Tensor] = []
         for own, master in zip(self.model.parameters(), model.parameters(), strict=True):

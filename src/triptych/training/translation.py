@@ -76,10 +76,10 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: 
 
     given, shared = recipe.model.embeddings, recipe.model.tie_embeddings == "all"
     vectors = {
-        f"{side}_embedding.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
-        for side, path, tokenizer in (
-            ("tgt" if shared else "src", given.vectors, tokenizers.source),
-            ("tgt", given.target_vectors, tokenizers.target),
+        f"{half}.embeddings.table.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
+        for half, path, tokenizer in (
+            ("decoder" if shared else "encoder", given.vectors, tokenizers.source),
+            ("decoder", given.target_vectors, tokenizers.target),
         )
         if path
     }
