@@ -32,6 +32,7 @@ HELD = frozenset(
         "kind",
         "q_norm",
         "k_norm",
+        "v_norm",
         "clip",
         "rotary",
         "temperature",

@@ -32,6 +32,11 @@ class PositionIds(NamedTuple):
     # the positions of keys, for layers that compare positions
     sharing: int | None = None
 
+    def of_row(self, row: int, length: int) -> "PositionIds":
+        """Those of the first tokens of one row of a batch."""
+        ids = self.ids[row : row + 1] if self.ids.ndim == 2 else self.ids
+        return self._replace(ids=ids[..., :length])
+
     def of_slots(self, count: Any) -> Int[Tensor, " key_len"]:
         """The positions of so many keys, an int or a symbol of one in a traced model."""
         slots = torch.arange(count, device=self.ids.device)

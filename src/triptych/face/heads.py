@@ -267,7 +267,7 @@ _BREAKS_QK = (
     *("QK-norm", "clipped queries, keys and values", "scores that are no product of queries and keys"),
     _NORM_WITHIN_QK,
 )
-_BREAKS_OV = ("clipped queries, keys and values", _NORM_WITHIN_V)
+_BREAKS_OV = ("clipped queries, keys and values", "a norm of values", _NORM_WITHIN_V)
 
 
 @final

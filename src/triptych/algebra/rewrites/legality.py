@@ -43,6 +43,7 @@ _TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
         for scheme in ("rotary", "disentangled", "alibi", "relative")
     },
     "qk_norm": lambda weights: weights.semantics.qk_norm,
+    "v_norm": lambda weights: weights.semantics.v_norm is not None,
     "clip": lambda weights: weights.semantics.clip is not None,
     "soft_cap": lambda weights: weights.semantics.soft_cap is not None,
     "sinks": lambda weights: weights.semantics.sinks is not None,
@@ -67,6 +68,7 @@ _TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
     ),
     "no_output_bias": lambda weights: "o" not in weights.bias_slots,
 }
+_VALUES_NORMED = "the values of each head are normalised after their map"
 _CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
 # The channels between the two maps of a form may be mixed.
 CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
@@ -84,9 +86,10 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
     "ov": Need(
         {
             "clip": _CLIPPED,
+            "v_norm": _VALUES_NORMED,
             "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
         },
-        ("ov: no clipping and no gates of channels between values and output map",),
+        ("ov: no clipping, no norm and no gates of channels between values and output map",),
     ),
 }
 # W_Q W_Kᵀ is all that scores see of queries and keys.
@@ -125,6 +128,7 @@ VALUE_BIAS_PASSES = Need(
         "less than 1",
         "gate": "each token takes another share of what a head moves (a gate), and of its value bias with it",
         "clip": _CLIPPED,
+        "v_norm": _VALUES_NORMED,
         "no_output_bias": "the output map has no bias slot in the target format",
     },
     (
@@ -150,6 +154,7 @@ DECOUPLED = Need(
     {
         "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
         "qk_norm": _DEEPSEEK_HAS_NO + "norm of queries and keys (QK-norm)",
+        "v_norm": _VALUES_NORMED,
         "of_patches": _DEEPSEEK_HAS_NO + "positions of patches",
         "growing": _DEEPSEEK_HAS_NO
         + "rotation that changes with the length of the text and repeats its pairs",

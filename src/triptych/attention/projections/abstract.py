@@ -272,6 +272,11 @@ class Projections(nn.Module):
         """The queries of every head."""
         return self._through(self._chains["q"], x[:, None])
 
+    def share_keys(self, lender: "Projections") -> None:
+        """Hold the maps of keys and values of another layer in place of the own ones."""
+        for name in {*self._chains["k"], *self._chains["v"]}:
+            setattr(self, name, getattr(lender, name))
+
     def remember(
         self,
         key_input: Float[Tensor, "batch key_len d_memory"],
