@@ -314,7 +314,7 @@ class MultiHeadAttention(nn.Module):
             mask: boolean, True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`.
             causal: a query sees only its own position and earlier ones; if None, where the layer was made of
                 weights that say so.
-            cache: in self-attention, the tokens before `x`: those of `x` are added to it, and the
+            cache: in self-attention, the tokens before `x`; the tokens of `x` are added to it, and the
                 queries see them all. With a `memory`, it is filled at the first call and read, in
                 place of the memory, from then on.
             need_weights: also return the weights. Changes nothing else but the speed.
@@ -433,8 +433,8 @@ class MultiHeadAttention(nn.Module):
             query_len: number of queries; in self-attention, the last of the keys' positions.
             key_len: number of keys, cached ones included.
             batch: number of sequences.
-            mask: as in `forward`; likewise all others.
-            causal: likewise.
+            mask: as in `forward`, as are all others.
+            causal: as in `forward`.
             need_weights: whether the weights are wanted.
             path: "auto", "reference" or "fast".
 
@@ -508,7 +508,7 @@ class MultiHeadAttention(nn.Module):
         return q, *places.kept(cache, added)
 
     def _compares_positions(self, semantics: Semantics) -> bool:
-        """Whether later queries must know where a key stands."""
+        """Whether later queries must know the position of a key."""
         turned_late = self._turned_late is not None and not self._keeps_keys
         return turned_late or semantics.bias is not None or semantics.is_local
 

@@ -219,7 +219,7 @@ class Reader(TextModel):
                 )
             return self._encode_pairs(texts, targets)
         if targets is not None:
-            raise UsageError(f"{self.name} has no decoder beside its encoder: leave out the target")
+            raise UsageError(f"{self.name} is no encoder-decoder: leave out the target")
         if max_new_tokens and not self.model.causal:
             raise UsageError(f"{self.name} is an encoder, which does not continue texts")
         # An encoder's text may hold its mask token.
