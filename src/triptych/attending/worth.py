@@ -148,10 +148,15 @@ def measure_worth(
 
 
 def require_loss(reader: Reader) -> None:
-    """The model predicts tokens: the next ones, or those that a mask hides."""
+    """The model predicts tokens, the next ones or those that a mask hides, and can run from any block on."""
     model = reader.model
     if isinstance(model, EncoderDecoder):
         return
+    if any(block.keys is not None or block.input is not None for block in model.architecture.blocks):
+        raise UsageError(
+            f"{reader.name} has blocks that read more than the stream before them: heads cannot be left out "
+            "one layer at a time (--worth)"
+        )
     if model.head is None or model.head.config.outputs not in (None, model.vocab_size):
         raise UsageError(
             f"{reader.name} has no head that predicts tokens, and so no loss: leaving heads out (--worth) "

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.attention import DecoderCache, MultiHeadAttention, PositionIds
+from triptych.attention import DecoderCache, Kept, MultiHeadAttention, PositionIds
 from triptych.models.architecture import HeadConfig, LanguageModelArchitecture
-from triptych.models.blocks import Block, make_norm
+from triptych.models.blocks import Block, BlockInputs, make_norm
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.embedding import Embeddings
 from triptych.models.feed_forward import ACTIVATIONS
@@ -93,10 +93,14 @@ class LanguageModel(nn.Module):
         d_model = architecture.d_model
         std = 0.02 if embeddings is None else d_model**-0.5
         self.embeddings = embeddings or Embeddings(architecture.embeddings, d_model)
+        inputs, blocks = architecture.inputs, list[Block]()
+        self.inputs = None if inputs is None else BlockInputs(inputs, d_model, len(architecture.blocks))
         layers = zip(attention) if cross is None else zip(attention, cross, strict=True)
-        self.blocks = nn.ModuleList(
-            Block(block, d_model, *own) for block, own in zip(architecture.blocks, layers, strict=True)
-        )
+        for block, (own, *other) in zip(architecture.blocks, layers, strict=True):
+            if block.keys is not None and block.keys < len(blocks):
+                own.borrow(blocks[block.keys].self_attention)
+            blocks.append(Block(block, d_model, own, *other))
+        self.blocks = nn.ModuleList(blocks)
         self.final_norm = make_norm(architecture.final_norm, d_model)
         head = architecture.head
         self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table, std)
@@ -195,6 +199,7 @@ class LanguageModel(nn.Module):
             causal=causal,
             memory=memory,
             memory_mask=memory_mask,
+            given=None if self.inputs is None else self.inputs(ids, x),
         )
 
     def from_stream(
@@ -208,11 +213,13 @@ class LanguageModel(nn.Module):
         causal: bool | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
+        given: Float[Tensor, "rows length blocks width"] | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """`hidden` from the stream that the block at place `first` reads."""
-        causal = self.causal if causal is None else causal
+        """`hidden` from the stream that the block at place `first` reads; `given` are the blocks' inputs."""
+        causal, lent = self.causal if causal is None else causal, dict[int, Kept]()
         for place in range(first, len(self._order)):
-            x = self.blocks[self._order[place]](
+            number = self._order[place]
+            x = self.blocks[number](
                 x,
                 mask,
                 causal=causal,
@@ -221,5 +228,7 @@ class LanguageModel(nn.Module):
                 cache=None if cache is None else cache.own[place],
                 memory_cache=None if cache is None else cache.memory[place],
                 positions=positions,
+                lent=lent,
+                given=None if given is None else given[:, :, number],
             )
         return self.final_norm(x)  # type: ignore[no-any-return]
