@@ -281,7 +281,7 @@ def test_positions_and_dropout_stay_with_a_site_that_changes() -> None:
     model = make_model(positions=positions, decoder=DecoderConfig(num_layers=3, attention=site), d_k=4)
     layer = MultiHeadAttention(16, 2, Factored(d_k=6, d_v=5)).double()
     new = with_attention(model, {"decoder.0": layer.weights()})
-    changed = new.decoder[0].self_attention
+    changed = new.decoder.blocks[0].self_attention
     assert changed.semantics.rotary is not None
     assert changed.semantics.rotary.frequencies.tolist() == [1.0]
     turned = MultiHeadAttention(16, 2, positions=RotaryPositions(4)).double()

@@ -234,7 +234,7 @@ def test_folded_norms_have_gain_one_and_no_shift() -> None:
     for norm in norms:
         assert (norm.weight == 1).all()
         assert (norm.bias == 0).all()
-    others = [block.feed_forward_residual.norm for block in (*folded.encoder, *folded.decoder)]
+    others = [block.feed_forward_residual.norm for block in (*folded.encoder.blocks, *folded.decoder.blocks)]
     assert all((norm.weight != 1).any() for norm in [*others, folded.decoder.final_norm])
 
 
