@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command import MISSING, Command
+from command import Command
 from triptych import load
 
 SENTENCES = ["Das Buch kostet drei Euro.", "", "Es ist halb vier.", "Heute ist Montag.", "Vier."]
@@ -150,23 +150,6 @@ def test_a_failed_translation_leaves_no_output_file(
     assert answer.code == 1
     assert "line 2" in answer.err
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
-
-
-def test_a_missing_run_or_file_is_a_usage_error(triptych: Command, small_run: Path, tmp_path: Path) -> None:
-    no_run = triptych("translate", tmp_path / "nowhere", stdin=b"Vier.\n")
-    assert (no_run.code, no_run.err) == (
-        2,
-        f"triptych: {tmp_path / 'nowhere'}: {MISSING}\n",
-    )
-    no_file = triptych("translate", small_run, tmp_path / "nothing.txt")
-    assert no_file.code == 2
-    assert "nothing.txt" in no_file.err
-
-
-def test_a_folder_that_is_no_run_is_refused(triptych: Command, tmp_path: Path) -> None:
-    answer = triptych("translate", tmp_path, stdin=b"Vier.\n")
-    assert answer.code == 2
-    assert "is not a run folder" in answer.err
 
 
 def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
