@@ -254,8 +254,7 @@ def test_sizes_that_do_not_fit_are_refused_with_their_numbers(options: dict[str,
 
 def test_a_mixture_made_ready_for_decoding_in_bf16_gives_that_of_rounded_weights() -> None:
     experts = made(FAMILIES["gpt_oss"].ours)
-    ready = evaluating_copy(torch.nn.Sequential(experts))
-    fuse(ready, DenseMaps(torch.bfloat16))
+    ready = fuse(evaluating_copy(torch.nn.Sequential(experts)), DenseMaps(torch.bfloat16))
     rounded = made(FAMILIES["gpt_oss"].ours).bfloat16()
     x = inputs(torch.bfloat16)
     assert ready(x).dtype == torch.bfloat16

@@ -364,8 +364,8 @@ def evaluating_copy(model: ModuleT) -> ModuleT:
 
 
 def fuse(
-    copied: nn.Module, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
-) -> None:
+    copied: ModuleT, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
+) -> ModuleT:
     """Replace the layers of a copy of a model; its tables and the maps around its blocks are the caller's."""
     for parent in list(copied.modules()):
         if isinstance(parent, FeedForward):
@@ -389,6 +389,7 @@ def fuse(
                     files.let_go(layer.parameters())
             elif isinstance(layer, nn.LayerNorm | nn.RMSNorm | OffsetNorm | LearnedPositions):
                 cast_parameters(layer, maps.dtype)
+    return copied
 
 
 def call_directly(model: nn.Module) -> None:
