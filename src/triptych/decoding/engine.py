@@ -66,20 +66,12 @@ class Engine(DecodingEngine):
         self,
         model: LanguageModel | EncoderDecoder,
         precision: Precision = "fp32",
-        num_choices: int | None = None,
+        num_choices: int | None = None,  # so many tokens, from the first, may be chosen; None for all
         *,
-        never: Sequence[int] = (),
-        direct: bool = True,
+        never: Sequence[int] = (),  # tokens of an encoder-decoder whose logits are −inf
+        direct: bool = True,  # whether modules call each other without hooks; a traced model does not
     ) -> None:
-        """Prepare a model.
-
-        Args:
-            model: a decoder, alone or with an encoder.
-            precision: of the maps.
-            num_choices: so many tokens, from the first, may be chosen; None for all.
-            never: tokens of an encoder-decoder that are never chosen: their logits are −inf.
-            direct: whether modules call each other without hooks; a traced model does not.
-        """
+        """Prepare a model."""
         *_, decoder = model.stacks.values()
         table = decoder.embeddings.table.weight
         if not decoder.causal:

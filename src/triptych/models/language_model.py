@@ -81,12 +81,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         """Make a model with fresh weights around attention layers.
 
-        Args:
-            architecture: what it is made of.
-            attention: a layer of self-attention for every block.
-            config: the recipe that describes the model, if one does.
-            cross: for every block a layer that attends to a memory; None without.
-            embeddings: drawn already; None for fresh ones.
+        A decoder that attends to a memory has `cross` too. A half has `embeddings` that are drawn already.
         """
         super().__init__()
         self.architecture, self.config = architecture, config
@@ -174,20 +169,11 @@ class LanguageModel(nn.Module):
         memory: Float[Tensor, "batch src_len d_model"] | None = None,
         memory_mask: Tensor | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """The stream after the last norm.
+        """The stream after the last norm; arguments as `forward`'s.
 
+        `causal` is by the model's kind unless it is given. Cross-attention reads `memory`, of which `rows` may
+        be a multiple (several hypotheses of a sentence, side by side); without, the cache holds what it reads.
         A model made ready for decoding (`decoding.fused`) also takes masks of numbers added to the scores.
-
-        Args:
-            ids: tokens; with a cache, only those not yet in it.
-            mask: what they see of the tokens held and of each other.
-            positions: where they stand, if they do not simply follow each other.
-            types: their segments.
-            cache: holds the tokens before, and gets these.
-            causal: whether they see no later tokens; None for the model's kind.
-            memory: what cross-attention reads; None where the cache holds what the layers read of it. Rows
-                may be a multiple of its batch (several hypotheses of a sentence, side by side).
-            memory_mask: True where the memory holds a token, broadcasts to `[batch, 1, 1, src_len]`.
         """
         start: int | PositionIds = positions or (0 if cache is None else cache.length)
         x = self.embeddings(ids, start, types)
