@@ -171,8 +171,8 @@ class LanguageModel(nn.Module):
     ) -> Float[Tensor, "rows length d_model"]:
         """The stream after the last norm; arguments as `forward`'s.
 
-        `causal` is by the model's kind unless it is given. Cross-attention reads `memory`, of which `rows` may
-        be a multiple (several hypotheses of a sentence, side by side); without, the cache holds what it reads.
+        `causal` is by the model's kind unless it is given. Cross-attention reads `memory`, of which `rows`
+        may be a multiple (hypotheses of a sentence, side by side); without, the cache holds what it reads.
         A model made ready for decoding (`decoding.fused`) also takes masks of numbers added to the scores.
         """
         start: int | PositionIds = positions or (0 if cache is None else cache.length)
