@@ -29,8 +29,6 @@ from triptych.algebra.rewrites import (
     repeat_kv_heads,
     to_latent,
     truncate,
-    truncate_on_data,
-    truncate_rotary_pairs,
 )
 from triptych.algebra.weights import AttentionWeights
 
@@ -134,10 +132,10 @@ def test_what_moves_channels_or_biases_is_refused_because_the_output_would_move(
 def test_what_looks_at_a_text_or_at_rotary_pairs_is_refused_as_well() -> None:
     weights = clipped("factored")
     with pytest.raises(RewriteRefusedError, match="clipped"):
-        truncate_on_data(weights, gathered(weights, random_input(LENGTH)), ov_rank=3)
+        truncate(weights, gathered(weights, random_input(LENGTH)), ov_rank=3)
     turned = with_semantics(weights, rotary=RotaryEmbedding(torch.tensor([1.0, 0.1, 0.01])))
     with pytest.raises(RewriteRefusedError, match="clipped"):
-        truncate_rotary_pairs(turned, pairs=2)
+        truncate(turned, qk_rank=2, rotary="pairs")
 
 
 def test_no_bound_of_scores_or_outputs_is_claimed() -> None:

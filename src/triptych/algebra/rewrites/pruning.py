@@ -12,8 +12,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.channels import Move, in_working_precision
-from triptych.algebra.rewrites.data import require_moments_of
+from triptych.algebra.rewrites.channels import in_working_precision
 from triptych.algebra.rewrites.heads import (
     taken,
     with_heads,
@@ -25,6 +24,8 @@ from triptych.algebra.rewrites.legality import (
     require_whole_number,
     unchanged,
 )
+from triptych.algebra.rewrites.metric import require_moments_of
+from triptych.algebra.rewrites.moves import Move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.weights import AttentionWeights, Link
