@@ -261,16 +261,7 @@ def test_a_mean_that_counts_is_not_taken_off(traits: dict[str, Any], form: Form,
     torch.testing.assert_close(by_itself.W_V, asked.W_V)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    weights = make("factored")
-    moments = gathered(weights, some_text())
-    with pytest.raises(RewriteRefusedError, match=r"^truncate refused: neither qk_rank nor ov_rank"):
-        truncate(weights, moments)
-    with pytest.raises(RewriteRefusedError, match="qk_rank is 7: a form of width 6 takes 1 to 6"):
-        truncate(weights, moments, qk_rank=7)
-    with pytest.raises(RewriteRefusedError, match="ov_rank names 3 numbers: there are 4 value heads"):
-        truncate(weights, moments, ov_rank=[1, 2, 3])
-    with pytest.raises(RewriteRefusedError, match="under rotary positions"):
-        truncate(with_semantics(weights, positions="rotary"), moments, qk_rank=2)
+def test_moments_of_another_layer_are_refused() -> None:
+    moments = gathered(make("factored"), some_text())
     with pytest.raises(RewriteRefusedError, match="4 × 6 channels of keys, the layer has 2 × 6; gather them"):
         truncate(make("grouped"), moments, qk_rank=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algebra.rewrites.rotary_layers import NOT_ROTARY, moments_of, rotation_of
+from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.measures import RotaryPairs, measure_heads
@@ -170,28 +170,10 @@ def test_rotary_pairs_that_carry_nothing_go_for_nothing() -> None:
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"qk_rank": 0}, "qk_rank is 0: a head with 3 rotary pairs takes 1 to 3"),
-        ({"qk_rank": 4}, "qk_rank is 4: a head with 3 rotary pairs takes 1 to 3"),
-        ({"qk_rank": True}, "qk_rank is True: it must be a whole number"),
-        ({"qk_rank": [1, 2]}, "qk_rank names 2 numbers: there are 4 key heads, and each takes one"),
-        *NOT_ROTARY,
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.get("traits", {})})
-    given = {name: value for name, value in options.items() if name != "traits"}
-    arguments: dict[str, Any] = {"qk_rank": 2, **given}
-    with pytest.raises(RewriteRefusedError, match=f"^truncate refused: {reason}"):
-        pairs_kept(weights, **arguments)
-
-
-def test_moments_of_another_layer_are_refused() -> None:
-    moments = moments_of(rotary(8), random_input(4))
-    with pytest.raises(RewriteRefusedError, match="4 × 8 channels of queries, the layer has 4 × 6"):
-        pairs_kept(with_semantics(rotary(), rotary=rotation_of()), qk_rank=2, moments=moments)
+def test_more_pairs_than_there_are_are_refused() -> None:
+    reason = "^truncate refused: qk_rank is 4: a head with 3 rotary pairs takes 1 to 3"
+    with pytest.raises(RewriteRefusedError, match=reason):
+        pairs_kept(with_semantics(rotary(), rotary=rotation_of()), qk_rank=4)
 
 
 def test_the_spread_of_energies_is_by_group() -> None:
