@@ -72,6 +72,7 @@ TRAITS: dict[str, Trait] = {
     "alibi": _positions("ALiBi", "alibi"),
     "relative": _positions("relative position biases", "relative"),
     "qk_norm": _part("QK-norm", "q_norm", "k_norm"),
+    "v_norm": _part("norms of values", "v_norm"),
     "clip": _part("clipping", "clip"),
     "soft_cap": _part("soft caps", "soft_cap"),
     "sinks": _part("sinks", "sinks"),
@@ -106,6 +107,7 @@ TRAITS: dict[str, Trait] = {
     ),
     "no_output_bias": Trait("outputs without a bias", lambda weights: "o" not in weights.bias_slots),
 }
+_VALUES_NORMED = "the values of each head are normalised after their map"
 _CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
 _NORMALISED = "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
 _MET = "distances meet queries and keys in the same channels (disentangled positions)"
@@ -124,6 +126,7 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
     "ov": Need(
         {
             "clip": _CLIPPED,
+            "v_norm": _VALUES_NORMED,
             "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
         },
         "W_OV",
@@ -183,6 +186,7 @@ VALUE_BIAS_PASSES = Need(
         "less than 1",
         "gate": "each token takes another share of what a head moves (a gate), and of its value bias with it",
         "clip": _CLIPPED,
+        "v_norm": _VALUES_NORMED,
         "no_output_bias": "the output map has no bias slot in the target format",
     }
 )
@@ -201,6 +205,7 @@ DECOUPLED = Need(
     {
         "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
         "qk_norm": _DEEPSEEK_HAS_NO + "norm of queries and keys (QK-norm)",
+        "v_norm": _VALUES_NORMED,
         "of_patches": _DEEPSEEK_HAS_NO + "positions of patches",
         "growing": _DEEPSEEK_HAS_NO
         + "rotation that changes with the length of the text and repeats its pairs",
