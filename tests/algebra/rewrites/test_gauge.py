@@ -256,7 +256,7 @@ def test_the_other_form_can_be_fixed() -> None:
     turned = with_semantics(make("grouped"), positions="rotary")
     fixed, record = gauge_fix(turned, forms=("ov",))
     assert fixed.q[0].weight is turned.q[0].weight
-    assert record.checked == ("W_OV: no clipping", "W_OV: no gates of channels")
+    assert record.checked == ("W_OV: no clipping", "W_OV: no norms of values", "W_OV: no gates of channels")
     plain = make("grouped")
     assert torch.equal(gauge_fix(plain, forms=("qk",)).weights.W_V, plain.W_V)
     both = with_semantics(make("grouped"), clip=2.0)

@@ -74,6 +74,7 @@ TRAITS: dict[str, Trait] = {
     "alibi": _positions("ALiBi", "alibi"),
     "relative": _positions("relative position biases", "relative"),
     "qk_norm": _part("QK-norm", "q_norm", "k_norm"),
+    "v_norm": _part("norms of values", "v_norm"),
     "clip": _part("clipping", "clip"),
     "soft_cap": _part("soft caps", "soft_cap"),
     "sinks": _part("sinks", "sinks"),
@@ -108,6 +109,7 @@ TRAITS: dict[str, Trait] = {
     ),
     "no_output_bias": Trait("outputs without a bias", lambda weights: "o" not in weights.bias_slots),
 }
+_VALUES_NORMED = "the values of each head are normalised after their map"
 _CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
 _NORMALISED = "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
 _MET = "distances meet queries and keys in the same channels (disentangled positions)"
@@ -126,6 +128,7 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
     "ov": Need(
         {
             "clip": _CLIPPED,
+            "v_norm": _VALUES_NORMED,
             "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
         },
         "W_OV",
@@ -185,6 +188,7 @@ VALUE_BIAS_PASSES = Need(
         "less than 1",
         "gate": "each token takes another share of what a head moves (a gate), and of its value bias with it",
         "clip": _CLIPPED,
+        "v_norm": _VALUES_NORMED,
         "no_output_bias": "the output map has no bias slot in the target format",
     }
 )
@@ -203,6 +207,7 @@ DECOUPLED = Need(
         "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
         "biased": "maps have biases, and the format has no place for one of the queries",
         "clip": _CLIPPED,
+        "v_norm": _VALUES_NORMED,
         **dict.fromkeys(
             (
                 *("qk_norm", "of_patches", "growing", "soft_cap", "sinks", "gate", "window", "temperature"),

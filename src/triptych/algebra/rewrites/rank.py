@@ -34,13 +34,14 @@ _ROUNDING = 100 * torch.finfo(torch.float64).eps  # for each channel of the mode
 
 def truncate(
     weights: AttentionWeights,
-    moments: Moments | None = None,
+    moments: Moments | None = None,  # over a text, on which scores and outputs then have the least error
     *,
-    qk_rank: Ranks | None = None,
+    qk_rank: Ranks | None = None,  # with rotary="pairs" a number of pairs
     ov_rank: Ranks | None = None,
-    centred: bool | None = None,
-    rotary: Rotary | None = None,
-    longest: int | None = None,
+    centred: bool
+    | None = None,  # whether the means over the text are taken off first; None: where it is free
+    rotary: Rotary | None = None,  # what rotary heads lose of W_QK; None refuses them
+    longest: int | None = None,  # tokens of the longest text of rotary heads; None: without end
     prior: float = PRIOR,
 ) -> Rewritten:
     """The nearest forms of a lower rank, head by head: in Frobenius norm, or by what a text does with them.
@@ -52,16 +53,6 @@ def truncate(
 
     Chains of several maps stay so where they can: the last map changes. Biases go along, in the channels that
     are left; what they cannot carry of the value bias goes into that of the output.
-
-    Args:
-        weights: the layer.
-        moments: of the layer over a text. Scores and outputs then have the least mean square error on it.
-        qk_rank: of W_QK, for all key heads or for each; with `rotary="pairs"` a number of pairs.
-        ov_rank: of W_OV, for all value heads or for each.
-        centred: whether the means over the text are taken off first; None: where that is free.
-        rotary: what rotary heads lose of W_QK; None refuses them.
-        longest: how many tokens a text of rotary heads has, at most; None: without end.
-        prior: the weight of inputs without direction, compared with those of the text.
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
