@@ -97,7 +97,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu_squared",
     "tanh": "tanh",
     "sigmoid": "sigmoid",
+    "xielu": "xielu",
 }  # fmt: skip
+
+
+_OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
 
 def activation(place: Place, expression: str) -> Activation:
@@ -151,6 +155,8 @@ class FeedForwardMap:
 
     def _layer(self, ours: str, spec: FeedForwardSpec) -> FeedForwardConfig:
         config = self._config(spec)
+        for name, shape in _OF_XIELU if config.activation == "xielu" else ():
+            self._add((f"{ours}.activation.{name}",), (self._name(spec, f"act_fn.{name}"),), shape)
         self._maps(ours, spec, config, None)
         return config
 

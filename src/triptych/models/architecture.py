@@ -8,7 +8,9 @@ neither recipes nor families.
 from dataclasses import dataclass
 from typing import Literal, final
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh", "sigmoid"]
+Activation = Literal[
+    "relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh", "sigmoid", "xielu"
+]
 
 
 @final
@@ -42,7 +44,7 @@ class FeedForwardConfig:
 
     d_ff: int  # inner width
     # f. "gelu" is `x Φ(x)`, "gelu_tanh" its approximation by tanh, "gelu_sigmoid" `x σ(1.702 x)`, "swish" `x
-    # σ(beta x)`, "relu_squared" `max(0, x)²`
+    # σ(beta x)`, "relu_squared" `max(0, x)²`; "xielu" is of feed-forward layers alone, see `XIELU`
     activation: Activation = "relu"
     gated: bool = False  # whether there is a gate
     bias: bool = True  # whether the inner maps have biases; `out_bias` is for W_2
@@ -260,6 +262,7 @@ class EncoderDecoderArchitecture:
     tied: bool = True  # whether the output table is that of the decoder's tokens
     output_bias: bool = False  # whether every token has a bias
     logit_scale: float = 1.0  # logits are multiplied by this, before the bias
+    soft_cap: float | None = None  # as `HeadConfig.soft_cap`
 
     def __post_init__(self) -> None:
         if self.shared and self.source.vocab_size != self.target.vocab_size:
