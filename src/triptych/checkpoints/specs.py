@@ -372,6 +372,9 @@ class ExpertsSpec(Spec):
     group_score: Literal["best", "two_best"] = "best"
     threshold: Expression = ""
     shared: FeedForwardSpec | None = None  # the layer that every token passes besides
+    norms: tuple[str, ...] = ()  # tensors of the norms within, as `EXPERTS_NORMS`; `eps` is below their roots
+    eps: Expression = "rms_norm_eps | 1e-6"
+    expert_scale: str = ""  # tensor of what each expert's weights are multiplied by; "" without
 
 
 @final
