@@ -2,6 +2,16 @@
 
 from typing import Any
 
+FAST_DEMO = (
+    "data.train.generated=300",
+    "data.valid.generated=4",
+    "data.cache=''",
+    "tokenizer.vocab_size=400",
+    "training.max_steps=3",
+    "validation.every_steps=3",
+    "validation.max_sentences=2",
+)
+
 
 def generated(train: int = 100, valid: int = 10) -> dict[str, Any]:
     """The table `data` of a recipe."""

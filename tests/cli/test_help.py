@@ -62,6 +62,8 @@ def test_the_help_of_a_command_imports_nothing_heavy_and_takes_under_half_a_seco
     )
     took, done = 9.0, None
     for _ in range(3):
+        if took < 0.4:
+            break
         begun = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", script, name, "-h"], capture_output=True, text=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -45,13 +45,6 @@ def test_a_repository_is_inspected_and_only_its_attention_is_fetched(
     assert hub.sent < (hub.folder / "model.safetensors").stat().st_size / 5
 
 
-def test_the_figures_are_those_of_the_same_files_here(triptych: Command, hub: Hub) -> None:
-    there, here = (
-        json.loads(triptych("inspect", name, "--json").out) for name in ("someone/model", hub.folder)
-    )
-    assert there["layers"] == here["layers"]
-
-
 def test_what_lies_here_under_a_name_comes_first(triptych: Command, hub: Hub) -> None:
     shutil.copytree(hub.folder, "model")
     assert triptych("inspect", "model").code == 0
@@ -107,9 +100,6 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_fetched(triptych: C
 
 
 @pytest.mark.parametrize(
-    "command", [("inspect",), ("rewrite", "--exact", "--out", "out")], ids=["inspect", "rewrite"]
-)
-@pytest.mark.parametrize(
     ("name", "status", "code", "reason"),
     [
         ("someone/else", None, "", "no such repository on the Hub"),
@@ -124,16 +114,10 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_fetched(triptych: C
     ],
 )
 def test_what_is_refused_there_is_one_line(
-    triptych: Command,
-    hub: Hub,
-    command: tuple[str, ...],
-    name: str,
-    status: int | None,
-    code: str,
-    reason: str,
+    triptych: Command, hub: Hub, name: str, status: int | None, code: str, reason: str
 ) -> None:
     hub.status, hub.code = status, code
-    answer = triptych(command[0], name, *command[1:])
+    answer = triptych("inspect", name)
     assert answer.code == (2 if "there is no such f" in reason else 1)  # nobody was asked
     assert reason in answer.err
     assert answer.err.count("\n") == 1
