@@ -89,6 +89,10 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     source, target = read.architecture(), write.architecture()
     head = target.head
     assert head is not None
+    if source.d_model != target.d_model:
+        write.entries.refuse(
+            f"its encoder is {source.d_model} wide and its decoder {target.d_model}: it cannot be run"
+        )
     architecture = EncoderDecoderArchitecture(
         replace(source, kind="encoder", head=None),
         # Theirs scale what the output table reads.
@@ -293,7 +297,7 @@ class _Mapping:
             self._frame(
                 f"{at}.feed_forward_residual", place, spec.feed_forward_norm, spec.feed_forward_out_norm
             ),
-            cross=self._frame(f"{at}.cross_residual", place, spec.cross_norm, ())
+            cross=self._frame(f"{at}.cross_residual", place, spec.cross_norm, spec.cross_out_norm)
             if spec.cross_norm
             else None,
             parallel=bool(parallel) and place.holds(parallel),
