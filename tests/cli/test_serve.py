@@ -84,6 +84,20 @@ def test_a_document_is_translated_between_its_tags(served: Served, translator: M
     assert served.ask("/translate", fields).body["translatedText"] == f"<p>{one} <i>{two}</i></p>"
 
 
+@pytest.mark.parametrize("form", [False, True])
+def test_terms_are_forced_in_one_request_and_not_in_its_neighbours(
+    served: Served, translator: Model, form: bool
+) -> None:
+    glossary = {"twelve": "ein Dutzend", "seventy-five": "LXXV"}
+    fields = {"q": LINES, "source": "en", "target": "de"}
+    held = {**fields, "glossary": json.dumps(glossary) if form else glossary}
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda asked: served.ask("/translate", asked, form=form).body, (held, fields))
+    assert one["translatedText"] == [found.text for found in translator.translate(LINES, glossary=glossary)]
+    assert "ein Dutzend" in one["translatedText"][0]
+    assert other["translatedText"] == [found.text for found in translator.translate(LINES)]
+
+
 def test_libretranslates_client_understands_the_answers(served: Served, translator: Model) -> None:
     client = libretranslatepy.LibreTranslateAPI(f"{served.address}/")
     assert client.translate("twelve", "en", "de") == translator.translate("twelve").text
@@ -228,6 +242,8 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/translate", {"q": "a" * 50_001, "source": "en", "target": "de"}, 413, "50,001 characters"),
     ("/translate", {"q": "a" * (1 << 20), "source": "en", "target": "de"}, 413, "1,048,576 bytes"),
     ("/translate", [1], 400, "no JSON object"),
+    ("/translate", {"q": "a", "source": "en", "target": "de", "glossary": {"a": 1}}, 400, "glossary: give"),
+    ("/translate", {"q": "a", "source": "en", "target": "de", "glossary": {"a": ""}}, 400, "glossary: 'a'"),
     ("/v1/completions", {"model": "small-en-de", "prompt": "a"}, 400, "cannot generate"),
     ("/v1/completions", {"model": "nothing", "prompt": "a"}, 404, "small-en-de, gpt"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 20}, 400, "max_tokens"),
