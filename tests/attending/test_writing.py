@@ -4,39 +4,35 @@ import pytest
 import torch
 
 from attending.tiny_readers import TEXTS, language_reader, pair_reader
-from triptych.attending import Part, attend
-from triptych.attending.writing import TokenWriter
+from triptych.attending import attend
 from triptych.errors import UsageError
-
-
-def part_of(reader: object, kind: str, layer: int) -> Part:
-    found = attend(reader, TEXTS[0]).of(kind)  # type: ignore[call-overload]
-    own = found.layer(layer)
-    return Part(found, own, tuple(range(own.num_heads)))
 
 
 def test_the_nearest_tokens_are_those_of_the_product_through_the_norm_and_the_table() -> None:
     reader = language_reader()
-    model, part = reader.model, part_of(reader, "decoder", 1)
-    maps, head = part.layer.call.layer.projections, 2
+    model, attention, head = reader.model, attend(reader, TEXTS[0]), 2
+    call = attention.of("decoder").layer(1).call
+    maps = call.layer.projections
     with torch.no_grad():
-        v = maps.v_proj.weight.view(4, 4, 16)[head] @ part.layer.call.x[0].mT
+        v = maps.v_proj.weight.view(4, 4, 16)[head] @ call.x[0].mT
         written = (maps.o_proj.weight.view(16, 4, 4)[:, head] @ v).mT
         centred = (written - written.mean(-1, keepdim=True)) / written.std(-1, correction=0, keepdim=True)
         logits = (centred * model.final_norm.weight) @ model.head.output.weight.mT
     expected = logits[:, : reader.tokenizer.vocab_size].topk(3).indices.tolist()
-    found = TokenWriter(reader, 3).of(part, head)
-    assert found == tuple(tuple(reader.tokenizer.pieces(ids)) for ids in expected)
+    nearest = [tuple(reader.tokenizer.pieces(ids)) for ids in expected]
+    assert attention.writes(1, head, k=3) == list(zip(attention.tokens, nearest, strict=True))
     with pytest.raises(UsageError, match="no head 9 in layer 1"):
-        TokenWriter(reader).of(part, 9)
+        attention.writes(1, 9)
 
 
 def test_a_translator_writes_target_tokens_and_its_encoder_none() -> None:
     reader = pair_reader()
-    part = part_of(reader, "cross", 0)
-    found = TokenWriter(reader, 2).of(part, 1)
-    assert found is not None
-    assert [len(nearest) for nearest in found] == [2] * len(part.stack.keys)
+    attention = attend(reader, TEXTS[0])
+    found = attention.writes("cross.0", 1, k=2)
+    assert [token for token, _ in found] == list(attention.of("cross").keys)
     target = set(reader.tokenizer.pieces(range(reader.tokenizer.vocab_size)))
-    assert {token for nearest in found for token in nearest} <= target
-    assert TokenWriter(reader).of(part_of(reader, "encoder", 0), 1) is None
+    for _, nearest in found:
+        assert len(nearest) == 2
+        assert set(nearest) <= target
+    with pytest.raises(UsageError, match="no output table reads what encoder layers write"):
+        attention.writes("encoder.0", 1)

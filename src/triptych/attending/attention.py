@@ -27,6 +27,7 @@ from triptych.attending.page import (
 from triptych.attending.picture import head_svg
 from triptych.attending.saving import Saved, json_pieces, write_csv, write_npz
 from triptych.attending.steps import HeadSteps
+from triptych.attending.writing import NEAREST, TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.opening import AttentionKind, Reader, TextIds
@@ -129,6 +130,27 @@ class Attention:
         )
         links = align_words(found.weights(heads=[head])[0], source, target) if source else []
         return [(word.text, source[i].text) for word, i in zip(target, links, strict=False)]
+
+    def writes(self, layer: int | str, head: int, k: int = NEAREST) -> list[tuple[str, tuple[str, ...]]]:
+        """Each token that a head may look at, with the k tokens nearest to what the head writes for it.
+
+        The head writes `y W_V W_O` for the input y of the token, without biases. It is read through the last
+        norm and the output table; in an encoder without an output table, through its embedding table.
+
+        Args:
+            layer: its number; of an encoder-decoder as in `"cross.3"`.
+            head: its number.
+            k: number of tokens, the nearest first.
+
+        Raises:
+            UsageError: no such layer or head, or no table that reads what they write (the encoder of an
+                encoder-decoder, embeddings of another width).
+        """
+        stack, found, _ = self._place((layer, head))
+        nearest = TokenWriter(self._reader, k).of(Part(stack, found, (head,)), head)
+        if nearest is None:
+            raise UsageError(f"{self.model}: no output table reads what {stack.kind} layers write")
+        return list(zip(stack.keys, nearest, strict=False))
 
     def _name(self, stack: Stack, layer: LayerAttention) -> str:
         """A layer as it is spelled: `3`, or of an encoder-decoder `cross.3`."""
