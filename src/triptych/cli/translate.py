@@ -74,7 +74,6 @@ def translate(
     Examples:
         triptych translate runs/mine "Guten Tag."
         triptych translate runs/mine test.de --beam 4 --out translated.en
-        triptych translate runs/mine "Ein Hund." --glossary terms.tsv
     """
     html, engine = attention_html, opening["engine"]
     if (attention or html) and engine != "triptych":
