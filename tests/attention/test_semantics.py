@@ -48,6 +48,7 @@ def parts(width: int, key_heads: int) -> dict[str, dict[str, Any]]:
             "rotary": rotary,
             "scale": 0.9,
         },
+        "norm of values, turned": {"v_norm": HeadNorm(1e-6), "rotary": rotary},
         "norms of each head": {"q_norm": HeadNorm(1e-6, drawn(H, width)), "k_norm": HeadNorm(1e-6)},
         "soft cap": {"soft_cap": 1.5},
         "sinks": {"sinks": torch.linspace(-1, 2, H, dtype=torch.float64)},

@@ -61,8 +61,9 @@ def saved(model_class: Any, configure: Callable[[], Any], folder: Path, leave: s
             for name, parameter in model.named_parameters():
                 if not leave or leave not in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
-            if hasattr(model, "final_logits_bias"):
-                model.final_logits_bias.add_(torch.randn_like(model.final_logits_bias))
+            for name, buffer in model.named_buffers():
+                if name.endswith(("final_logits_bias", "layer_scalar")):
+                    buffer.add_(torch.randn_like(buffer))
         model.save_pretrained(folder)
     return model
 

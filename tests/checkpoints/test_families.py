@@ -248,9 +248,7 @@ def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
         for side in SIDES:
             whole, shape = weights.multiplied(side), outline.weights.multiplied(side)
             assert (shape.weight.shape, shape.weight.dtype) == (whole.weight.shape, whole.weight.dtype)
-            alone = checkpoint.place(site).spec.latent is None and not (
-                side == "v" and checkpoint.place(site).spec.value_norm
-            )
+            alone = checkpoint.place(site).spec.latent is None
             for head in range(weights.num_heads):
                 found = checkpoint.read_map(site, side, head)
                 assert (found is not None) == alone

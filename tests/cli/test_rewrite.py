@@ -626,7 +626,10 @@ def blocks(language: str) -> list[str]:
 
 
 def table_of_rewrites() -> str:
-    rows = [f"| `{kind.name}` | {summary(kind)[:-1]} | {kind.tier} | {kind.refused} |" for kind in REWRITES]
+    rows = [
+        f"| `{kind.name}` | {summary(kind)[:-1]} | {kind.tier} | {kind.where_refused()} |"
+        for kind in REWRITES
+    ]
     return "\n".join(("| name | what | tier | refused where |", "|---|---|---|---|", *rows))
 
 

@@ -262,9 +262,6 @@ def test_bfloat16_is_written_to_its_own_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "do", "why"),
     [
-        ({"attention_bias": True}, "", "no place for one of the queries"),
-        ({"kind": "Qwen3"}, "", "norm of queries and keys"),
-        ({"kind": "Mistral", "sliding_window": 8}, "", "window"),
         ({"kind": "Gemma"}, "", "embeddings of the model"),
         ({"mlp_bias": True}, "", "rest of the model"),
         ({"dtype": torch.float16}, "", "too small for float16"),

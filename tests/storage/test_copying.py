@@ -317,7 +317,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> Non
     shutil.copy(source / "model-00001-of-00002.safetensors", tmp_path / "x.safetensors")
     record = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": dict.fromkeys(record["weight_map"], "../x.safetensors")}))
-    with pytest.raises(DataError, match="no file beside it"):
+    with pytest.raises(DataError, match="no file of that folder"):
         FolderCopy(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 

@@ -50,6 +50,7 @@ def channels(
     k, v = _through(weights, "k", y), _through(weights, "v", y)
     q = q if semantics.q_norm is None else semantics.q_norm(q)
     k = k if semantics.k_norm is None else semantics.k_norm(k)
+    v = v if semantics.v_norm is None else semantics.v_norm(v)
     if semantics.clip is not None:
         q, k, v = (t.clamp(-semantics.clip, semantics.clip) for t in (q, k, v))
     return Channels(of_heads(q, weights.num_heads), k, v)

@@ -253,10 +253,10 @@ class Semantics:
 
     scale: float  # what the products of queries and keys are multiplied by
     kind: Kind = "self"  # where queries and keys come from: one sequence, one sequence seen causally, or two
-    q_norm: HeadNorm | None = (
-        None  # of the queries, before they are rotated (QK-norm); `k_norm` is of the keys
-    )
+    # of the queries, before they are rotated (QK-norm); `k_norm` is of the keys, `v_norm` of the values
+    q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
+    v_norm: HeadNorm | None = None
     # what queries, keys and values are clipped to after their norms, ±; None if they are not
     clip: float | None = None
     rotary: RotaryEmbedding | None = None  # of queries and keys; None if there is none
@@ -346,7 +346,7 @@ class Semantics:
 
     def learned(self) -> dict[str, Tensor]:
         """The learned numbers that are no maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
-        parts = {name: getattr(self, name) for name in ("q_norm", "k_norm", *_OF_HEADS)}
+        parts = {name: getattr(self, name) for name in (*_NORMS, *_OF_HEADS)}
         found = {
             f"{name}_{own}": tensor
             for name, part in parts.items()
@@ -360,7 +360,7 @@ class Semantics:
         parts: dict[str, dict[str, Tensor]] = {}
         changed: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            part = next((one for one in ("q_norm", "k_norm", *_OF_HEADS) if name.startswith(f"{one}_")), "")
+            part = next((one for one in (*_NORMS, *_OF_HEADS) if name.startswith(f"{one}_")), "")
             own = name.removeprefix(f"{part}_") if part else name
             if part:
                 parts.setdefault(part, {})[own] = tensor
@@ -371,11 +371,13 @@ class Semantics:
         return replace(self, **changed)
 
 
+_NORMS = ("q_norm", "k_norm", "v_norm")
 # Parts with numbers of each head.
 _OF_HEADS = ("bias", "gate", "scores")
 _IN_WORDS = {
     "q_norm": "QK-norm",
     "k_norm": "QK-norm",
+    "v_norm": "a norm of values",
     "clip": "clipped queries, keys and values",
     "rotary": "rotary positions",
     "temperature": "queries that grow with their position",

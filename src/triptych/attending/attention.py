@@ -493,7 +493,7 @@ def attend(
     """
     one = isinstance(text, str)
     if target is not None and isinstance(target, str) is not one:
-        raise TypeError("the target of one text is one text, those of several a sequence")
+        raise TypeError("one text has one target, several texts a sequence of targets")
     texts = [text] if isinstance(text, str) else text
     targets = [target] if isinstance(target, str) else target
     found = read_attention(reader, reader.encode(texts, targets, max_new_tokens, max_tokens), max_tokens)
@@ -503,6 +503,6 @@ def attend(
 def read_attention(
     reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
 ) -> list[Attention]:
-    """The attention on texts that are token ids already, those of like length in one batch."""
+    """The attention on texts that are token ids already, texts of equal length in one batch."""
     stacks = read_stacks(reader, texts, max_tokens)
     return [Attention(reader, text, own) for text, own in zip(texts, stacks, strict=True)]

@@ -1,6 +1,6 @@
 """What heads do over a text: how their weights are spread over kinds of keys.
 
-A figure is a mean over the queries of a text, with an interval over its documents, and beside it what a head
+A figure is a mean over the queries of a text, with an interval over its documents, next to what a head
 that looks at all visible keys evenly would give.
 """
 

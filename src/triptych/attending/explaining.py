@@ -1,4 +1,4 @@
-"""What a head's weights say of where it looks, and what it writes: its forms beside its attention on a text.
+"""What a head's weights say of where it looks, and what it writes: its forms next to its attention on a text.
 
     score_ij = scale · [(x_i W_Q)(y_j W_K)ᵀ + bias terms + what rotary distance changes] + position bias
 

@@ -128,7 +128,7 @@ class Part(NamedTuple):
 def read_stacks(
     reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
 ) -> list[tuple[Stack, ...]]:
-    """The attention on texts that are token ids already, those of like length in one batch."""
+    """The attention on texts that are token ids already, texts of equal length in one batch."""
     found: dict[int, tuple[Stack, ...]] = {}
     for places, recording in reader.record(texts, max_tokens):
         for row, place in enumerate(places):

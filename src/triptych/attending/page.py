@@ -38,7 +38,7 @@ _MANY_HEADS = 256
 
 
 class HeadNote(NamedTuple):
-    """What a page says of a head: a few words beside its number; name and value of what is known of it."""
+    """What a page says of a head: a few words next to its number, and names with values."""
 
     label: str = ""
     facts: tuple[tuple[str, str], ...] = ()

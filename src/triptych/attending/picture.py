@@ -11,7 +11,7 @@ from triptych.attending.page import ViewedKind
 from triptych.printable import printable
 
 _MOST_TOKENS = 96
-"""With more tokens on a side, cells are groups of tokens and only the places are written beside them."""
+"""With more tokens on a side, cells are groups of tokens and only the positions are written next to them."""
 
 _MARK = "triptych"
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"

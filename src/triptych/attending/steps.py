@@ -72,7 +72,7 @@ class DirectEffect:
 
     Attributes:
         logits: `[vocab]`, the change: with the head less without.
-        probabilities: `[vocab]`, likewise.
+        probabilities: `[vocab]`, in the same way.
         after: `[vocab]`, the probabilities with the head.
         pieces: readable tokens of ids.
     """
@@ -100,9 +100,9 @@ class DirectEffect:
 
 @final
 class HeadSteps:
-    """One row of a head's attention, every value on the way; those of keys have the tokens as labels.
+    """One row of a head's attention, every value on the way; values of keys have the tokens as labels.
 
-    Values are those of `softmax(scale · q kᵀ + bias) V W_O` in the dtype of the model. What the layer
+    Values come from `softmax(scale · q kᵀ + bias) V W_O` in the dtype of the model. What the layer
     does not have is None.
 
     Attributes:
@@ -110,7 +110,7 @@ class HeadSteps:
         query: number of the token that looks, and `token`, what it is.
         keys: the tokens looked at.
         q: the query as it meets the keys, after norms and rotation, `[d_k]`.
-        k: every key, likewise, `[keys, d_k]`.
+        k: every key, `[keys, d_k]`, after the same changes.
         v: every value, `[keys, d_v]`.
         content: the dot products before positions turn queries and keys, `[keys]`; None where nothing turns.
         products: `q kᵀ`, `[keys]`; of other scores, what these make of the query and each key.

@@ -70,7 +70,7 @@ class Windows:
         return sum(window.num_tokens for window in self.windows)
 
     def within(self, most_tokens: int) -> "Windows":
-        """The first windows, of about so many tokens, at least one window."""
+        """The first windows with about `most_tokens` tokens, at least one."""
         windows = tuple(_within(most_tokens, self.windows))
         return Windows(windows, self.context, len({window.document for window in windows}))
 

@@ -12,7 +12,7 @@ from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windo
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.opening import LayerCall, Reader
 
-# Of what a head writes, a token counts as written that is among so many of the nearest.
+# A head counts as writing the tokens that are among this many nearest to what it writes.
 NEAREST = 5
 # Multiplications for the logits of one layer of one window: it is tried at fewer tokens of larger models.
 _MOST_PRODUCTS = 1 << 32
@@ -116,7 +116,7 @@ def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Pla
 
 
 def _spread(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:
-    """Keys that are tokens, evenly spread, so many at most and one at least."""
+    """At least one and at most `most` keys that are tokens, evenly spread."""
     keys = (ids >= 0).nonzero()[:, 0]
     step = -(-len(keys) // max(1, most))
     return keys[::step]

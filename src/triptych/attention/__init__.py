@@ -17,6 +17,7 @@ from triptych.attention.checks import scores_class as scores_class
 from triptych.attention.checks import scores_name as scores_name
 from triptych.attention.layer import ACTIVATIONS as ACTIVATIONS
 from triptych.attention.layer import Activation as Activation
+from triptych.attention.layer import Kept as Kept
 from triptych.attention.layer import LayerOutput as LayerOutput
 from triptych.attention.layer import LayerSteps as LayerSteps
 from triptych.attention.layer import MultiHeadAttention as MultiHeadAttention

@@ -32,6 +32,7 @@ HELD = frozenset(
         "kind",
         "q_norm",
         "k_norm",
+        "v_norm",
         "clip",
         "rotary",
         "temperature",
@@ -64,7 +65,7 @@ def check_can_be_held(weights: AttentionWeights) -> None:
     if weights.norm is not None or weights.memory_norm is not None:
         raise ValueError(
             "the weights carry the norm before the layer, which MultiHeadAttention does not support: "
-            "keep that norm beside the layer and pass weights.without_norms()"
+            "keep that norm outside the layer and pass weights.without_norms()"
         )
 
 

@@ -42,6 +42,21 @@ class Tap(Protocol):
         """The value that the layer goes on with."""
 
 
+class Kept(NamedTuple):
+    """What a call attends to: keys and values as their layer keeps them, and the positions of tokens."""
+
+    places: Places
+    entries: tuple[Tensor, ...]
+
+    def of_row(self, row: int, query_len: int, key_len: int) -> "Kept":
+        """Of one row of the batch alone, without padding on the right."""
+        one, keys = slice(row, row + 1), self.places.keys
+        given = self.places.given and self.places.given.of_row(row, query_len)
+        keys = keys[one, :key_len] if keys is not None and keys.ndim == 2 else keys
+        places = self.places._replace(given=given, keys=keys)
+        return Kept(places, tuple(entry[one, :, :key_len] for entry in self.entries))
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class LayerSteps:
@@ -63,6 +78,7 @@ class LayerSteps:
     # what W_O reads: the weights times the values, times the gate
     z: Float[Tensor, "batch heads query_len d_v"]
     output: Float[Tensor, "batch query_len d_model"]
+    kept: Kept  # what the call attends to
 
 
 _FROM_THE_START = Places(0)
@@ -75,6 +91,7 @@ class LayerOutput(NamedTuple):
 
     output: Float[Tensor, "batch query_len d_model"]
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless asked for
+    kept: Kept | None = None  # what other layers may attend to, too
 
 
 @final
@@ -86,6 +103,7 @@ class MultiHeadAttention(nn.Module):
 
     Attributes:
         tap: changes values on the way (`steps`), in place of the kernels; None for a layer as it is.
+        borrows: whether it has no keys and values of its own (`borrow`).
     """
 
     def __init__(
@@ -127,6 +145,7 @@ class MultiHeadAttention(nn.Module):
         self.d_model = d_model
         self.dropout = dropout
         self.tap: Tap | None = None
+        self.borrows = False
         self.parameterisation = projections or Factored()
         if scale == "outside":
             self.parameterisation = ScaledOutside(self.parameterisation)
@@ -259,6 +278,14 @@ class MultiHeadAttention(nn.Module):
         semantics = replace(semantics.with_learned(learned), kind=kind or semantics.kind, dropout=dropout)
         return replace(found, semantics=semantics)
 
+    def borrow(self, lender: "MultiHeadAttention") -> None:
+        """Attend to the keys and values of another layer of the same structure, whose maps are held once."""
+        self.borrows = True
+        self.projections.share_keys(lender.projections)
+        for name in ("k_norm_weight", "k_norm_bias"):
+            if name in self._learned:
+                setattr(self, name, getattr(lender, name))
+
     @property
     def heads(self) -> tuple[Head, ...]:
         """The two forms of every head: `layer.heads[3].qk.dense()` is W_QK of the fourth."""
@@ -275,6 +302,7 @@ class MultiHeadAttention(nn.Module):
         cache: AttentionCache | None = None,
         need_weights: bool = False,
         positions: PositionIds | None = None,
+        lent: Kept | None = None,
         path: Path = "auto",
     ) -> LayerOutput:
         """Attend.
@@ -286,12 +314,13 @@ class MultiHeadAttention(nn.Module):
             mask: boolean, True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`.
             causal: a query sees only its own position and earlier ones; if None, where the layer was made of
                 weights that say so.
-            cache: in self-attention, the tokens before `x`: those of `x` are added to it, and the
+            cache: in self-attention, the tokens before `x`; the tokens of `x` are added to it, and the
                 queries see them all. With a `memory`, it is filled at the first call and read, in
                 place of the memory, from then on.
             need_weights: also return the weights. Changes nothing else but the speed.
             positions: of the tokens of `x`; those after the ones that the cache holds if None. Causality goes
                 by the order of the tokens, whatever their positions.
+            lent: what the layer attends to that it borrows keys and values of, in the same call of the model.
             path: see `attention`; "reference" also takes the expanded route of a parameterisation
                 that has another.
 
@@ -305,13 +334,16 @@ class MultiHeadAttention(nn.Module):
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         if self.tap is not None:
-            steps = self.steps(x, memory=memory, mask=mask, causal=causal, cache=cache, positions=positions)
-            return LayerOutput(steps.output, steps.weights if need_weights else None)
-        q, places, remembered = self._remembered(semantics, x, memory, value_memory, cache, positions)
+            steps = self.steps(
+                x, memory=memory, mask=mask, causal=causal, cache=cache, positions=positions, lent=lent
+            )
+            return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
+        q, places, remembered = self._remembered(semantics, x, memory, value_memory, cache, positions, lent)
         inputs, route = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
         attended = attend(inputs, need_weights, path)
         mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
-        return LayerOutput(self.projections.output(mixed, route), attended.weights)
+        output = self.projections.output(mixed, route)
+        return LayerOutput(output, attended.weights, Kept(places, remembered))
 
     def steps(
         self,
@@ -322,6 +354,7 @@ class MultiHeadAttention(nn.Module):
         causal: bool | None = None,
         cache: AttentionCache | None = None,
         positions: PositionIds | None = None,
+        lent: Kept | None = None,
         row: int | None = None,
     ) -> LayerSteps:
         """The call written out, with every value on the way; arguments and errors as in `forward`.
@@ -332,7 +365,7 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(x, memory, None)
         semantics, tap = self.semantics, self.tap or _untouched
         causal = semantics.kind == "causal" if causal is None else causal
-        q, places, remembered = self._remembered(semantics, x, memory, None, cache, positions)
+        q, places, remembered = self._remembered(semantics, x, memory, None, cache, positions, lent)
         q = self._compared_queries(semantics, q, places)
         k, v = self._compared_keys(semantics, places, remembered)
         first = None if memory is not None else k.shape[2] - q.shape[2]
@@ -359,7 +392,8 @@ class MultiHeadAttention(nn.Module):
         gate = None if semantics.gate is None else semantics.gate(x)
         z = tap("z", mixed if gate is None else mixed * gate, first)
         output = self.projections.output(z, "expanded")
-        return LayerSteps(q, k, v, products, scaled, biased, scores, seen, weights, gate, z, output)
+        kept = Kept(places, remembered)
+        return LayerSteps(q, k, v, products, scaled, biased, scores, seen, weights, gate, z, output, kept)
 
     def queries_and_keys(
         self,
@@ -369,11 +403,12 @@ class MultiHeadAttention(nn.Module):
         mask: Bool[Tensor, "..."] | None = None,
         causal: bool | None = None,
         positions: PositionIds | None = None,
+        lent: Kept | None = None,
     ) -> QueriesAndKeys:
         """What the weights of a call are made of, without the call; arguments and errors as in `forward`."""
         self._check_inputs(x, memory, None)
         semantics = self.semantics
-        q, places, remembered = self._remembered(semantics, x, memory, None, None, positions)
+        q, places, remembered = self._remembered(semantics, x, memory, None, None, positions, lent)
         q = self._compared_queries(semantics, q, places)
         k, _ = self._compared_keys(semantics, places, remembered)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -398,8 +433,8 @@ class MultiHeadAttention(nn.Module):
             query_len: number of queries; in self-attention, the last of the keys' positions.
             key_len: number of keys, cached ones included.
             batch: number of sequences.
-            mask: as in `forward`; likewise all others.
-            causal: likewise.
+            mask: as in `forward`, as are all others.
+            causal: as in `forward`.
             need_weights: whether the weights are wanted.
             path: "auto", "reference" or "fast".
 
@@ -451,8 +486,11 @@ class MultiHeadAttention(nn.Module):
         value_memory: Tensor | None,
         cache: AttentionCache | None,
         positions: PositionIds | None,
+        lent: Kept | None,
     ) -> tuple[Tensor, Places, tuple[Tensor, ...]]:
         """Queries, where they and the keys stand, and what is kept of all tokens attended to."""
+        if lent is not None:
+            return self.projections.queries(x), *lent
         if memory is not None and cache is not None and cache.length:
             return self.projections.queries(x), _FROM_THE_START, cache.entries
         if memory is None and value_memory is None:
@@ -470,7 +508,7 @@ class MultiHeadAttention(nn.Module):
         return q, *places.kept(cache, added)
 
     def _compares_positions(self, semantics: Semantics) -> bool:
-        """Whether later queries must know where a key stands."""
+        """Whether later queries must know the position of a key."""
         turned_late = self._turned_late is not None and not self._keeps_keys
         return turned_late or semantics.bias is not None or semantics.is_local
 
@@ -480,7 +518,8 @@ class MultiHeadAttention(nn.Module):
         """What is kept of tokens, from what the maps make of them: keys as they are compared."""
         k, *values = added
         if self.projections.caches_keys:
-            k, values = prepared(k, semantics, semantics.k_norm), [prepared(v, semantics) for v in values]
+            k = prepared(k, semantics, semantics.k_norm)
+            values = [prepared(v, semantics, semantics.v_norm) for v in values]
         if self._turned_when_stored is not None and places is not None:
             k = places.turned(k, self._turned_when_stored)
         if self._keeps_keys and self._turned_late is not None and places is not None:
@@ -507,7 +546,7 @@ class MultiHeadAttention(nn.Module):
         whole = sums_to_one and semantics.gate is None  # a bias of the values comes out as it is
         if path == "reference" or not (whole or self.projections.absorbs_biases):
             route = "expanded"
-        if semantics.k_norm is not None or semantics.clip is not None:
+        if semantics.k_norm is not None or semantics.v_norm is not None or semantics.clip is not None:
             route = "expanded"  # keys and values are no product of a map and what is cached
         if semantics.soft_cap is not None or semantics.sinks is not None or semantics.scores is not None:
             route = "expanded"  # the key bias, which the absorbed route leaves out, counts
@@ -544,7 +583,8 @@ class MultiHeadAttention(nn.Module):
         """Keys before they turn late, and values, of what is kept."""
         k, v = self.projections.keys_values(remembered)
         if not self.projections.caches_keys:
-            k, v = prepared(k, semantics, semantics.k_norm), prepared(v, semantics)
+            k = prepared(k, semantics, semantics.k_norm)
+            v = prepared(v, semantics, semantics.v_norm)
         return k, v
 
 

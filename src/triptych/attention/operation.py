@@ -81,7 +81,7 @@ def attention(
     """Scaled dot-product attention.
 
     With fewer key heads or value heads than query heads, consecutive query heads share one: head i
-    reads key head `i // (num_heads / num_key_heads)`, and likewise its value head. The two numbers
+    reads key head `i // (num_heads / num_key_heads)`, and the value head of the same number. The two numbers
     need not agree.
 
     Args:

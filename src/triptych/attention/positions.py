@@ -32,8 +32,13 @@ class PositionIds(NamedTuple):
     # the positions of keys, for layers that compare positions
     sharing: int | None = None
 
+    def of_row(self, row: int, length: int) -> "PositionIds":
+        """Those of the first tokens of one row of a batch."""
+        ids = self.ids[row : row + 1] if self.ids.ndim == 2 else self.ids
+        return self._replace(ids=ids[..., :length])
+
     def of_slots(self, count: Any) -> Int[Tensor, " key_len"]:
-        """The positions of so many keys, an int or a symbol of one in a traced model."""
+        """The positions of `count` keys; `count` is an int, or a symbol in a traced model."""
         slots = torch.arange(count, device=self.ids.device)
         return slots if self.sharing in (None, 1) else slots // self.sharing
 
@@ -173,7 +178,7 @@ class SinusoidalPositions(nn.Module):
 
 @final
 class LearnedPositions(nn.Module):
-    """Adds a row learned for each position, of which there are only so many.
+    """Adds a row learned for each position, up to a fixed number of positions.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5 and table 3, row E.
     """

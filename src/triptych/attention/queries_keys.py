@@ -62,7 +62,7 @@ class QueriesAndKeys:
     def weights(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
-        """The attention weights; 0 in rows that may attend to nothing. Arguments as those of `scores`."""
+        """The attention weights; 0 in rows that may attend to nothing. Arguments as in `scores`."""
         part = self if heads is None else self._of_heads(heads)
         return part._weights(slice(*rows.indices(self.query_len)))
 

@@ -127,7 +127,7 @@ def in_pieces(given: Inputs) -> Tensor:
     q, k, v, mask, bias, semantics = given.q, given.k, given.v, given.mask, given.bias, given.semantics
     batch, num_heads, query_len, d_k = q.shape
     key_heads, key_len = k.shape[1:3]
-    # As a layer reads it: the heads of a token beside each other.
+    # As a layer reads it: the heads of a token next to each other.
     output = q.new_empty(batch, query_len, num_heads, v.shape[3]).transpose(1, 2)
     # Heads that share keys or values stay together, where both are shared alike.
     alike = key_heads == v.shape[1]

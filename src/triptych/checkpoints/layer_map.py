@@ -216,7 +216,7 @@ class LayerMap:
     """Between a layer's tensors in the file and ours, by name.
 
     Ours are
-        q, k, v         `[copies, d_in, width]`, with q.bias, … `[copies, width]`
+        q, k, v         no v where keys are values; `[copies, d_in, width]`, with q.bias, … `[copies, width]`
         o               `[heads, width, d_out]`, with o.bias `[d_out]`
         norm            gain of the norm that is read, norm.bias its shift; likewise q_norm, k_norm of heads
         sinks           `[heads]`
@@ -282,8 +282,8 @@ def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
 
 def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec = place.spec
-    of_values = spec.k if place.holds(spec.key_value) else spec.v
-    for module, (side, rows, copies) in zip((spec.q, spec.k, of_values), _rows(sizes), strict=True):
+    modules = (spec.q, spec.k) if place.holds(spec.key_value) else (spec.q, spec.k, spec.v)
+    for module, (side, rows, copies) in zip(modules, _rows(sizes), strict=False):
         gated = spec.gated_queries and side == "q"
         for part, stored in module_map(place, tensors, side, module, (2 * rows if gated else rows, None)):
             if gated:

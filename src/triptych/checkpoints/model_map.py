@@ -14,13 +14,15 @@ from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fields import listed, not_understood_of_model
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
-from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above
+from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above, activation
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.specs import EmbeddedPositionsSpec, ModelSpec, NormSpec
 from triptych.errors import DataError
 from triptych.models.architecture import (
     BlockConfig,
+    BlockInputConfig,
+    BlockInputsConfig,
     EmbeddingsConfig,
     EncoderDecoderArchitecture,
     ExpertsConfig,
@@ -178,7 +180,37 @@ class _Mapping:
             final_norm=final_norm,
             head=HeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
             order=self._order(),
+            inputs=self._block_inputs(),
         )
+
+    def _block_inputs(self) -> BlockInputsConfig | None:
+        """What the inputs of the blocks are made of."""
+        spec, place = self.spec.input, self.first
+        if spec is None or not place.holds(spec.when):
+            return None
+        width, rows = place.count(spec.width), place.count(spec.rows)
+        all_blocks = width * len(self.sites)
+        self.entries.enter("inputs.table.weight", f"{place.beside(spec.table)}.weight", (rows, all_blocks))
+        self.entries.enter(
+            "inputs.map.weight", f"{place.beside(spec.map)}.weight", (all_blocks, self.d_model)
+        )
+        norm = self._norm("inputs.norm", place, (spec.norm,), width)
+        assert norm is not None
+        return BlockInputsConfig(rows, width, norm)
+
+    def _block_input(self, ours: str, place: Place) -> BlockInputConfig | None:
+        """What a block makes of its own."""
+        spec = self.spec.input
+        if spec is None or not place.holds(spec.when):
+            return None
+        width = place.count(spec.width)
+        self.entries.enter(f"{ours}.gate.weight", f"{place.beside(spec.gate)}.weight", (width, self.d_model))
+        self.entries.enter(
+            f"{ours}.outer.weight", f"{place.beside(spec.outer)}.weight", (self.d_model, width)
+        )
+        norm = self._norm(f"{ours}.norm", place, (spec.out_norm,))
+        assert norm is not None
+        return BlockInputConfig(width, activation(place, spec.activation), norm)
 
     def _order(self) -> tuple[int, ...]:
         """The blocks in the order of their use, where layers share them."""
@@ -282,6 +314,10 @@ class _Mapping:
         spec, place, at = self.spec, self.checkpoint.place(site), f"blocks.{number}"
         own, parallel = place.norm, place.chosen(spec.parallel)
         norms = spec.attention_norm or ((own,) if own is not None and own.place != "post" else ())
+        keys = place.lender.site if place.lender else site
+        lenders = {lender.site for s in self.sites if (lender := self.checkpoint.place(s).lender)}
+        if spec.block_scale:
+            self.entries.enter(f"{at}.scale", place.beside(spec.block_scale), (1,))
         return BlockConfig(
             self._frame(f"{at}.self_residual", place, norms, spec.attention_out_norm),
             self._feed_forward(f"{at}.feed_forward", place),
@@ -292,6 +328,9 @@ class _Mapping:
             if spec.cross_norm
             else None,
             parallel=bool(parallel) and place.holds(parallel),
+            keys=self.sites.index(keys) if keys in lenders else None,
+            input=self._block_input(f"{at}.input", place),
+            scaled=bool(spec.block_scale),
         )
 
     def _frame(
@@ -354,7 +393,7 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     for site in checkpoint.sites:
         place = checkpoint.place(site)
         reader = LayerReader(place, tensors)
-        used |= reader.map.names | {*reader.names_beside()} - {*reader.norm_names()}
+        used |= reader.map.names | reader.unused() | {*reader.names_beside()} - {*reader.norm_names()}
         used |= {*stored_angles(place)}
         patterns += [place.within(known) for known in place.spec.known]
     strange = [

@@ -24,6 +24,7 @@ from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap, Shape, layer_map
 from triptych.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
 from triptych.checkpoints.positions import table_names
+from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError, UsageError
 from triptych.models.blocks import Block
@@ -284,7 +285,7 @@ def _blocks(blocks: nn.ModuleList) -> list[Block]:
 def _changed_in_layer(
     checkpoint: Checkpoint, site: Site, before: MultiHeadAttention, after: MultiHeadAttention
 ) -> _Stored:
-    place, stored = checkpoint.place(site), layer_map(checkpoint.place(site), checkpoint.tensors)
+    place, stored = checkpoint.place(site), LayerReader(checkpoint.place(site), checkpoint.tensors).map
     scale = before.semantics.scale
     old, new = (_numbers(place, layer.weights().with_scale(scale)) for layer in (before, after))
     different = {part for part, numbers in new.items() if not torch.equal(old[part], numbers)}

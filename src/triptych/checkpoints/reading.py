@@ -49,8 +49,6 @@ class LayerReader:
         self._require_sizes(q, k, v, o, o_bias, norm)
         biases = {"q": q[-1].bias, "k": k[-1].bias, "v": v[-1].bias, "o": o_bias}
         self._require_biases(biases)
-        if spec.value_norm:
-            v = self._normalised_values(v)
         semantics = self._semantics(parts, q[-1], k[-1])
         weights = AttentionWeights(
             d_model=q[0].d_in,
@@ -81,8 +79,9 @@ class LayerReader:
     def read_map(self, side: Side, head: int) -> Link | None:
         """The map of one head and its bytes alone; None where it is made of more than a part of a tensor."""
         spec, infos = self.place.spec, self.tensors.infos
-        if spec.latent or (side == "v" and spec.value_norm):
+        if spec.latent:
             return None
+        side = "k" if side == "v" and self.place.holds(spec.key_value) else side
         parts, stored = next((entry for entry in self.map.entries.items() if side in entry[0]), ((), None))
         if stored is None or len(stored.names) != 1 or stored.names[0] not in infos:
             return None
@@ -120,14 +119,6 @@ class LayerReader:
         return layer_map(self.place, self.tensors).names - self.map.names
 
     # The maps.
-
-    def _normalised_values(self, v: Chain) -> Chain:
-        """Values that are normalised head by head: a norm between their map and one that changes nothing."""
-        (link,) = v
-        eye = torch.eye(link.d_out, dtype=link.weight.dtype, device=link.weight.device)
-        eye = eye.expand(link.copies, -1, -1)
-        norm = HeadNorm(self.place.number(self.place.spec.value_norm))
-        return replace(link, norm=norm), Link(eye, learned=False)
 
     def _require_sizes(
         self, q: Chain, k: Chain, v: Chain, o: Chain, o_bias: Tensor | None, norm: Norm | None
@@ -191,6 +182,7 @@ class LayerReader:
             bias=bias,
             q_norm=q_norm,
             k_norm=k_norm,
+            v_norm=HeadNorm(place.number(spec.value_norm)) if spec.value_norm else None,
             soft_cap=place.positive(spec.soft_cap) if has_cap else None,
             sinks=parts.get("sinks"),
             window=self._window(),
@@ -346,8 +338,10 @@ def _is_of_keys(parts: tuple[str, ...]) -> bool:
 
 
 def _chains(parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
-    q, k, v = ((Link(parts[side], parts.get(f"{side}.bias")),) for side in ("q", "k", "v"))
-    return q, k, v, (Link(parts["o"]),)
+    found = {
+        side: (Link(parts[side], parts.get(f"{side}.bias")),) for side in ("q", "k", "v") if side in parts
+    }
+    return found["q"], found["k"], found.get("v", found["k"]), (Link(parts["o"]),)
 
 
 def require_shape(of: str, found: list[int], wanted: list[int | None]) -> None:

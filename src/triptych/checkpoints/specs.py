@@ -373,6 +373,22 @@ class ExpertsSpec(Spec):
 
 
 @final
+class BlockInputSpec(Spec):
+    """Inputs of the blocks besides the stream; see `architecture.BlockInputsConfig`."""
+
+    when: Expression  # on what condition of the configuration there are any
+    width: Expression
+    rows: Expression  # of the table
+    table: str  # its module; so are `map`, and of each block `gate` and `outer`
+    map: str
+    norm: NormSpec  # of what the map makes
+    gate: str
+    outer: str
+    out_norm: NormSpec  # of what each block adds
+    activation: Expression
+
+
+@final
 class MaskedSpec(Spec):
     """Masked tokens whose rows count as 0; see `architecture.MaskedTokens`."""
 
@@ -455,6 +471,8 @@ class ModelSpec(Spec):
     feed_forward_norm: tuple[NormSpec, ...] = ()
     feed_forward_out_norm: tuple[NormSpec, ...] = ()  # as `attention_out_norm`
     feed_forward: tuple[FeedForwardSpec, ...] = Field(min_length=1)  # the first whose condition holds
+    input: BlockInputSpec | None = None  # what blocks read besides the stream
+    block_scale: str = ""  # tensor of the number that the stream after each block is multiplied by
     final_norm: tuple[NormSpec, ...] = ()  # after the last block
     head: HeadSpec = HeadSpec()  # to logits, of a decoder
     # to logits, of an encoder: the first of which the file has the transform, or the output map. With none of

@@ -125,7 +125,7 @@ def _is_own_csv(path: Path) -> bool:
 
 
 def _read(names: Sequence[str]) -> list[Path]:
-    """Where checkpoints lie: a tensor file is read with what lies beside it."""
+    """Where checkpoints lie: a tensor file is read with the other files of its folder."""
     return [path.parent if path.is_file() else path for path in map(Path, names) if path.exists()]
 
 

@@ -118,7 +118,8 @@ def _steps(exact: bool, do: Sequence[str], cut: dict[str, Any], *, on_text: bool
 def _print_rewrites(console: Console) -> None:
     """Every rewrite with its options, from the records."""
     for kind in REWRITES:
-        console.print(f"{signature(kind)}\n    {summary(kind)}\n    {kind.tier}")
+        tier = f"{kind.tier}; refused: {kind.where_refused()}"
+        console.print(f"{signature(kind)}\n    {summary(kind)}\n    {tier}")
         for name in option_names(kind):
             if name not in Rewrite.model_fields:
                 console.print(f"    {name}: {kind.model_fields[name].description}")

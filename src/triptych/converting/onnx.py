@@ -239,7 +239,7 @@ class OnnxGraphs:
         )
 
     def logits(self, src: Tensor, tgt_in: Tensor, step: int) -> Tensor:
-        """Logits `[batch, tgt_len, tgt_vocab_size]`, so many target tokens at a time."""
+        """Logits `[batch, tgt_len, tgt_vocab_size]`, `step` target tokens at a time."""
         mask, *memory = self._encoder.run(None, {"src_ids": src.numpy()})
         inputs = self._decoder.get_inputs()
         kept = [

@@ -254,7 +254,7 @@ def _options(name: str) -> list[str]:
 
 
 def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
-    """Refuse widths other than the spec's: a row of another size would not stand beside the others."""
+    """Refuse widths other than the spec's: a row of another size could not be compared with the others."""
     options = _options(name)
     for option, wanted, chain in (("d_k", spec.key_width, weights.k), ("d_v", spec.value_width, weights.v)):
         width = chain[-1].d_out if chain else weights.d_model

@@ -23,6 +23,7 @@ from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
+    Kept,
     LayerOutput,
     LearnedPositions,
     MultiHeadAttention,
@@ -56,10 +57,18 @@ class FusedAttention(nn.Module):
     Keys and values come in `groups` heads; each serves `num_heads / groups` query heads. All have one width:
     the narrower are filled up with zeros. Self-attention makes queries, keys and values in one product;
     cross-attention makes queries only, and reads keys and values from its cache. With `once`, keys and values
-    that are the same, but for positions that turn keys, are made and kept once.
+    that are the same, but for positions that turn keys, are made and kept once. A layer that borrows makes
+    queries only.
     """
 
-    def __init__(self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False) -> None:
+    def __init__(
+        self,
+        weights: AttentionWeights,
+        maps: Maps,
+        is_cross: bool,
+        once: bool = False,
+        borrows: bool = False,
+    ) -> None:
         super().__init__()
         if foreign := beyond_fusing(weights, is_cross):
             raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
@@ -72,18 +81,21 @@ class FusedAttention(nn.Module):
         self._parts = [self.num_heads, *kept]
         self.semantics = semantics = _for_steps(weights)
         self.rotary = semantics.rotary
-        self._q_norm, self._k_norm = self._padded(semantics.q_norm), self._padded(semantics.k_norm)
+        norms = (semantics.q_norm, semantics.k_norm, semantics.v_norm)
+        self._q_norm, self._k_norm, self._v_norm = map(self._padded, norms, (q.d_out, k.d_out, v.d_out))
         self.positional = semantics.bias is not None or semantics.is_local
         self.capped = semantics.soft_cap is not None or semantics.sinks is not None
         # What queries meet before their product with keys: the scale must wait for it.
         read = semantics.bias is not None and semantics.bias.reads_content
-        self.changed = semantics.qk_norm or semantics.clip is not None
+        self.changed = semantics.clip is not None or any(norm is not None for norm in norms)
         self.scale = semantics.scale if self.changed or read else 1.0
         scale = 1.0 if self.changed or read else semantics.scale
         scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
         queries = _stacked_rows(scaled.of_heads(self.num_heads), self.width)
         keys, values = (_stacked_rows(link.of_heads(self.groups), self.width) for link in (k, v))
-        joined = [queries] if is_cross else [queries, keys] if self.same else [queries, keys, values]
+        joined = (
+            [queries] if is_cross or borrows else [queries, keys] if self.same else [queries, keys, values]
+        )
         self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
         per_head = F.pad(weights.W_O, (0, 0, 0, self.width - weights.W_O.shape[1]))
         self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
@@ -104,6 +116,7 @@ class FusedAttention(nn.Module):
         cache: AttentionCache | None = None,
         need_weights: bool = False,
         positions: PositionIds | None = None,
+        lent: Kept | None = None,
     ) -> LayerOutput:
         """As `MultiHeadAttention`; the mask may also be numbers added to the scores. No weights are given."""
         batch, length, _ = x.shape
@@ -115,17 +128,19 @@ class FusedAttention(nn.Module):
             assert cache is not None
             places, (k, v) = Places(0), cache.entries
         else:
-            heads, k, v, places = self._of_one_sequence(heads, cache, positions)
+            heads, k, v, places = self._of_one_sequence(heads, cache, positions, lent)
+        kept = Kept(places, (v,) if self.same else (k, v))
         first = k.shape[2] - length  # of no use where positions are given: empty slots follow the tokens
         # Asked first: the lengths of a traced model are symbols.
         if torch.compiler.is_compiling():
-            return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even=False), x)
+            mixed = self._mixed(heads, k, v, places, first, mask, causal, is_even=False)
+            return self._output(mixed, x, kept)
         is_even = isinstance(cache, SlotCache) or self.is_cross or cache is None
         causal = causal and length > 1
         at_a_time = thresholds.SCORES_AT_A_TIME // (batch * self.num_heads * k.shape[2])
         at_a_time = max(EVEN_ROWS, at_a_time // EVEN_ROWS * EVEN_ROWS)
         if length <= at_a_time:
-            return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even), x)
+            return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even), x, kept)
         mixed, key_len = torch.empty_like(heads), k.shape[2]
         for start in range(0, length, at_a_time):
             rows = slice(start, min(start + at_a_time, length))
@@ -134,7 +149,7 @@ class FusedAttention(nn.Module):
             part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], places.of_piece(rows, seen)
             found = self._mixed(*part, first + start, own, causal, is_even)
             mixed[:, :, rows] = found.reshape(batch, self.num_heads, -1, self.width)
-        return self._output(mixed, x)
+        return self._output(mixed, x, kept)
 
     def _mixed(
         self,
@@ -165,20 +180,24 @@ class FusedAttention(nn.Module):
         added = mask if bias is None else bias if mask is None else mask + bias
         return self._by_kernel(rows, k, v, added)
 
-    def _output(self, mixed: Tensor, x: Tensor) -> LayerOutput:
+    def _output(self, mixed: Tensor, x: Tensor, kept: Kept) -> LayerOutput:
         """Of the layer, from the heads' outputs, in whichever shape."""
         batch, length, _ = x.shape
         if self.gate is not None:
             mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
         if length == 1:
-            return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None)
+            return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None, kept)
         joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
-        return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None)
+        return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None, kept)
 
     def _of_one_sequence(
-        self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None
+        self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None, lent: Kept | None
     ) -> tuple[Tensor, Tensor, Tensor, Places]:
         places, semantics, rotary = Places.of(cache, positions), self.semantics, self.rotary
+        if lent is not None:
+            places = lent.places
+            q = tempered(prepared(heads, semantics, self._q_norm, rotary, places), semantics, places)
+            return q, *self._read(lent.entries, places), places
         q, *kept = torch.split_with_sizes(heads, self._parts, 1)
         if rotary is not None and not self.changed and not self.same:  # queries and keys at once
             turned = places.turned(heads.narrow(1, 0, self.num_heads + self.groups), rotary)
@@ -188,7 +207,7 @@ class FusedAttention(nn.Module):
             if not self.same:
                 kept = [
                     prepared(kept[0], semantics, self._k_norm, rotary, places),
-                    prepared(kept[1], semantics),
+                    prepared(kept[1], semantics, self._v_norm),
                 ]
         q = tempered(q, semantics, places)
         # What turns when it is read must be kept with its position.
@@ -196,16 +215,20 @@ class FusedAttention(nn.Module):
             places, entries = places.kept(cache, tuple(kept))
         else:
             entries = tuple(kept) if cache is None else cache.append(tuple(kept))
-        if not self.same:
-            return q, entries[0], entries[1], places
-        (v,) = entries
-        return q, v if rotary is None else places.turned_keys(v, rotary), v, places
+        return q, *self._read(entries, places), places
 
-    def _padded(self, norm: HeadNorm | None) -> Callable[[Tensor], Tensor] | None:
+    def _read(self, entries: tuple[Tensor, ...], places: Places) -> tuple[Tensor, Tensor]:
+        """Keys and values, of what is kept."""
+        if not self.same:
+            return entries[0], entries[1]
+        (v,) = entries
+        return v if self.rotary is None else places.turned_keys(v, self.rotary), v
+
+    def _padded(self, norm: HeadNorm | None, width: int) -> Callable[[Tensor], Tensor] | None:
         """A norm of the channels that are no filling."""
-        if norm is None or self.d_k == self.width:
+        if norm is None or width == self.width:
             return norm
-        return lambda heads: F.pad(norm(heads[..., : self.d_k]), (0, self.width - self.d_k))
+        return lambda heads: F.pad(norm(heads[..., :width]), (0, self.width - width))
 
     def _compared(
         self, mask: Tensor | None, q: Tensor, k: Tensor, places: Places, first: Any
@@ -277,7 +300,8 @@ def _keeps_once(weights: AttentionWeights) -> bool:
     semantics = weights.semantics
     if semantics.rotary is not None and semantics.rotary.long is not None:
         return False  # keys stay as they were turned
-    return weights.tied("k", "v") and semantics.k_norm is None and semantics.clip is None
+    normed = semantics.k_norm is not None or semantics.v_norm is not None
+    return weights.tied("k", "v") and not normed and semantics.clip is None
 
 
 def _as_remembered(weights: AttentionWeights) -> AttentionWeights:
@@ -290,6 +314,7 @@ def _as_remembered(weights: AttentionWeights) -> AttentionWeights:
     semantics = weights.semantics
     common = [link for link in weights.k if any(link is other for other in weights.v)]
     between = semantics.rotary is not None or semantics.qk_norm or semantics.clip is not None
+    between = between or semantics.v_norm is not None
     if semantics.bias is not None and semantics.bias.reads_content:
         between = True
     rest_k, rest_v = weights.k[len(common) :], weights.v[len(common) :]
@@ -368,7 +393,8 @@ def fuse(
                     weights = _as_remembered(weights)
                     if beyond_fusing(weights, is_cross) or _keeps_more(weights):
                         continue
-                setattr(parent, name, FusedAttention(weights, maps, is_cross, once=small_cache))
+                fused_layer = FusedAttention(weights, maps, is_cross, small_cache, layer.borrows)
+                setattr(parent, name, fused_layer)
                 if files is not None:
                     files.let_go(layer.parameters())
             elif isinstance(layer, nn.LayerNorm | nn.RMSNorm | OffsetNorm | LearnedPositions):

@@ -49,7 +49,7 @@ class RotaryForm:
 
     Attributes:
         left: W_Q, `[d_model, d_k]`.
-        right: W_K, likewise.
+        right: W_K, of the same shape.
         rotary: what turns queries and keys.
     """
 
@@ -140,7 +140,7 @@ class Head:
 
     @property
     def b_Q(self) -> Float[Tensor, " d_k"] | None:
-        """Bias of the query, None without one; likewise `b_K` and `b_V`. b_O is the layer's."""
+        """Bias of the query or None; `b_K` and `b_V` are of key and value. b_O is the layer's."""
         return self._bias("q")
 
     @property
@@ -267,7 +267,7 @@ _BREAKS_QK = (
     *("QK-norm", "clipped queries, keys and values", "scores that are no product of queries and keys"),
     _NORM_WITHIN_QK,
 )
-_BREAKS_OV = ("clipped queries, keys and values", _NORM_WITHIN_V)
+_BREAKS_OV = ("clipped queries, keys and values", "a norm of values", _NORM_WITHIN_V)
 
 
 @final
@@ -321,7 +321,7 @@ class Layer:
 
     @property
     def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
-        """Of every head, `[num_heads, d_model, d_k]`; likewise `W_K`, `W_V`, with shared ones repeated."""
+        """W_Q of every head, `[num_heads, d_model, d_k]`. `W_K` and `W_V` have shared maps repeated."""
         return self.weights.W_Q
 
     @property
@@ -339,7 +339,7 @@ class Layer:
 
     @property
     def b_Q(self) -> Float[Tensor, "num_heads d_k"] | None:
-        """Of every head, `[num_heads, d_k]`, None without; likewise `b_K` and `b_V`."""
+        """Bias of every head's query, `[num_heads, d_k]`, or None; `b_K` and `b_V` of keys and values."""
         return self.weights.head_bias("q")
 
     @property

@@ -220,7 +220,7 @@ class Model:
 
     @property
     def encoder(self) -> "Stack":
-        """The layers of the encoder; likewise `decoder` and `cross`.
+        """The layers of the encoder, as `decoder` and `cross` are the others.
 
         Raises:
             UsageError: there is none.
@@ -284,7 +284,7 @@ class Model:
         ignore_rotary: bool = False,
         progress: Progress = untold,
     ) -> Inspection:
-        """Measure every head from its weights: spectra, ranks, similarities beside chance, symmetry, copying.
+        """Measure every head from its weights: spectra, ranks, similarities and chance, symmetry, copying.
 
         Args:
             layers: numbers of layers, in every stack; all if None. Likewise `heads`.
@@ -988,7 +988,7 @@ class Model:
 
         Args:
             clean: a text, or several.
-            corrupted: likewise, of as many tokens each.
+            corrupted: as many texts, each with as many tokens as the clean one.
             metric: of a run, a number.
             what: which activation is patched.
             progress: told the head, how many are done, and of how many.
@@ -1011,7 +1011,7 @@ class Model:
         )
 
     def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
-        """What a rewrite would do, without doing it; arguments and errors as those of `rewrite`."""
+        """What a rewrite would do, without doing it; arguments and errors as in `rewrite`."""
         recipe = recipe_of(steps, calibration, skip_refused=skip_refused)
         with self._files() as source:
             return plan_rewrite(source, recipe, family=self._opened.options.family)
@@ -1172,7 +1172,7 @@ class Model:
     def _continued(
         self, generator: TextGenerator, prompts: Sequence[str], options: GenerationOptions, chat: bool
     ) -> list[list[Continuation]]:
-        """Texts that change values by position run without padding: those of one length together."""
+        """Texts that change values by position run without padding, those of one length together."""
         if not any(isinstance(change, ValueChange) for change in self._changes):
             return generator.generate(prompts, options, chat=chat)
         ids = [generator.encode(prompt, chat=chat) for prompt in prompts]

@@ -27,7 +27,7 @@ class Activations:
     Attributes:
         name: the place, `3` or `3.2`.
         q: queries as they meet the keys, `[heads, queries, d_k]`; of a head without the first dimension, and
-            likewise all others.
+            as have all others.
         k: keys, `[heads, keys, d_k]`.
         v: values, `[heads, keys, d_v]`.
         scores: what the softmax takes, before the mask, `[heads, queries, keys]`.

@@ -24,9 +24,9 @@ class Sweep:
         what: the activation that was patched.
         heads: the heads, `3.2`.
         values: `[heads, texts]`, the metric of the corrupted text with the head's clean activation.
-        clean: `[texts]`, the metric of the clean texts; likewise `corrupted`.
+        clean: `[texts]`, the metric of the clean texts; `corrupted`, of the others.
         corrupted: without a patch.
-        low: `[heads]`, lower end of the 95 % bootstrap interval over texts of the mean; likewise `high`. For
+        low: `[heads]`, lower end of the mean's 95 % bootstrap interval over texts; `high`, the upper end. For
             a single text it has no width.
         high: upper end.
     """

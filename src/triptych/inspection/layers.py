@@ -156,6 +156,8 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
         yield "queries and keys are compared by scores that are no product: W_QK says nothing of them"
     if semantics.qk_norm:
         yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
+    if semantics.v_norm is not None:
+        yield "the values of each head are normalised after their map, and W_OV is measured without that"
     if layer.weights.norms_within:
         yield "a norm stands within a map, which is measured as if it were not there"
     if isinstance(semantics.bias, DisentangledBias):

@@ -36,7 +36,7 @@ _LOOKS, _MOVES, _LIKENESS, _SIZES = (
 )
 
 
-# Besides the first direction, so many.
+# Directions after the first.
 MORE_OF_TOP = (2, 4, 8, 16, 32)
 
 

@@ -121,6 +121,32 @@ class SublayerConfig:
 
 @final
 @dataclass(frozen=True)
+class BlockInputConfig:
+    """What a block adds of an input of its own: `x + norm((f(x W_g) ⊙ input) W_o)`."""
+
+    width: int  # of the input
+    activation: Activation  # f
+    norm: NormConfig
+
+
+@final
+@dataclass(frozen=True)
+class BlockInputsConfig:
+    """Inputs of the blocks, made of tokens t and their embeddings x: `(norm(x W / √d) + √w E[t]) / √2`.
+
+    E has w numbers of a token for each block, and W makes as many of its embedding.
+
+    Source: "per-layer embeddings" of `modeling_gemma3n.py` and `modeling_gemma4.py` in
+    github.com/huggingface/transformers, version 5.23.0.
+    """
+
+    vocab_size: int  # rows of E
+    width: int  # w
+    norm: NormConfig  # over the numbers of each block
+
+
+@final
+@dataclass(frozen=True)
 class BlockConfig:
     """A block: self-attention, cross-attention if there is any, and a feed-forward layer."""
 
@@ -131,6 +157,11 @@ class BlockConfig:
     # whether attention and feed-forward layer read the same stream, and what both add is added at once.
     # Without a norm in `feed_forward_frame`, the feed-forward layer reads what the attention reads
     parallel: bool = False
+    # the block whose keys and values the self-attention uses, its own number where later ones use them, too;
+    # None where it alone uses its own
+    keys: int | None = None
+    input: BlockInputConfig | None = None  # what it adds after the feed-forward layer; None for nothing
+    scaled: bool = False  # whether the stream after it is multiplied by a number that the file has
 
 
 @final
@@ -210,6 +241,7 @@ class LanguageModelArchitecture:
     # numbers of the blocks in the order of their application, where one serves several times; from the first
     # to the last if empty
     order: tuple[int, ...] = ()
+    inputs: BlockInputsConfig | None = None  # of the blocks; None where they have none
 
 
 @final

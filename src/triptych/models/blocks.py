@@ -4,15 +4,21 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from triptych.attention import AttentionCache, MultiHeadAttention, PositionIds
-from triptych.models.architecture import BlockConfig, NormConfig, SublayerConfig
+from triptych.attention import AttentionCache, Kept, MultiHeadAttention, PositionIds
+from triptych.models.architecture import (
+    BlockConfig,
+    BlockInputConfig,
+    BlockInputsConfig,
+    NormConfig,
+    SublayerConfig,
+)
 from triptych.models.experts import make_feed_forward
-from triptych.models.feed_forward import Dropout
+from triptych.models.feed_forward import ACTIVATIONS, Dropout
 
 
 class NewTokens(NamedTuple):
@@ -87,8 +93,51 @@ class Residual(nn.Module):
 
 
 @final
+class BlockInputs(nn.Module):
+    """See `BlockInputsConfig`."""
+
+    def __init__(self, config: BlockInputsConfig, d_model: int, num_blocks: int) -> None:
+        super().__init__()
+        self.config, self.d_model = config, d_model
+        self.table = nn.Embedding(config.vocab_size, num_blocks * config.width)
+        nn.init.normal_(self.table.weight, std=0.02)
+        self.map = nn.Linear(d_model, num_blocks * config.width, bias=False)
+        self.norm = make_norm(config.norm, config.width)
+
+    def forward(
+        self, ids: Int[Tensor, "batch length"], x: Float[Tensor, "batch length d_model"]
+    ) -> Float[Tensor, "batch length blocks width"]:
+        """The inputs of all blocks, from tokens and their embeddings."""
+        width = self.config.width
+        rows = self.table(ids) * width**0.5
+        mapped = self.map(x) * self.d_model**-0.5
+        added: Tensor = self.norm(mapped.unflatten(-1, (-1, width))) + rows.unflatten(-1, (-1, width))
+        return added * 2**-0.5
+
+
+@final
+class BlockInput(nn.Module):
+    """What a block makes of its input; see `BlockInputConfig`."""
+
+    def __init__(self, config: BlockInputConfig, d_model: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, config.width, bias=False)
+        self.outer = nn.Linear(config.width, d_model, bias=False)
+        self.norm = make_norm(config.norm, d_model)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(
+        self, x: Float[Tensor, "batch length d_model"], given: Float[Tensor, "batch length width"]
+    ) -> Float[Tensor, "batch length d_model"]:
+        """The stream with what the input adds to it."""
+        return x + self.norm(self.outer(self.activation(self.gate(x)) * given))  # type: ignore[no-any-return]
+
+
+@final
 class Block(nn.Module):
-    """Self-attention, cross-attention if there is any, then feed-forward."""
+    """Self-attention, cross-attention if there is any, then feed-forward, then an input of its own."""
+
+    scale: Tensor | None
 
     def __init__(
         self,
@@ -108,6 +157,9 @@ class Block(nn.Module):
         self.has_cross = cross_attention is not None
         self.feed_forward = make_feed_forward(config.feed_forward, d_model)
         self.feed_forward_residual = Residual(config.feed_forward_frame, d_model)
+        self.input = None if config.input is None else BlockInput(config.input, d_model)
+        self.register_buffer("scale", torch.ones(1) if config.scaled else None)
+        self.keys, self.borrows = config.keys, self_attention.borrows
         self.parallel = config.parallel
         self.shares_norm = config.parallel and config.feed_forward_frame.norm is None
         self.recompute = False
@@ -123,18 +175,25 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
         positions: PositionIds | None = None,
+        lent: dict[int, Kept] | None = None,
+        given: Float[Tensor, "batch length width"] | None = None,
     ) -> Float[Tensor, "batch length d_model"]:
         """Read and write `[batch, length, d_model]`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
         the memory's rows, those of one sentence side by side, and each sentence's hypotheses read
         the memory as one longer row of queries. Without a memory, `memory_cache` holds it.
+
+        `lent` holds the keys and values that several blocks use (`BlockConfig.keys`), and `given` is the
+        block's own input.
         """
         options: dict[str, Any] = {
             "causal": causal,
             "memory": memory,
             "memory_mask": memory_mask,
             "positions": positions,
+            "lent": lent,
+            "given": given,
         }
         # What a cache holds must not be added to it twice.
         if self.recompute and self.training and torch.is_grad_enabled() and cache is memory_cache is None:
@@ -153,11 +212,17 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
         positions: PositionIds | None,
+        lent: dict[int, Kept] | None,
+        given: Tensor | None,
     ) -> Tensor:
         if self.added_before is not None:
             x = x + self.added_before.to(x)
         read = self.self_residual.enter(x)
-        own = self.self_attention(read, mask=mask, causal=causal, cache=cache, positions=positions)
+        borrowed = lent[self.keys] if self.borrows and lent is not None and self.keys is not None else None
+        options: dict[str, Any] = {"causal": causal, "cache": cache, "positions": positions, "lent": borrowed}
+        own = self.self_attention(read, mask=mask, **options)
+        if self.keys is not None and lent is not None and not self.borrows:
+            lent[self.keys] = own.kept
         if self.parallel:
             fed = self.feed_forward(read if self.shares_norm else self.feed_forward_residual.enter(x))
             x = self.self_residual.leave(x, own.output) + self.feed_forward_residual.added(fed)
@@ -170,7 +235,9 @@ class Block(nn.Module):
             cross = self.cross_attention(queries, memory=memory, mask=memory_mask, cache=memory_cache)
             x = self.cross_residual.leave(x, cross.output if memory is None else cross.output.view(x.shape))
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
-        return self._steered(x)
+        if self.input is not None and given is not None:
+            x = self.input(x, given)
+        return self._steered(x if self.scale is None else x * self.scale)
 
     def _steered(self, x: Tensor) -> Tensor:
         return x if self.added_after is None else x + self.added_after.to(x)

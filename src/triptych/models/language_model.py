@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.attention import DecoderCache, LearnedPositions, MultiHeadAttention, PositionIds
+from triptych.attention import DecoderCache, Kept, LearnedPositions, MultiHeadAttention, PositionIds
 from triptych.models.architecture import EmbeddingsConfig, HeadConfig, LanguageModelArchitecture
-from triptych.models.blocks import Block, make_norm
+from triptych.models.blocks import Block, BlockInputs, make_norm
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.embedding import embed, make_positions
 from triptych.models.feed_forward import ACTIVATIONS, Dropout
@@ -127,9 +127,12 @@ class LanguageModel(nn.Module):
         self.architecture, self.config = architecture, config
         d_model = architecture.d_model
         self.embeddings = Embeddings(architecture.embeddings, d_model)
-        self.blocks = nn.ModuleList(
-            Block(block, d_model, layer) for block, layer in zip(architecture.blocks, attention, strict=True)
-        )
+        layers, inputs = [*attention], architecture.inputs
+        for block, layer in zip(architecture.blocks, layers, strict=True):
+            if block.keys is not None and layer is not layers[block.keys]:
+                layer.borrow(layers[block.keys])
+        self.inputs = None if inputs is None else BlockInputs(inputs, d_model, len(layers))
+        self.blocks = nn.ModuleList(map(Block, architecture.blocks, [d_model] * len(layers), layers))
         self.final_norm = make_norm(architecture.final_norm, d_model)
         head = architecture.head
         self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table)
@@ -201,6 +204,8 @@ class LanguageModel(nn.Module):
         """
         start: int | PositionIds = positions or (0 if cache is None else cache.length)
         x = self.embeddings(ids, start, types)
+        given = None if self.inputs is None else self.inputs(ids, x)
+        lent: dict[int, Kept] = {}
         for place, number in enumerate(self._order):
             x = self.blocks[number](
                 x,
@@ -208,5 +213,7 @@ class LanguageModel(nn.Module):
                 causal=self.causal,
                 cache=None if cache is None else cache.own[place],
                 positions=positions,
+                lent=lent,
+                given=None if given is None else given[:, :, number],
             )
         return self.final_norm(x)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from triptych.attention import LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
+from triptych.attention import Kept, LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.decoding import GenerationOptions
 from triptych.decoding.batches import (
@@ -68,6 +68,7 @@ class LayerCall:
     mask: Bool[Tensor, "..."] | None  # True = may attend
     causal: bool  # a query sees only its own position and earlier ones
     positions: PositionIds | None  # of the tokens; None if they follow each other
+    lent: Kept | None = None  # the keys and values of another layer, of one that has none of its own
 
     @property
     def layer(self) -> MultiHeadAttention:
@@ -82,7 +83,12 @@ class LayerCall:
     def queries_and_keys(self) -> QueriesAndKeys:
         """Queries and keys as the layer compares them."""
         return self.layer.queries_and_keys(
-            self.x, memory=self.memory, mask=self.mask, causal=self.causal, positions=self.positions
+            self.x,
+            memory=self.memory,
+            mask=self.mask,
+            causal=self.causal,
+            positions=self.positions,
+            lent=self.lent,
         )
 
     def steps(self, row: int | None = None) -> LayerSteps:
@@ -96,22 +102,23 @@ class LayerCall:
             mask=self.mask,
             causal=self.causal,
             positions=self.positions,
+            lent=self.lent,
             row=row,
         )
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "LayerCall":
         """The call for one row of the batch alone, without padding on the right."""
-        one, mask, positions = slice(row, row + 1), self.mask, self.positions
+        one, mask = slice(row, row + 1), self.mask
         if mask is not None:
             mask = mask[(None,) * (4 - mask.ndim)]
             mask = mask[one] if mask.shape[0] > 1 else mask
             mask = mask[..., :query_len, :key_len] if mask.shape[-2] > 1 else mask[..., :key_len]
             mask = None if bool(mask.all()) else mask
-        if positions is not None:
-            ids = positions.ids[one] if positions.ids.ndim == 2 else positions.ids
-            positions = positions._replace(ids=ids[..., :query_len])
+        positions = self.positions and self.positions.of_row(row, query_len)
         memory = None if self.memory is None else self.memory[one, :key_len]
-        return replace(self, x=self.x[one, :query_len], memory=memory, mask=mask, positions=positions)
+        lent = self.lent and self.lent.of_row(row, query_len, key_len)
+        x = self.x[one, :query_len]
+        return replace(self, x=x, memory=memory, mask=mask, positions=positions, lent=lent)
 
 
 @contextmanager
@@ -137,6 +144,7 @@ def record_calls(model: AnyModel) -> Iterator[list[LayerCall]]:
                 named.get("mask"),
                 module.semantics.kind == "causal" if causal is None else causal,
                 named.get("positions"),
+                named.get("lent"),
             )
         )
 
@@ -211,7 +219,7 @@ class Reader(TextModel):
                 )
             return self._encode_pairs(texts, targets)
         if targets is not None:
-            raise UsageError(f"{self.name} has no decoder beside its encoder: leave out the target")
+            raise UsageError(f"{self.name} is no encoder-decoder: leave out the target")
         if max_new_tokens and not self.model.causal:
             raise UsageError(f"{self.name} is an encoder, which does not continue texts")
         # An encoder's text may hold its mask token.

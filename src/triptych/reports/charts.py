@@ -105,7 +105,7 @@ def bar_chart(chart: BarChart) -> Spec | None:
     return _drawn(
         chart.title,
         rows,
-        # As many pixels as steps would take: Vega-Lite warns of steps beside a width that is the container's.
+        # As many pixels as steps would take: Vega-Lite warns of steps with a width that is the container's.
         len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
         layer=[
             {"mark": {"type": "bar", "color": _MUTED}, "encoding": {**shared, **colour}},

@@ -103,7 +103,7 @@ class FolderCopy:
         return hashes
 
     def write_beside(self, settings: Mapping[str, Any]) -> None:
-        """Copy the files beside the tensors."""
+        """Copy the files other than tensors."""
         for name in self._beside:
             place = self.folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _in_safetensors(name: str) -> str:
 
 
 def names_beside(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the files that a copy leaves out, and of those that it has beside the tensors."""
+    """Names of the files that a copy leaves out, and of those that it keeps besides the tensors."""
     return _sorted_out(_layout(source))
 
 

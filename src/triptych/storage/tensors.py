@@ -232,7 +232,7 @@ class InMemory(TensorFile):
 
 @final
 class _Held(TensorFile):
-    """Tensors in memory, in the place of those of a file."""
+    """Tensors in memory, in place of a file's."""
 
     def __init__(self, file: TensorFile) -> None:
         self.name, self._file = file.name, file
@@ -271,7 +271,7 @@ class Tensors:
         return Tensors(self.name, files)
 
     def replacing(self, hidden: Collection[str], file: TensorFile) -> "Tensors":
-        """The same tensors, with some replaced by those of a file."""
+        """The same tensors, with some replaced by a file's."""
         kept = {name: own for name, own in self._files.items() if name not in hidden}
         return Tensors(self.name, {**kept, **dict.fromkeys(file.infos, file)})
 
@@ -340,7 +340,7 @@ def from_index(
     for tensor, shard in places.items():
         if not isinstance(shard, str) or not stays_in_folder(shard):
             raise DataError(
-                f"{where}: tensor {shown(tensor)} is in {shown(shard)}, which is no file beside it"
+                f"{where}: tensor {shown(tensor)} is in {shown(shard)}, which is no file of that folder"
             )
         if shard not in files:
             files[shard] = open_shard(shard)

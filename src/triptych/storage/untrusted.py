@@ -23,7 +23,7 @@ LONGEST_JSON = 64 << 20  # a configuration, an index, a certificate
 LONGEST_TOKENIZER = 256 << 20
 LONGEST_METRICS = 1 << 30
 _BLOCK = 1 << 20
-# Below so many bytes a part of a file is read, not mapped; so are tensors that begin at odd places.
+# A part of a file with fewer bytes is read, not mapped; so are tensors that begin at odd places.
 _LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
 # Of a file, on most systems.
 _LONGEST_NAME = 255
@@ -154,7 +154,7 @@ def parsed_json(content: bytes | bytearray, where: str) -> dict[str, Any]:
         if len(found) < len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-            raise DataError(f"{where}: {shown(twice)} stands there twice")
+            raise DataError(f"{where}: {shown(twice)} is there twice")
         return found
 
     try:

@@ -18,7 +18,7 @@ Quantity = Literal["parameters", "flops", "cache"]
 # Tokens of the sequences whose operations are counted; of translation on either side.
 _LENGTH = 32
 _LARGEST_WIDTH = 1 << 20
-# From one value that goes with the rest of a recipe to the next: an even width for each of so many heads.
+# From one value that goes with the rest of a recipe to the next: an even width for each of the heads.
 _FARTHEST = 130
 
 

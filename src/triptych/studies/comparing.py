@@ -362,7 +362,7 @@ class _Runner:
         return Planned(name, variant, job.model_copy(update={"rewrite_of": trained}), 1, of.threads)
 
     def _job(self, folder: Path, recipe: str, *, whole: bool) -> Job:
-        """What is to be done for a run, with its recipe and its result beside its folder."""
+        """What is to be done for a run, with its recipe and its result, which lie next to its folder."""
         file = folder.parent / f"{folder.name}.toml"
 
         def keep() -> None:

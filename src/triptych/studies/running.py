@@ -44,7 +44,7 @@ class StudyProgress:
     """How far the runs of a study are."""
 
     variants: dict[str, str]  # by the name of a run, the variant; of all runs
-    # By name, the results, those of an earlier call too.
+    # Results by name, an earlier call's too.
     done: dict[str, Result] = field(default_factory=dict)
     earlier: frozenset[str] = frozenset()  # names of those
     failed: dict[str, str] = field(default_factory=dict)  # by name, what went wrong
@@ -102,7 +102,7 @@ def _make(
     tell: Callable[[StudyProgress], None],
     turns: Turns,
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Make the runs that this process takes, and wait for those of the others; its results and failures."""
+    """Make the runs that this process takes, and wait for the others' runs; results and failures."""
     held = {one.name: found for one in planned if (found := read_result(one.job.result)) is not None}
     waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
     variants = {one.name: one.variant for one in planned}

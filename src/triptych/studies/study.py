@@ -229,7 +229,7 @@ def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping
 def read_study(path: Path | str) -> Study:
     """Read a study.
 
-    A study with `like = "OTHER.toml"`, a file beside it, has the keys of that study where it gives none.
+    A study with `like = "OTHER.toml"`, a file in the same folder, takes its keys where it gives none.
 
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.

@@ -59,7 +59,7 @@ def _answer(request: str, where: str) -> dict[str, Any]:
     """What the process that renders says: a text, or what went wrong."""
     try:
         done = subprocess.run(
-            # -P keeps the modules beside the script from taking the place of others.
+            # -P keeps modules of the script's folder from taking the place of others.
             [sys.executable, "-P", str(_SCRIPT)],
             input=request.encode(),
             capture_output=True,

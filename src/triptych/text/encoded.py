@@ -18,7 +18,7 @@ from triptych.text.sentence_tokenizers import TokenizerPair
 from triptych.text.tokenizers import Tokenizer
 
 _FORMAT = b"triptych token cache 1"
-# Lists of Python integers take up to nine times the room of the array; only so many texts are lists at once.
+# Lists of Python integers take up to nine times the room of the array; only this many are lists at once.
 _TEXTS_AT_ONCE = 10_000
 
 

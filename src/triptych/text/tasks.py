@@ -48,7 +48,7 @@ def _draw_recall(rng: Random) -> TextPair:
 
 
 def _draw_ring(rng: Random) -> TextPair:
-    """Names stand in random order: where a name stands says nothing of where its successor does."""
+    """Names come in random order: the place of a name says nothing of its successor's."""
     names = rng.sample(range(len(_NAMES)), len(_NAMES))
     contents = dict(zip(names, rng.sample(_CONTENTS, len(names)), strict=True))
     successors = [name - name % _RING + (name + 1) % _RING for name in names]

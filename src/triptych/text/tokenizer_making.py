@@ -115,7 +115,7 @@ class TokenizerClass:
         if self.around is not None:
             template = self.around(making)
         else:
-            # What is asked for beside a `tokenizer.json`, or where there is no such token, is not added.
+            # What is asked for next to a `tokenizer.json`, or where there is no such token, is not added.
             def added(name: str, default: bool = False) -> list[str]:
                 asked = default if vocabulary.is_whole else making.flag(f"add_{name}_token", default)
                 return [making.tokens[f"{name}_token"]] if asked and f"{name}_token" in making.tokens else []

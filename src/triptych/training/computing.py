@@ -67,7 +67,7 @@ class Computing(ABC):
 
     @abstractmethod
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
-        """Add the gradients of a batch to those of the parameters."""
+        """Add the gradients of a batch to the parameters' gradients."""
 
     @abstractmethod
     def judge(self, batch: TrainingBatch) -> Loss:

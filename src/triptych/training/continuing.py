@@ -160,7 +160,7 @@ def _require_task(recipe: ContinuedRecipe, loaded: LoadedModel) -> None:
 
 
 def _copy_beside(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's files beside its weights, such as those of its tokenizer."""
+    """Copy a checkpoint's files other than weights, such as the tokenizer's."""
     for name in names_beside(source)[1]:
         if "/" not in name and name not in _NOT_TAKEN:
             shutil.copyfile(source / name, folder / name)

@@ -18,7 +18,7 @@ from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe,
 
 _MOST_WARMUP_STEPS = 4000  # the paper's, of its 100,000 steps
 _WARMUP_SHARE = 10
-# Passes over a text of so many target tokens; a text n times as long gets √n times fewer.
+# Passes over a text of this many target tokens; a text n times as long gets √n times fewer.
 _PASSES, _OF_TOKENS = 10.0, 400_000
 _FEWEST_PASSES, _MOST_PASSES = 3.0, 40.0
 _FEWEST_STEPS, _USUAL_STEPS = 300, 1500
@@ -135,7 +135,7 @@ _OfAny = TypeVar("_OfAny", Recipe, LanguageRecipe, ContinuedRecipe)
 
 
 def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:
-    """Choose batches, steps, warm-up and learning rate for so many tokens in all."""
+    """Choose batches, steps, warm-up and learning rate for a number of tokens in all."""
     limits, context = _limits(device), recipe.model.context
     recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
     of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches

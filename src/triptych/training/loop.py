@@ -65,7 +65,7 @@ class TrainingResult:
     """How a run ended."""
 
     signal_number: int | None  # of the signal that interrupted it; None if it came to its end
-    counters: Counters  # where it stands
+    counters: Counters  # how far it is
     chosen: str = ""  # which weights `model.safetensors` holds: "best" (of the validations) or "average"
     scores: dict[str, float] | None = None  # validation figures of both
 

@@ -120,7 +120,7 @@ class Objective(ABC, Generic[ModelT, BatchT]):
 
     @abstractmethod
     def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
-        """The first items of a batch of the plan, at least one, with about so many tokens."""
+        """The first items of a batch of the plan, at least one, with about `tokens` tokens."""
 
     def lines(self, batch: BatchT) -> tuple[int, ...]:
         """The lines of the training text that a batch is made of; empty where it has none."""

@@ -18,7 +18,7 @@ from triptych.printable import printable
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training stands. The loss is in nats per target token; the rate in target tokens per second."""
+    """How far training is. The loss is in nats per target token; the rate in target tokens per second."""
 
     step: int
     max_steps: int

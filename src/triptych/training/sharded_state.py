@@ -4,7 +4,7 @@
 state. The marker `complete.json` is written last; a folder without one is no state. Tensors have the names
 of the one-file state, whole shapes and the place of each shard, so any number of processes can read them.
 Optimizer tensors are named after their parameters: numbers in a list, as in `optimizer.state_dict()`, would
-be those of another layout.
+be another layout's.
 """
 
 import json

@@ -54,7 +54,7 @@ RUN_FILES = {
 
 @dataclass
 class Counters:
-    """Where a run stands."""
+    """How far a run is."""
 
     step: int = 0  # updates made
     epoch: int = 0  # passes over the text finished
@@ -111,7 +111,7 @@ def publish_weights(model: OwnModel, path: Path) -> None:
 
 
 def read_counters(folder: Path) -> Counters:
-    """Where the saved run stands."""
+    """How far the saved run is."""
     path = find_state(folder)
     if path is None:
         raise DataError(f"{folder / _LAST} is missing: this run saved no state to resume from")

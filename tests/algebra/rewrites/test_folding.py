@@ -204,19 +204,6 @@ def test_the_form_comes_before_its_factors() -> None:
 @pytest.mark.parametrize(
     ("traits", "reason"),
     [
-        ({"positions": "rotary"}, "under rotary positions the form depends on the distance"),
-        ({"qk_norm": True}, r"normalised before their product \(QK-norm\)"),
-    ],
-)
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_form_that_is_no_matrix_is_refused(traits: dict[str, Any], reason: str, biased: bool) -> None:
-    with pytest.raises(RewriteRefusedError, match=f"^fold refused: .*{reason}"):
-        fold(with_semantics(make("factored", biased=biased), **traits), sides=("qk",))
-
-
-@pytest.mark.parametrize(
-    ("traits", "reason"),
-    [
         ({"soft_cap": 30.0}, "soft-capped at ±30"),
         ({"sinks": True}, "a sink"),
     ],
@@ -308,8 +295,6 @@ def test_one_matrix_for_all_heads_gives_one_pair_of_maps() -> None:
     [
         (lambda: make("factored"), "a product already; truncate"),
         (lambda: replace(make("bilinear"), q=()), "neither queries nor keys have a map"),
-        (lambda: with_semantics(make("bilinear"), positions="rotary"), "the form depends on the distance"),
-        (lambda: with_semantics(make("bilinear"), qk_norm=True), "QK-norm"),
         (
             lambda: replace(make("bilinear"), q=(replace(make("bilinear").q[0], norm=HeadNorm(1e-6)),)),
             "a norm stands after map 1 of q",

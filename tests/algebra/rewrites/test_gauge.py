@@ -239,8 +239,6 @@ def test_half_precision_is_computed_in_single() -> None:
             {"positions": "rotary"},
             'qk: .*one non-zero complex scalar per rotary pair.*; forms=."ov",. leaves qk alone',
         ),
-        ("factored", {"qk_norm": True}, r"qk: queries and keys are normalised \(QK-norm\)"),
-        ("factored", {"clip": 2.0}, "qk: queries, keys and values are clipped at ±2"),
         ("bilinear", {}, "qk: no gauge: no map makes keys.*; factor it first, or forms="),
         (
             "collaborative",
@@ -258,7 +256,7 @@ def test_the_other_form_can_be_fixed() -> None:
     turned = with_semantics(make("grouped"), positions="rotary")
     fixed, record = gauge_fix(turned, forms=("ov",))
     assert fixed.q[0].weight is turned.q[0].weight
-    assert record.checked == ("ov: no clipping and no gates of channels between values and output map",)
+    assert record.checked == ("W_OV: no clipping", "W_OV: no norms of values", "W_OV: no gates of channels")
     plain = make("grouped")
     assert torch.equal(gauge_fix(plain, forms=("qk",)).weights.W_V, plain.W_V)
     both = with_semantics(make("grouped"), clip=2.0)

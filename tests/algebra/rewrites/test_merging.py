@@ -191,10 +191,6 @@ def test_one_side_may_be_the_same_and_the_other_mixed() -> None:
     keyed = equal_maps(make("factored"), sides=("v",))
     with pytest.raises(RewriteRefusedError, match="qk: the maps of keys differ, and under rotary positions"):
         merge_kv_heads(with_semantics(keyed, positions="rotary"), 2, bounded=True)
-    with pytest.raises(
-        RewriteRefusedError, match="qk: the maps of keys differ, and queries and keys are normal"
-    ):
-        merge_kv_heads(with_semantics(keyed, qk_norm=True), 2, bounded=True)
     with pytest.raises(RewriteRefusedError, match=r"ov: the maps of values differ, and .* are clipped"):
         merge_kv_heads(with_semantics(weights, positions="none", clip=2.0), 2, bounded=True)
 
@@ -392,9 +388,6 @@ def test_rotary_pairs_are_merged_only_where_there_are_any() -> None:
     rotation = rotation_of("halves", 2)
     with pytest.raises(RewriteRefusedError, match="its positions are none, not rotary"):
         merge_rotary_kv_heads(make("grouped"), 1)
-    normed = with_semantics(rotary_layer(2, 4, biased=False), qk_norm=True)
-    with pytest.raises(RewriteRefusedError, match="QK-norm"):
-        merge_rotary_kv_heads(with_semantics(normed, rotary=rotation), 1)
     with pytest.raises(RewriteRefusedError, match="turns channels up to 6, of heads 4 wide"):
         merge_rotary_kv_heads(
             with_semantics(rotary_layer(2, 4, biased=False), rotary=rotation_of("halves", 3)), 1

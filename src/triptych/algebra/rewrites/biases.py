@@ -17,7 +17,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, Layer, LayerRewrite, still_tied
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 
@@ -27,9 +27,8 @@ class DropKeyBias(LayerRewrite):
 
     name = "drop_key_bias"
     tier = "rounding-exact"
-    refused = (
-        "rotary or disentangled positions, QK-norm, clipping, soft caps, sinks; shared maps would come apart"
-    )
+    requires = (KEY_BIAS_BLIND,)
+    besides = APART
     place = 3
     why_here = "the biases go before channels and heads are mixed"
 
@@ -43,9 +42,8 @@ class FoldValueBias(LayerRewrite):
 
     name = "fold_value_bias"
     tier = "rounding-exact"
-    refused = (
-        "rows do not sum to 1 (sinks, dropout); gates; clipping; no output bias; shared maps would come apart"
-    )
+    requires = (VALUE_BIAS_PASSES,)
+    besides = APART
     place = 3
     why_here = "the biases go before channels and heads are mixed"
 

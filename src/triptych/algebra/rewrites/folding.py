@@ -28,6 +28,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
 Keep = Literal["cheaper", "folded", "product"]
 FoldingCost = Literal["parameters", "flops", "bytes"]
+_FORM_FOLDED = replace(SCORES_ARE_THE_FORM, of="side qk")
 
 
 @final
@@ -36,7 +37,8 @@ class Fold(LayerRewrite):
 
     name = "fold"
     tier = "rounding-exact"
-    refused = "a norm stands between the maps"
+    requires = (_FORM_FOLDED,)
+    besides = "a norm stands between the maps"
     place = 0
     why_here = "products of maps are folded while they are products"
     resizes = True
@@ -70,7 +72,8 @@ class Factor(LayerRewrite):
 
     name = "factor"
     tier = "rounding-exact, bounded if `bounded`"
-    refused = "rotary or disentangled positions, QK-norm, clipping; the keys have a map already"
+    requires = (SCORES_ARE_THE_FORM,)
+    besides = "the keys have a map already"
     place = 1
     why_here = "other rewrites of W_QK need both of its maps"
     resizes = True
@@ -222,10 +225,10 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
     if "qk" not in sides or one_matrix or not any(link.learned for link in (*weights.q, *weights.k)):
         return []
     advice = "leave qk out of the sides"
-    SCORES_ARE_THE_FORM.require("fold", weights, advice)
+    _FORM_FOLDED.require("fold", weights, advice)
     for side in ("q", "k"):
         require_nothing_between("fold", side, weights.chain(side), advice)
-    checked, notes = [*SCORES_ARE_THE_FORM.checked], []
+    checked, notes = [*_FORM_FOLDED.checked], []
     if any(link.bias is not None for link in weights.k):
         KEY_BIAS_BLIND.require("fold", weights, advice, "the form has no place for the key bias, and ")
         checked.append("the softmax is blind to the key bias")

@@ -28,7 +28,7 @@ from triptych.algebra.rewrites.channels import (
 )
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, require_last_map
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, Layer, LayerRewrite, still_tied
 from triptych.algebra.weights import AttentionWeights
 
 
@@ -38,10 +38,8 @@ class GaugeFix(LayerRewrite):
 
     name = "gauge_fix"
     tier = "rounding-exact"
-    refused = (
-        "rotary and disentangled positions, QK-norm: of W_QK; gates of channels: of W_OV; clipping: of both; "
-        "shared maps would come apart"
-    )
+    requires = tuple(CHANNELS_FREE.values())
+    besides = APART
     place = 7
     why_here = "the order of heads is that of what is left"
 

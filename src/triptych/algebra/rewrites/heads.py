@@ -20,8 +20,6 @@ from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
-OWN_NUMBERS = "ALiBi and distance tables, whose numbers are each head's own"
-
 
 @final
 class SortHeads(LayerRewrite):
@@ -29,7 +27,7 @@ class SortHeads(LayerRewrite):
 
     name = "sort_heads"
     tier = "bit-exact"
-    refused = OWN_NUMBERS
+    requires = (HEADS_ALIKE_BUT_DISTANCES,)
     place = 8
     why_here = "copies of key-value heads come last"
 
@@ -51,7 +49,8 @@ class PermuteHeads(LayerRewrite):
 
     name = "permute_heads"
     tier = "bit-exact"
-    refused = f"{OWN_NUMBERS}; heads that share a map would be torn apart"
+    requires = SortHeads.requires
+    besides = "heads that share a map would be torn apart"
     place = 8
     why_here = SortHeads.why_here
 
@@ -67,7 +66,7 @@ class RepeatKVHeads(LayerRewrite):
 
     name = "repeat_kv_heads"
     tier = "bit-exact"
-    refused = "the number is no multiple of those there are"
+    besides = "the number is no multiple of those there are"
     place = 9
     resizes = True
 

@@ -44,7 +44,7 @@ class ToLatent(LayerRewrite):
 
     name = "to_latent"
     tier = "rounding-exact, bounded with a `rank` or a `format`"
-    refused = "rotary and disentangled positions, but for rotary ones with a `format`"
+    requires = (ONE_LATENT, DECOUPLED)
     place = 9
     resizes = True
 

@@ -1,8 +1,8 @@
-"""What more than one rewrite asks before it touches a map."""
+"""What rewrites need of a layer, as data, and what more than one of them asks before it touches a map."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 from triptych.algebra.forms import are_finite
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
@@ -11,24 +11,45 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Side
 INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
 
+class Trait(NamedTuple):
+    """Something that a layer may do, and that stands against some rewrites."""
+
+    words: str
+    there: Callable[[AttentionWeights], bool]
+
+
 @final
 @dataclass(frozen=True)
 class Need:
-    """What a rewrite needs of a layer, as data: the refusal and what a certificate says follow from it.
+    """What a rewrite needs of a layer: that it has none of some traits.
+
+    The refusal, the column of the table of rewrites and what a certificate says was checked follow from it.
 
     Attributes:
-        against: the traits of a layer that stand against it, each with the reason.
-        checked: what a certificate says if there is none of them.
+        against: the traits, each with the reason that a refusal gives.
+        of: what the need is for, where a rewrite may be asked for less ("W_QK").
     """
 
     against: Mapping[str, str]
-    checked: tuple[str, ...]
+    of: str = ""
+
+    @property
+    def where(self) -> str:
+        """Where it is missing, in words."""
+        words = ", ".join(TRAITS[trait].words for trait in self.against)
+        return f"{self.of}: {words}" if self.of else words
+
+    @property
+    def checked(self) -> tuple[str, ...]:
+        """What a certificate says of a layer that has it."""
+        before = f"{self.of}: " if self.of else ""
+        return tuple(f"{before}no {TRAITS[trait].words}" for trait in self.against)
 
     def why_not(self, weights: AttentionWeights) -> str:
         """The reason why a layer does not have it; "" if it does."""
         semantics = weights.semantics
         words = {name: getattr(semantics, name) for name in ("clip", "soft_cap", "dropout", "positions")}
-        found = (why for trait, why in self.against.items() if _TRAITS[trait](weights))
+        found = (why for trait, why in self.against.items() if TRAITS[trait].there(weights))
         return next(found, "").format(**words)
 
     def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
@@ -37,37 +58,59 @@ class Need:
             raise RewriteRefusedError(name, about + reason, advice)
 
 
-_TRAITS: dict[str, Callable[[AttentionWeights], bool]] = {
-    **{
-        scheme: lambda weights, scheme=scheme: weights.semantics.positions == scheme  # type: ignore[misc]
-        for scheme in ("rotary", "disentangled", "alibi", "relative")
-    },
-    "qk_norm": lambda weights: weights.semantics.qk_norm,
-    "clip": lambda weights: weights.semantics.clip is not None,
-    "soft_cap": lambda weights: weights.semantics.soft_cap is not None,
-    "sinks": lambda weights: weights.semantics.sinks is not None,
-    "gate": lambda weights: weights.semantics.gate is not None,
-    "channel_gate": lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels,
-    "dropout": lambda weights: weights.semantics.dropout > 0,
-    "no_rotary": lambda weights: weights.semantics.rotary is None,
-    "of_patches": lambda weights: (
-        (rotary := weights.semantics.rotary) is not None and rotary.places is not None
+def _positions(words: str, scheme: str) -> Trait:
+    return Trait(words, lambda weights: weights.semantics.positions == scheme)
+
+
+def _part(words: str, *names: str) -> Trait:
+    return Trait(words, lambda weights: any(getattr(weights.semantics, name) is not None for name in names))
+
+
+TRAITS: dict[str, Trait] = {
+    "rotary": _positions("rotary positions", "rotary"),
+    "disentangled": _positions("disentangled positions", "disentangled"),
+    "alibi": _positions("ALiBi", "alibi"),
+    "relative": _positions("relative position biases", "relative"),
+    "qk_norm": _part("QK-norm", "q_norm", "k_norm"),
+    "v_norm": _part("norms of values", "v_norm"),
+    "clip": _part("clipping", "clip"),
+    "soft_cap": _part("soft caps", "soft_cap"),
+    "sinks": _part("sinks", "sinks"),
+    "gate": _part("gates", "gate"),
+    "channel_gate": Trait(
+        "gates of channels",
+        lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels,
     ),
-    "window": lambda weights: weights.semantics.window is not None or weights.semantics.chunk is not None,
-    "temperature": lambda weights: weights.semantics.temperature is not None,
-    "compared": lambda weights: weights.semantics.scores is not None,
-    "both_ways": lambda weights: weights.semantics.kind != "causal",
-    "growing": lambda weights: (
-        (rotary := weights.semantics.rotary) is not None
-        and rotary.long is not None
-        and (rotary.long.grows or rotary.long.times != 1)
+    "dropout": Trait("attention dropout", lambda weights: weights.semantics.dropout > 0),
+    "no_rotary": Trait("other than rotary positions", lambda weights: weights.semantics.rotary is None),
+    "of_patches": Trait(
+        "positions of patches",
+        lambda weights: (rotary := weights.semantics.rotary) is not None and rotary.places is not None,
     ),
-    "biased": lambda weights: (
-        weights.o_bias is not None or any(link.bias is not None for link in weights.links())
+    "window": _part("windows", "window", "chunk"),
+    "temperature": _part("temperatures", "temperature"),
+    "compared": _part("scores other than products", "scores"),
+    "both_ways": Trait(
+        "attention to later tokens or another text", lambda weights: weights.semantics.kind != "causal"
     ),
-    "no_output_bias": lambda weights: "o" not in weights.bias_slots,
+    "growing": Trait(
+        "rotations that depend on the length of the text",
+        lambda weights: (
+            (rotary := weights.semantics.rotary) is not None
+            and rotary.long is not None
+            and (rotary.long.grows or rotary.long.times != 1)
+        ),
+    ),
+    "biased": Trait(
+        "biases",
+        lambda weights: weights.o_bias is not None or any(link.bias is not None for link in weights.links()),
+    ),
+    "no_output_bias": Trait("outputs without a bias", lambda weights: "o" not in weights.bias_slots),
 }
+_VALUES_NORMED = "the values of each head are normalised after their map"
 _CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
+_NORMALISED = "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
+_MET = "distances meet queries and keys in the same channels (disentangled positions)"
 # The channels between the two maps of a form may be mixed.
 CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
     "qk": Need(
@@ -75,29 +118,48 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
             "clip": _CLIPPED,
             "rotary": "under rotary positions only one non-zero complex scalar per rotary pair commutes with "
             "the rotation, so key channels cannot be mixed",
-            "disentangled": "distances meet queries and keys in the same channels (disentangled positions)",
-            "qk_norm": "queries and keys are normalised (QK-norm), which depends on the basis of their "
-            "channels",
+            "disentangled": _MET,
+            "qk_norm": _NORMALISED,
         },
-        ("qk: no rotary positions, no QK-norm, no clipping: nothing stands between queries and keys",),
+        "W_QK",
     ),
     "ov": Need(
         {
             "clip": _CLIPPED,
+            "v_norm": _VALUES_NORMED,
             "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
         },
-        ("ov: no clipping and no gates of channels between values and output map",),
+        "W_OV",
     ),
 }
+# Rotary pairs are what meets in the scores.
+ROTARY_PAIRS_MEET = Need(
+    {
+        "no_rotary": "the layer has no rotary pairs: its positions are {positions}, not rotary",
+        "qk_norm": _NORMALISED,
+        "of_patches": "rotary pairs turn by rows and columns of patches, and what they carry is counted over "
+        "distances in a text",
+        "clip": _CLIPPED,
+    },
+    "W_QK of rotary heads",
+)
+# The channels of W_QK may be mixed, or its rotary pairs be treated one by one.
+CHANNELS_OR_PAIRS = Need(
+    {
+        trait: why
+        for trait, why in {**CHANNELS_FREE["qk"].against, **ROTARY_PAIRS_MEET.against}.items()
+        if trait not in ("rotary", "no_rotary")
+    },
+    "W_QK",
+)
 # W_Q W_Kᵀ is all that scores see of queries and keys.
 SCORES_ARE_THE_FORM = Need(
     {
         "rotary": "under rotary positions the form depends on the distance, so no one matrix is it",
-        "disentangled": "distances meet queries and keys each (disentangled)",
+        "disentangled": _MET,
         "qk_norm": "queries and keys are normalised before their product (QK-norm)",
         "clip": _CLIPPED,
-    },
-    ("no rotary positions, no QK-norm: nothing stands between queries and keys",),
+    }
 )
 # A number added to every score of a query is not seen.
 KEY_BIAS_BLIND = Need(
@@ -113,8 +175,7 @@ KEY_BIAS_BLIND = Need(
         "the cap as another number for every key",
         "sinks": "something takes part in the softmax besides the keys (a sink), and its score does not move "
         "with theirs",
-    },
-    ("no rotary positions", "no QK-norm", "keys are not clipped", "no soft cap", "no sinks"),
+    }
 )
 # A value bias is one of the output.
 VALUE_BIAS_PASSES = Need(
@@ -125,24 +186,18 @@ VALUE_BIAS_PASSES = Need(
         "less than 1",
         "gate": "each token takes another share of what a head moves (a gate), and of its value bias with it",
         "clip": _CLIPPED,
+        "v_norm": _VALUES_NORMED,
         "no_output_bias": "the output map has no bias slot in the target format",
-    },
-    (
-        "no attention dropout",
-        "no sinks",
-        "no gate",
-        "values are not clipped",
-        "the output map can hold a bias",
-    ),
+    }
 )
 # Keys and values of all heads may be made from one latent.
 ONE_LATENT = Need(
     {
         "rotary": "under rotary positions keys would have to be turned between the latent and the query; "
         "decoupled rotary makes it bounded, and is not part of this writing",
-        "disentangled": "distances meet queries and keys in the same channels",
+        "disentangled": _MET,
     },
-    ("no rotary positions",),
+    "without a format",
 )
 # Keys and values may be made as in DeepSeek's layers, and nothing else is done that these do not do.
 _DEEPSEEK_HAS_NO = "DeepSeek's layers have no "
@@ -150,6 +205,7 @@ DECOUPLED = Need(
     {
         "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
         "qk_norm": _DEEPSEEK_HAS_NO + "norm of queries and keys (QK-norm)",
+        "v_norm": _VALUES_NORMED,
         "of_patches": _DEEPSEEK_HAS_NO + "positions of patches",
         "growing": _DEEPSEEK_HAS_NO
         + "rotation that changes with the length of the text and repeats its pairs",
@@ -163,29 +219,13 @@ DECOUPLED = Need(
         "compared": _DEEPSEEK_HAS_NO + "scores but products",
         "both_ways": _DEEPSEEK_HAS_NO + "attention to later tokens or to another text",
     },
-    (
-        "rotary positions that are the same for texts of every length",
-        "no biases, QK-norm, soft cap, sinks, gates or windows",
-    ),
+    "with a format",
 )
-# Rotary pairs are what meets in the scores.
-ROTARY_PAIRS_MEET = Need(
-    {
-        "no_rotary": "the layer has no rotary pairs: its positions are {positions}, not rotary",
-        "qk_norm": "queries and keys are normalised (QK-norm) over the channels of all their rotary pairs",
-        "of_patches": "rotary pairs turn by rows and columns of patches, and what they carry is counted over "
-        "distances in a text",
-        "clip": _CLIPPED,
-    },
-    ("rotary positions", "no QK-norm: nothing stands between the maps and the rotation"),
-)
-_OWN_BIAS = "{positions} positions add a bias of each head's own, which would stay in its place"
 # Positions add nothing of each head's own, which would stay in its place.
-HEADS_ALIKE = Need(
-    dict.fromkeys(("alibi", "relative", "disentangled"), _OWN_BIAS), ("no position bias of each head's own",)
-)
+_OWN_BIAS = "{positions} positions add a bias of each head's own, which would stay in its place"
+HEADS_ALIKE = Need(dict.fromkeys(("alibi", "relative", "disentangled"), _OWN_BIAS))
 # The same where the maps of distances go along with their heads.
-HEADS_ALIKE_BUT_DISTANCES = Need(dict.fromkeys(("alibi", "relative"), _OWN_BIAS), HEADS_ALIKE.checked)
+HEADS_ALIKE_BUT_DISTANCES = Need(dict.fromkeys(("alibi", "relative"), _OWN_BIAS))
 
 
 def require_whole_number(name: str, what: str, value: object) -> None:

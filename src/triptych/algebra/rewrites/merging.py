@@ -25,7 +25,10 @@ from triptych.algebra.rewrites.channels import (
 )
 from triptych.algebra.rewrites.legality import (
     CHANNELS_FREE,
+    CHANNELS_OR_PAIRS,
     KEY_BIAS_BLIND,
+    ROTARY_PAIRS_MEET,
+    Need,
     require_nothing_between,
     require_whole_number,
     unchanged,
@@ -48,7 +51,8 @@ class MergeKVHeads(LayerRewrite):
 
     name = "merge_kv_heads"
     tier = "bounded unless they are equal"
-    refused = "the number does not divide; QK-norm, clipping"
+    requires = (CHANNELS_OR_PAIRS, CHANNELS_FREE["ov"])
+    besides = "the number does not divide"
     place = 5
     why_here = "heads are merged while all their channels are there"
     resizes = True
@@ -111,7 +115,7 @@ class _Keys:
     ]  # the nearest writing with that many key heads
     move: Callable[[AttentionWeights, AttentionWeights], Move]  # of the QK form of every head
     size: Callable[[AttentionWeights], Move]
-    checked: str  # what `require_mixable` looked at, in words
+    needs: Need  # what `require_mixable` looks at
 
 
 def _merge(
@@ -164,7 +168,11 @@ def _merge(
         attempt.to(weights.dtype),
         checked=(
             f"{present} key-value heads can be shared out among {num_kv_heads}",
-            *(keys.checked if form == "qk" else CHANNELS_FREE[form].checked[0] for form in mixed),
+            *(
+                said
+                for form in mixed
+                for said in (keys.needs if form == "qk" else CHANNELS_FREE[form]).checked
+            ),
             *([] if differing else ["the heads of a group are equal up to gauge"]),
         ),
         choice=differing,
@@ -333,7 +341,7 @@ _KEYS_OF_FORMS = _Keys(
     merged=_merged_qk,
     move=lambda before, after: move(before, after, "qk"),
     size=lambda weights: size(weights, "qk"),
-    checked=CHANNELS_FREE["qk"].checked[0],
+    needs=CHANNELS_FREE["qk"],
 )
 _KEYS_OF_ROTARY_PAIRS = _Keys(
     require_mixable=require_rotary,
@@ -341,5 +349,5 @@ _KEYS_OF_ROTARY_PAIRS = _Keys(
     merged=merge_rotary_pairs,
     move=lambda before, after: _without_bias_row(rotary_move(before, after)),
     size=lambda weights: _without_bias_row(rotary_size(weights)),
-    checked="qk: no QK-norm: nothing stands between the maps and the rotation",
+    needs=ROTARY_PAIRS_MEET,
 )

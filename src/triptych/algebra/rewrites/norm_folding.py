@@ -31,7 +31,7 @@ class FoldNorm(LayerRewrite):
 
     name = _NAME
     tier = "rounding-exact"
-    refused = "post-norm, sandwich norms; another reader of the norm cannot take it up; no slot for the bias"
+    besides = "post-norm, sandwich norms; another reader of the norm cannot take it up; no slot for the bias"
     place = 2
     why_here = "a norm's shift becomes biases of the maps, which would be there again"
 
@@ -45,7 +45,7 @@ class FoldOtherNorms(Rewrite):
 
     name = _NAME_OF_OTHERS
     tier = "rounding-exact"
-    refused = (
+    besides = (
         "as `fold_norm`; the output map is the embedding, or not in the file; a tensor of which it is not "
         "known whether it reads the norm"
     )

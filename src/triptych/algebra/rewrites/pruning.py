@@ -15,7 +15,6 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import Move, in_working_precision
 from triptych.algebra.rewrites.data import require_moments_of
 from triptych.algebra.rewrites.heads import (
-    OWN_NUMBERS,
     taken,
     with_heads,
 )
@@ -37,7 +36,7 @@ class PruneHeads(LayerRewrite):
 
     name = "prune_heads"
     tier = "bounded unless the heads are dead"
-    refused = OWN_NUMBERS
+    requires = (HEADS_ALIKE_BUT_DISTANCES,)
     place = 4
     why_here = "heads that go should not take part in what is shared out"
     resizes = True

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import newly_apart
+from triptych.algebra.rewrites.legality import Need
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
 from triptych.algebra.weights import AttentionWeights
 
@@ -51,7 +52,8 @@ class Rewrite(BaseModel, ABC):
     Attributes:
         name: in recipes, on the command line and in certificates.
         tier: how exact it is, in words.
-        refused: where it is refused, in words.
+        requires: what it needs of a layer, or of one that its options name.
+        besides: where else it is refused, in words: what its options or other layers decide.
         place: rewrites are done in this order.
         why_here: why those of a later place cannot come before it.
         resizes: whether tensors may come out with other shapes.
@@ -61,7 +63,8 @@ class Rewrite(BaseModel, ABC):
 
     name: ClassVar[str]
     tier: ClassVar[str]
-    refused: ClassVar[str] = "–"
+    requires: ClassVar[tuple[Need, ...]] = ()
+    besides: ClassVar[str] = ""
     place: ClassVar[int]
     why_here: ClassVar[str] = "what it does would undo that, or be undone by it"
     resizes: ClassVar[bool] = False
@@ -69,6 +72,11 @@ class Rewrite(BaseModel, ABC):
     layers: tuple[int, ...] | None = Field(
         None, description="numbers of layers, in every stack; all by default"
     )
+
+    @classmethod
+    def where_refused(cls) -> str:
+        """Where it is refused, in words."""
+        return "; ".join([*(need.where for need in cls.requires), cls.besides]).removesuffix("; ") or "–"
 
     @property
     def needs_text(self) -> bool:
@@ -99,6 +107,9 @@ class LayerRewrite(Rewrite, ABC):
     @abstractmethod
     def apply(self, layer: Layer) -> Rewritten:
         """Rewrite one layer."""
+
+
+APART = "shared maps would come apart"
 
 
 def still_tied(layer: Layer, done: Rewritten) -> Rewritten:

@@ -12,6 +12,7 @@ from torch import Tensor
 from triptych.algebra.budget import allocate
 from triptych.algebra.rewrites.channels import Form
 from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
+from triptych.algebra.rewrites.legality import CHANNELS_FREE, CHANNELS_OR_PAIRS
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
@@ -36,7 +37,7 @@ class Truncate(LayerRewrite):
 
     name = "truncate"
     tier = "bounded unless nothing is cut"
-    refused = "QK-norm: of W_QK; gates of channels: of W_OV; clipping: of both"
+    requires = (CHANNELS_OR_PAIRS, CHANNELS_FREE["ov"])
     place = 6
     why_here = "the basis and the order of heads depend on what is left"
     resizes = True

@@ -102,8 +102,9 @@ class Parameterisation:
         parameters_formula: learned numbers of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
             the class's own sizes, as a Python expression; "" for none. Likewise `cache_formula`: numbers
             cached per token.
-        q: names of the maps to queries; likewise `k`, `v`, and `o` from the heads to the output. A name that
-            stands in two chains is one map that they share. An empty chain takes the input itself.
+        q: names of the maps to queries; `k` and `v` are to keys and values, `o` from the heads to the
+            output. A name that is in two chains is one map that they share. An empty chain takes the input
+            itself.
         read_off: the maps that options are read off when weights are given: whether there is a bias, a width
             (`d_…`) or a number of copies (`num_…`); "scale" is the scale. If left out, `x_bias` is read
             off `x_proj`, `d_k` off `q_proj` and `d_v` off `v_proj`.
@@ -271,6 +272,11 @@ class Projections(nn.Module):
     ) -> Float[Tensor, "batch num_heads query_len width"]:
         """The queries of every head."""
         return self._through(self._chains["q"], x[:, None])
+
+    def share_keys(self, lender: "Projections") -> None:
+        """Hold the maps of keys and values of another layer in place of the own ones."""
+        for name in {*self._chains["k"], *self._chains["v"]}:
+            setattr(self, name, getattr(lender, name))
 
     def remember(
         self,
