@@ -1,11 +1,12 @@
 """A server under load loses no request, and its answers are the ones that it gives alone.
 
-    python benchmarks/serving.py ../shared/checkpoints/marian-multi30k ../shared/data/multi30k/test_2016_flickr.en
+    python benchmarks/serving.py ../shared/checkpoints/marian-multi30k \\
+        ../shared/data/multi30k/test_2016_flickr.en
 
-Starts `triptych serve` and asks it for each line alone. Then 64 clients ask for lines at random, a quarter of the
-time by themselves, and then next to clients that abort, disconnect, send bodies of 10 MB, and send their request
-byte by byte. Exits with 1 if a request is lost or an answer is another than alone. The same lines are translated
-in the same run by `triptych translate` and, as LibreTranslate does it, one after another by a loop.
+Starts `triptych serve` and asks it for each line alone. Then 64 clients ask for lines at random, a quarter of
+the time by themselves, and then next to clients that abort, disconnect, send bodies of 10 MB, and send their
+request byte by byte. Exits with 1 if a request is lost or an answer is another than alone. The same lines are
+translated in the same run by `triptych translate` and, as LibreTranslate does it, one after another.
 """
 
 import argparse
@@ -209,7 +210,7 @@ def resident_bytes(process: int) -> int:
 
 
 def translated(model: str, source: Path, options: Sequence[str]) -> tuple[list[str], float]:
-    """What `triptych translate` gives, and lines per second after the first batch: starting does not count."""
+    """What `triptych translate` gives, and lines per second after the first batch."""
     command = [sys.executable, "-m", "triptych", "translate", model, str(source), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -296,9 +297,8 @@ def main() -> int:
         for other, of_other in rates.items():
             if not isinstance(of_other, str):
                 print(f"  {rate / of_other:.2f} of {other}")
-        print(
-            f"  memory {' '.join(f'{size >> 20}' for size in seen.memory_bytes)} MiB; when ready {ready >> 20}"
-        )
+        sizes = " ".join(str(size >> 20) for size in seen.memory_bytes)
+        print(f"  memory of the server, MiB: {ready >> 20} when ready; {sizes}")
         for what, count in sorted(seen.neighbours.items()):
             print(f"  neighbour {what}: {count}")
     print(f"{sum(len(seen.latencies) for seen in loads.values())} requests, {len(faults)} lost or different")

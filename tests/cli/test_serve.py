@@ -20,6 +20,7 @@ import openai
 import pytest
 import torch
 import transformers
+from benchmarks import serving
 
 from command import Command
 from served import Served
@@ -200,22 +201,13 @@ def test_scores_of_a_text_that_is_echoed_are_the_models(served: Served, language
 
 def test_an_answer_does_not_depend_on_the_load(served: Served) -> None:
     texts = [f"{LINES[number % 2]} and {LINES[3]} {'again ' * (number % 7)}" for number in range(24)]
-    asked = [{"q": text, "source": "en", "target": "de", "details": True} for text in texts]
-    alone = [served.ask("/translate", fields).body for fields in asked]
-
-    def leave(number: int) -> None:
-        """Ask for much, and go away."""
-        with socket.create_connection(("127.0.0.1", served.port)) as connection:
-            body = json.dumps({"q": texts * 4, "source": "en", "target": "de"})
-            head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall((head + body[: len(body) // (1 + number % 2)]).encode())
-
-    with ThreadPoolExecutor(12) as pool:
-        leaving = [pool.submit(leave, number) for number in range(8)]
-        together = list(pool.map(lambda fields: served.ask("/translate", fields).body, asked))
-        for one in leaving:
-            one.result()
-    assert together == alone
+    asked = [{"q": [text], "source": "en", "target": "de", "details": True} for text in texts]
+    requests = [(fields, served.ask("/translate", fields).body) for fields in asked]
+    seen = serving.load(served.port, requests, 2.5, clients=12)
+    assert seen.faults == []
+    assert len(seen.latencies) >= 12
+    kinds = {what.partition(":")[0] for what in seen.neighbours}
+    assert kinds == {"abort", "disconnect", "drip", "send_much"}, seen.neighbours
     health = served.ask("/health").body
     assert [model["batch_invariant"] for model in health["models"]] == [True, True]
 
