@@ -1,8 +1,11 @@
-"""Runs that are stopped or killed at a step, and whether two runs are the same to the last bit."""
+"""Runs that are stopped, killed or out of room, and whether two runs are the same to the last bit."""
 
 import os
+import resource
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -75,3 +78,14 @@ class WaitAt(SignalAt):
         if moment.step == self.step:
             self._reached.set()
             assert self._go_on.wait(60)
+
+
+@contextmanager
+def full_disk(limit: int = 0) -> Iterator[None]:
+    """Files can be made, and no byte be written into them past a limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

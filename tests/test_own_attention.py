@@ -62,20 +62,26 @@ def run(place: Path) -> Path:
     return place / "run"
 
 
+@pytest.mark.parametrize(
+    "compares", [False, pytest.param(True, marks=pytest.mark.slow, id="a study of six runs")]
+)
 def test_the_page_works_from_training_to_a_study(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    compares: bool, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(block("python").splitlines()) < 30
     for line in block("console").splitlines():
+        if (" compare " in line) != compares:
+            continue
         monkeypatch.setattr(sys, "argv", shlex.split(line)[1:])
         with pytest.raises(SystemExit) as stop:
             run_command()
         assert not stop.value.code, f"{line}\n{capsys.readouterr().err}"
         user_code._FILES.clear()  # each command is a process of its own
     assert not list(place.glob("studies/turned/**/*.py")), "a run keeps no code"
-    assert len(list(place.glob("studies/turned/runs/*.result.json"))) == 6
+    assert len(list(place.glob("studies/turned/runs/*.result.json"))) == 6 * compares
 
 
+@pytest.mark.slow
 def test_two_processes_train_it_in_shards_with_frozen_embeddings_as_one_does(place: Path) -> None:
     (place / "recipe.toml").write_text(f"{BASE}{block('toml')}[model.embeddings]\nfrozen = true\n")
     recipe = triptych.read_recipe(place / "recipe.toml", ["training.log_every_steps=1"])

@@ -38,8 +38,10 @@ def nothing_of_the_process_changes() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("process") / "run"
+    """Trained with the threads of the process; random numbers stay as they were, too."""
+    folder, random = tmp_path_factory.mktemp("process") / "run", torch.get_rng_state()
     triptych.train(recipe(), folder)
+    assert torch.equal(torch.get_rng_state(), random)
     return folder
 
 
@@ -60,20 +62,10 @@ class ThreadsSeen(LineDisplay):
         super().update(moment)
 
 
-def test_training(tmp_path: Path) -> None:
-    random = torch.get_rng_state()
-    triptych.train(recipe(), tmp_path / "run")
-    assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_training_with_threads_of_its_own(tmp_path: Path) -> None:
+def test_training_and_resuming_with_threads_of_its_own(tmp_path: Path) -> None:
     display = ThreadsSeen()
     triptych.train(recipe(threads=1), tmp_path / "run", display)
     assert display.seen == {1}
-
-
-def test_resuming(tmp_path: Path) -> None:
-    triptych.train(recipe(threads=1), tmp_path / "run")
     resumed = triptych.resume(tmp_path / "run", ["training.max_steps=4"])
     assert resumed.outcome.counters.step == 4
 

@@ -12,7 +12,7 @@ from heads import D_MODEL, NUM_HEADS, make, with_semantics
 from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
-from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate, truncate_rotary_pairs
+from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link
@@ -113,7 +113,7 @@ def test_under_rotary_positions_the_bound_holds_at_every_distance(
     rotation = RotaryEmbedding(frequencies, "interleaved", start, 1.1, long=long)
     weights = make("grouped", biased=biased, d_k=7)
     weights = with_semantics(weights, rotary=rotation)
-    after = truncate_rotary_pairs(weights, pairs=2).weights
+    after = truncate(weights, qk_rank=2, rotary="pairs").weights
     found = score_bound(weights, after)
     x = normalised(400)
     moved = (scores(after, x) - scores(weights, x)).abs().amax((1, 2))

@@ -30,7 +30,11 @@ SHAPES = (
     ((4, 4, 2), (8, 12)),
 )
 BIASES = {"every score": (BATCH, 4), "heads": (4,), "positions": (), "texts": (BATCH, 1)}
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SLOW_DTYPES = (torch.float32, torch.float16)
+MOST_DTYPES = (
+    *(torch.float64, torch.bfloat16),
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in SLOW_DTYPES),
+)
 
 
 class Inputs(NamedTuple):
@@ -106,7 +110,7 @@ def equation_1(
     return output, weights
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "widths"), SHAPES)
 @pytest.mark.parametrize("query_len", [KEY_LEN, 1])
 @pytest.mark.parametrize("causal", [False, True])
@@ -132,7 +136,7 @@ def test_both_paths_give_the_same_outputs_and_gradients(
         assert_same(of_one, of_other, kind="gradient")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", MOST_DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [ALIKE, GROUPED, ONE_KEY_HEAD])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("causal", [False, True])
@@ -609,11 +613,20 @@ PIECE_MASKS = {
 
 @pytest.mark.parametrize("sizes_and_bytes", PIECES.values(), ids=PIECES)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mask_kind", PIECE_MASKS)
-@pytest.mark.parametrize("bias_kind", ["none", "positions", "every score"])
+@pytest.mark.parametrize(
+    ("mask_kind", "bias_kind"),
+    [
+        ("none", "none"),
+        ("padding", "positions"),
+        ("every score", "every score"),
+        ("of the heads", "none"),
+        ("of the positions", "every score"),
+        ("keys", "positions"),
+    ],
+)
 def test_pieces_give_what_the_whole_gives(
-    bias_kind: str,
     mask_kind: str,
+    bias_kind: str,
     causal: bool,
     sizes_and_bytes: tuple[tuple[int, ...], int],
     monkeypatch: pytest.MonkeyPatch,

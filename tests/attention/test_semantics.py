@@ -48,6 +48,11 @@ def parts(width: int, key_heads: int) -> dict[str, dict[str, Any]]:
             "rotary": rotary,
             "scale": 0.9,
         },
+        "norms, turned first": {
+            "q_norm": HeadNorm(1e-6, drawn(width), turned=True),
+            "k_norm": HeadNorm(1e-6, drawn(width), turned=True),
+            "rotary": rotary,
+        },
         "norm of values, turned": {"v_norm": HeadNorm(1e-6), "rotary": rotary},
         "norms of each head": {"q_norm": HeadNorm(1e-6, drawn(H, width)), "k_norm": HeadNorm(1e-6)},
         "soft cap": {"soft_cap": 1.5},

@@ -51,6 +51,8 @@ CASES = {
     "t5, not scaled": Case("t5", {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False}),
     "mt5": Case("mt5"),
     "umt5": Case("umt5"),
+    "t5gemma": Case("t5gemma"),
+    "t5gemma, untied": Case("t5gemma", {"tie_word_embeddings": False}),
 }
 # Marian's class rounds sines and cosines to float32.
 TOLERANCE = {name: 1e-6 for name, case in CASES.items() if case.tiny == "marian"}

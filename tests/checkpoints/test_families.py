@@ -1,7 +1,10 @@
 """Every family, against the model that `transformers` makes of it: the outputs of its attention layers."""
 
 import contextlib
+import copy
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.oracle import has_experts
-from checkpoints.tiny_models import TINY
+from checkpoints.tiny_models import TINY, Tiny
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
 from triptych.algebra.weights import SIDES
@@ -28,9 +31,25 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 2e-6
 
 
+# Of each tiny model: its folder, the model, and where its random numbers ended. Making one takes longer than
+# most of what is tried with it.
+_MADE: dict[str, tuple[Path, Any, Tensor]] = {}
+_PLACE = tempfile.TemporaryDirectory()
+
+
 def made(name: str, folder: Path) -> Any:
     """A tiny model, saved in the folder and loaded from there, in float64."""
-    tiny = TINY[name]
+    key = f"{name}: {TINY[name]}"
+    if key not in _MADE:
+        place = Path(_PLACE.name) / str(len(_MADE))
+        _MADE[key] = place, _make(TINY[name], place, falcon=name.startswith("falcon,")), torch.get_rng_state()
+    place, model, state = _MADE[key]
+    shutil.copytree(place, folder, dirs_exist_ok=True)
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+def _make(tiny: Tiny, folder: Path, *, falcon: bool) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, tiny.config)(**tiny.settings)
     model = getattr(transformers, tiny.model)(config)
@@ -40,7 +59,7 @@ def made(name: str, folder: Path) -> Any:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
-    how = {"attn_implementation": "sdpa" if name.startswith("falcon,") else "eager"}
+    how = {"attn_implementation": "sdpa" if falcon else "eager"}
     if has_experts(config):
         how["experts_implementation"] = "eager"  # the others have no float64
     return type(model).from_pretrained(folder, **how).double().eval()

@@ -463,7 +463,7 @@ def test_heads_whose_distances_share_their_maps_may_change_places(
 ) -> None:
     model, folder = saved("deberta-v2")
     order = [3, 0, 2, 1]
-    permuted = partial(permute_heads, order=order, distances_follow=True)
+    permuted = partial(permute_heads, order=order)
     written(folder, tmp_path / "new", all_with(permuted, order))
     assert_models_agree(model, loaded(model, tmp_path / "new"))
     apart = opened(saved("deberta-v2, maps of its own")[1])

@@ -332,6 +332,26 @@ TINY: dict[str, Tiny] = {
         num_experts_per_tok=1,
         moe_intermediate_size=8,
     ),
+    "hunyuan_v1_dense": tiny(
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanDenseV1Config",
+        _NARROW,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    ),
+    "apertus": tiny("ApertusForCausalLM", "ApertusConfig", _GROUPED, head_dim=12),
+    "t5gemma": tiny(
+        "T5GemmaForConditionalGeneration",
+        "T5GemmaConfig",
+        {},
+        encoder={**_NARROW, "sliding_window": 3, "attn_logit_softcapping": 0.02, "query_pre_attn_scalar": 7},
+        decoder={
+            **_NARROW,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 0.02,
+            "final_logit_softcapping": 0.5,
+        },
+        vocab_size=40,
+    ),
     "nemotron": tiny(
         "NemotronForCausalLM", "NemotronConfig", _NARROW, head_dim=12, attention_bias=True, mlp_bias=True
     ),
@@ -412,6 +432,20 @@ TINY: dict[str, Tiny] = {
         hidden_size_per_layer_input=6,
         vocab_size_per_layer_input=40,
         use_double_wide_mlp=True,
+    ),
+    "gemma4, experts": tiny(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        _NARROW,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+        global_head_dim=16,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=8,
+        attention_bias=True,
     ),
     "gemma": tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
     "gemma2": tiny(

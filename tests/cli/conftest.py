@@ -9,7 +9,8 @@ import pytest
 from command import Answer, Command
 from small_checkpoints import gpt2_that_runs
 from studying import place, stand_in  # noqa: F401 - fixtures
-from tiny_recipe import tiny_recipe
+from tiny_recipe import FAST_DEMO, tiny_recipe
+from triptych import demonstration
 from triptych.cli.main import run as run_command
 from triptych.face import Model, load
 from triptych.training import resolve, runs
@@ -62,6 +63,15 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     runs.train(resolve(tree), folder, LineDisplay())
     return folder
+
+
+@pytest.fixture(scope="session")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> demonstration.Demonstration:
+    """A demo that ended, with its whole report."""
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    result = demonstration.demo(folder, LineDisplay(), FAST_DEMO, num_tested=20)
+    assert isinstance(result, demonstration.Demonstration)
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,11 @@
 import json
+import shutil
 from pathlib import Path
 
-import pytest
-
 from command import Command
+from tiny_recipe import FAST_DEMO
 from triptych import demonstration
 from triptych.training.progress import LineDisplay
-
-FAST = (
-    "data.train.generated=300",
-    "data.valid.generated=4",
-    "data.cache=''",
-    "tokenizer.vocab_size=400",
-    "training.max_steps=3",
-    "validation.every_steps=3",
-    "validation.max_sentences=2",
-)
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> demonstration.Demonstration:
-    folder = tmp_path_factory.mktemp("demo") / "demo"
-    result = demonstration.demo(folder, LineDisplay(), FAST, num_tested=20)
-    assert isinstance(result, demonstration.Demonstration)
-    return result
 
 
 def test_the_report_holds_curve_samples_and_attention(shown: demonstration.Demonstration) -> None:
@@ -41,10 +23,10 @@ def test_the_figures_are_fit_for_a_machine(shown: demonstration.Demonstration) -
     assert figures["sentences"] == 20
 
 
-def test_a_finished_demo_is_replaced_by_the_next(shown: demonstration.Demonstration) -> None:
-    folder = shown.report.parent
+def test_a_finished_demo_is_replaced_by_the_next(shown: demonstration.Demonstration, tmp_path: Path) -> None:
+    folder = shutil.copytree(shown.report.parent, tmp_path / "demo")
     (folder / "mine.txt").write_text("keep")
-    again = demonstration.demo(folder, LineDisplay(), FAST, num_tested=20)
+    again = demonstration.demo(folder, LineDisplay(), FAST_DEMO, num_tested=20)
     assert isinstance(again, demonstration.Demonstration)
     assert again.exact_match == shown.exact_match
     assert (folder / "mine.txt").read_text() == "keep"

@@ -1,31 +1,18 @@
 """Errors that no command handles: a full disk, and what nobody foresaw."""
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from command import Command
+from interrupting import full_disk
 from small_checkpoints import gpt2
 from triptych.cli import main
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Files can be made, and not one byte be written into them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Inner
 
@@ -119,75 +117,6 @@ def test_what_cannot_be_continued_is_one_line(
     assert answer.code == 2
     assert answer.out == ""
     assert message in answer.err
-    assert len(answer.err.splitlines()) == 1
-
-
-def in_two_shards(folder: Path) -> None:
-    """A checkpoint's tensors in two files with an index."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    where = {name: f"model-{1 + place % 2}.safetensors" for place, name in enumerate(sorted(tensors))}
-    for file in sorted(set(where.values())):
-        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-
-
-def without_a_shard(folder: Path) -> None:
-    in_two_shards(folder)
-    (folder / "model-2.safetensors").unlink()
-
-
-def with_a_truncated_shard(folder: Path) -> None:
-    in_two_shards(folder)
-    shard = folder / "model-2.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-
-
-def with_a_token_past_the_embedding(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    record = json.loads(path.read_text())
-    record["model"]["vocab"]["one more"] = len(record["model"]["vocab"])
-    path.write_text(json.dumps(record))
-
-
-def with_a_template(text: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / "chat_template.jinja").write_text(text)
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("damage", "arguments", "message"),
-    [
-        (without_a_shard, [], "model-2.safetensors is missing"),
-        (with_a_truncated_shard, [], "model-2.safetensors"),
-        (with_a_token_past_the_embedding, [], "does not fit the model"),
-        (with_a_template("{% include '/etc/hostname' %}"), ["--chat"], "chat template"),
-        (with_a_template("{% for a in range(1000000000) %}x{% endfor %}"), ["--chat"], "chat template"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_in_one_line(
-    triptych: Command,
-    checkpoint: Path,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    arguments: list[str],
-    message: str,
-) -> None:
-    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
-    damage(folder)
-    answer = triptych("generate", folder, "x", *arguments)
-    assert answer.code in (1, 2)
-    assert answer.out == ""
-    assert message in answer.err
-    assert len(answer.err.splitlines()) == 1
-
-
-def test_a_model_of_an_unknown_family_is_refused_by_name(triptych: Command, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "no-such-family"}')
-    answer = triptych("generate", tmp_path, "x")
-    assert answer.code == 1
     assert len(answer.err.splitlines()) == 1
 
 

@@ -240,18 +240,6 @@ def test_a_refused_step_is_one_line_and_leaves_nothing(triptych: Command, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_what_a_layer_refuses_is_skipped_on_request(triptych: Command, tmp_path: Path) -> None:
-    source, out = llama(tmp_path / "source"), tmp_path / "out"
-    options = ("--do", "fold_norm", "--do", "to_latent", "--skip-refused")
-    answer = triptych("rewrite", source, "-o", out, *options)
-    assert answer.code == 0, answer.err
-    assert "refused" in answer.out
-    fold, latent = certified(out).layers[0].steps
-    assert not fold.refused
-    assert latent.refused
-    assert latent.tier is None
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -462,33 +450,6 @@ def test_a_run_written_in_other_ways_translates_as_before(
     assert found.end_to_end.worst_logit < 1e-4
     assert found.after.parameters < found.before.parameters
     assert triptych("verify", out, "--against", mixed_run).code == 0
-
-
-def test_shared_maps_of_a_run_are_expanded(triptych: Command, mixed_run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    answer = triptych("rewrite", mixed_run, "-o", out, "--do", "fold", "--do", "expand")
-    assert answer.code == 0, answer.err
-    assert projections(out) == ["factored", "factored", "factored"]
-    assert (
-        triptych("translate", out, stdin=SENTENCES).out
-        == triptych("translate", mixed_run, stdin=SENTENCES).out
-    )
-    assert triptych("verify", out, "--against", mixed_run).code == 0
-
-
-@pytest.mark.parametrize(("name", "kind"), [("gauge_fix", "factored"), ("to_latent", "latent")])
-def test_a_run_is_written_another_way_by_name(
-    triptych: Command, small_run: Path, tmp_path: Path, name: str, kind: str
-) -> None:
-    out = tmp_path / "out"
-    answer = triptych("rewrite", small_run, "-o", out, "--do", name)
-    assert answer.code == 0, answer.err
-    assert projections(out) == [kind] * 3
-    assert (
-        triptych("translate", out, stdin=SENTENCES).out
-        == triptych("translate", small_run, stdin=SENTENCES).out
-    )
-    assert triptych("verify", out, "--against", small_run).code == 0
 
 
 def test_a_rewritten_run_keeps_all_but_what_training_goes_on_from(

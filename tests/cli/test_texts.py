@@ -69,9 +69,7 @@ def test_what_was_written_is_replaced_until_somebody_changes_it(
     assert triptych("translate", small_run, "Vier.", "--out", "copy.en").code == 2
 
 
-@pytest.mark.parametrize(
-    "command", [["inspect", "."], ["attend", ".", "x"], ["verify", "."], ["verify", "a.txt"]]
-)
+@pytest.mark.parametrize("command", [["inspect", "."], ["verify", "."], ["verify", "a.txt"]])
 def test_what_is_no_model_has_one_exit_code(
     command: list[str], triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,20 +80,6 @@ def test_a_quiet_run_says_nothing_but_its_result(triptych: Command, tmp_path: Pa
     assert line.startswith("done: 4 steps, ")
 
 
-def test_an_unknown_key_names_the_nearest(triptych: Command) -> None:
-    answer = triptych("train", "demo", "--set", "training.warmup_step=3")
-    assert answer.code == 2
-    assert "unknown key training.warmup_step: did you mean warmup_steps?" in answer.err
-    assert answer.err.count("\n") == 1
-
-
-def test_a_contradiction_in_the_data_section_is_one_clear_line(triptych: Command) -> None:
-    answer = triptych("train", "demo", "--set", "data.train.source='a.de'")
-    assert answer.code == 2
-    assert "data.train" in answer.err
-    assert answer.err.count("\n") == 1
-
-
 def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> None:
     answer = triptych("train", "dmo")
     assert answer.code == 2
@@ -145,7 +131,3 @@ def test_the_version_is_printed(triptych: Command) -> None:
     answer = triptych("--version")
     assert answer.code == 0
     assert answer.out.startswith("triptych ")
-
-
-def test_an_unknown_option_is_a_usage_error(triptych: Command) -> None:
-    assert triptych("train", "demo", "--frobnicate").code == 2

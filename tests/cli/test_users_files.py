@@ -9,6 +9,7 @@ import pytest
 
 from command import Command
 from small_checkpoints import gpt2
+from tiny_recipe import FAST_DEMO
 from triptych import demonstration, files
 from triptych.cli.main import COMMANDS
 from triptych.opening import open_translator
@@ -30,7 +31,6 @@ TINY = (
     "validation.max_sentences=2",
 )
 SETS = [word for text in TINY for word in ("--set", text)]
-FAST = (*TINY[:4], "training.max_steps=2", "validation.every_steps=2", "validation.max_sentences=2")
 MINE = "written by hand\n"
 
 
@@ -217,11 +217,11 @@ def quick_page(report: object, path: Path) -> None:
 
 
 @pytest.fixture
-def finished_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "demo"
+def finished_demo(
+    shown: demonstration.Demonstration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     monkeypatch.setattr(demonstration, "write_report", quick_page)
-    demonstration.demo(folder, LineDisplay(), FAST, num_tested=5)
-    return folder
+    return shutil.copytree(shown.report.parent, tmp_path / "demo")
 
 
 def names(folder: Path) -> set[str]:
@@ -264,11 +264,11 @@ def test_a_finished_demo_is_there_until_the_next_is_whole(
     with monkeypatch.context() as patched:
         patched.setattr(demonstration, name, stand_in)
         with pytest.raises(KeyboardInterrupt):
-            demonstration.demo(finished_demo, LineDisplay(), FAST, num_tested=5)
+            demonstration.demo(finished_demo, LineDisplay(), FAST_DEMO, num_tested=5)
     assert names(finished_demo) >= known
     assert (finished_demo / "report.html").read_bytes() == report
     assert len(open_translator(finished_demo).translator().translate(["Vier."])) == 1
-    again = demonstration.demo(finished_demo, LineDisplay(), FAST, num_tested=5)
+    again = demonstration.demo(finished_demo, LineDisplay(), FAST_DEMO, num_tested=5)
     assert isinstance(again, demonstration.Demonstration)
     assert names(finished_demo) == known
     assert (finished_demo / "report.html").read_bytes() != report

@@ -52,6 +52,11 @@ def parts() -> dict[str, dict[str, Any]]:
         "norms, turned": {**norms, "rotary": ROTARY},
         "norms of all heads": {**of_all, "k_norm": HeadNorm(1e-6, drawn(12), over="all heads")},
         "norms, clip": {**norms, "clip": 0.8},
+        "norms, turned first": {
+            "q_norm": HeadNorm(1e-6, drawn(WIDTH), turned=True),
+            "k_norm": HeadNorm(1e-6, drawn(WIDTH), turned=True),
+            "rotary": ROTARY,
+        },
         "norm of values": {"v_norm": HeadNorm(1e-6), "rotary": ROTARY},
         "norms of each head": {"q_norm": HeadNorm(1e-6, drawn(4, 6)), "k_norm": HeadNorm(1e-6, drawn(2, 6))},
         "slopes": {"bias": ALiBi.of_count(NUM_HEADS)},

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from small_checkpoints import gpt2_that_runs
 from triptych import Model, TriptychError, UsageError, load
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import TextIds
@@ -50,7 +51,7 @@ def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map() -> None:
     moved = 0
     for layer in range(6):
         rows = theirs.transformer.h[layer].attn.c_proj.weight
-        for head in range(8):
+        for head in (0, 3, 7):
             own, kept = slice(head * 32, head * 32 + 32), rows.data.clone()
             rows.data[own] = 0
             expected = float(theirs(ids, labels=ids).loss)
@@ -58,7 +59,7 @@ def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map() -> None:
             found = float(gpt2.ablate(f"{layer}.{head}").run(TEXT).loss)
             assert found == pytest.approx(expected, abs=1e-6)
             moved += abs(found - whole) > 1e-4
-    assert moved > 40
+    assert moved > 14
     assert float(gpt2.run(TEXT).loss) == whole
 
 
@@ -283,27 +284,17 @@ def test_one_string_that_ends_a_text_is_not_taken_for_its_letters(gpt2: Model) -
     assert gpt2.generate(TEXT, max_new_tokens=20, stop=end).text == whole[: whole.index(end)]
 
 
-def test_plans_and_certificates_are_shown_in_a_few_lines(gpt2: Model) -> None:
-    plan = gpt2.plan("drop_key_bias", "truncate(rank=6)", "sort_heads")
-    certificate = gpt2.rewrite("drop_key_bias", "truncate(rank=6)", "sort_heads", compare=False).certificate
-    for shown in (plan, certificate):
-        lines = repr(shown).splitlines()
-        assert 3 <= len(lines) <= 8
-        assert max(map(len, lines)) <= 110
-        assert any("truncate" in line and "bounded" in line for line in lines)
-        assert "<table" in shown._repr_html_()  # type: ignore[union-attr]
-
-
 @torch.no_grad()
-def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(gpt2: Model) -> None:
+def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Path) -> None:
+    model = load(gpt2_that_runs(tmp_path / "gpt2"), device="cpu")
     clean, corrupted = ["The cat sat", "A dog ran"], ["The dog sat", "A cat ran"]
-    found = gpt2.sweep(clean, corrupted, lambda run: run.logits[-1, 5])
-    assert found.values.shape == (48, 2)
-    one = gpt2.patch("4.3", gpt2.run(clean[1])).run(corrupted[1]).logits[-1, 5]
-    assert float(found.values[found.heads.index("4.3"), 1]) == pytest.approx(float(one))
+    found = model.sweep(clean, corrupted, lambda run: run.logits[-1, 5])
+    assert found.values.shape == (12, 2)
+    one = model.patch("2.3", model.run(clean[1])).run(corrupted[1]).logits[-1, 5]
+    assert float(found.values[found.heads.index("2.3"), 1]) == pytest.approx(float(one))
     assert (found.low <= found.mean.double() + 1e-6).all()
     with pytest.raises(UsageError, match="pair 1 has"):
-        gpt2.sweep("The cat", "The cat sat", lambda run: 0.0)
+        model.sweep("The cat", "The cat sat", lambda run: 0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What each of several processes does in `test_parallel.py`: `python ranks.py CHECK [ARGUMENT…]`.
+"""What each of several processes does in `test_parallel.py`: `ranks.py CHECK [ARGUMENT…] [then CHECK …]`.
 
 Every process compares what it got together with the others with what one process gets alone.
 """
@@ -370,10 +370,11 @@ def another_text(world: World, arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    check, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
     with launched("cpu", 2.0) as world:
-        globals()[check](world, arguments)
+        for call in " ".join(sys.argv[1:]).split(" then "):
+            check, *arguments = call.split()
+            globals()[check](world, arguments)
     end_now(0)
 
 

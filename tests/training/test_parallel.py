@@ -32,13 +32,15 @@ def test_the_ranks_rows_together_are_the_batch(size: int, num_rows: int) -> None
     assert all(len(rows) for rows, _ in parts)
 
 
-def test_two_ranks_make_the_gradients_of_one_process() -> None:
-    """Copies and shards; tied and other tables; uneven shards; parts without a row or with more tokens."""
-    assert_ranks_pass(2, "gradients_of_three_kinds", "ddp", "fsdp")
+def test_two_ranks_make_the_gradients_of_one_process_and_states_in_shards_that_every_layout_reads(
+    tmp_path: Path,
+) -> None:
+    """Copies and shards; tied and other tables; uneven shards; parts without a row or with more tokens.
 
-
-def test_a_state_in_shards_is_read_by_every_layout_with_the_moments_of_adam(tmp_path: Path) -> None:
-    assert_ranks_pass(2, "states_in_shards", str(tmp_path))
+    Both checks in one start of the processes: that is most of their time.
+    """
+    gradients = ("gradients_of_three_kinds", "ddp", "fsdp")
+    assert_ranks_pass(2, *gradients, "then", "states_in_shards", str(tmp_path))
 
 
 @pytest.mark.slow

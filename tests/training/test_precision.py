@@ -122,12 +122,12 @@ if {narrow}:
         twin.follow()
     models = [twin.model for twin in twins]
 # Traced and differentiated, but no code generated.
-compile_blocks([*models[1].encoder, *models[1].decoder], torch.device("cpu"), backend="aot_eager")
+compile_blocks(models[1].decoder, torch.device("cpu"), backend="aot_eager")
 losses = [loss_of(model) for model in models]
-weights = [model.encoder[0].feed_forward.inner.weight for model in models]
+weights = [model.decoder[0].feed_forward.inner.weight for model in models]
 gradients = [torch.autograd.grad(*pair)[0].float() for pair in zip(losses, weights)]
 assert models[1].state_dict().keys() == models[0].state_dict().keys()
-assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 print(float((losses[1] - losses[0]).detach().abs() / losses[0].detach()))
 print(float((gradients[1] - gradients[0]).norm() / gradients[0].norm()))
 """

@@ -1,6 +1,9 @@
 """A run interrupted in any way and resumed ends in the same weights, to the last bit."""
 
+import itertools
+import json
 import math
+import multiprocessing
 import re
 import signal
 import subprocess
@@ -9,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run
+from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run, full_disk
 from tiny_recipe import tiny_recipe
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.text import TokenizerPair, generate_pairs
@@ -24,23 +28,23 @@ from triptych.training import Recipe, read_recipe, resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
 from triptych.training.runs import prepare
-from triptych.training.state import read_counters
+from triptych.training.state import Counters, read_counters, save_or_explain
 
-_STEPS = 24
-_VALIDATE_EVERY = 8
+_STEPS = 12
+_VALIDATE_EVERY = 4
 
 
-def recipe_tree(**training: object) -> dict[str, object]:
-    """Small enough for a test, with everything on that a resumed run must restore."""
+def recipe_tree(*, bleu: bool = True, **training: object) -> dict[str, object]:
+    """Small enough for a test, with all on that a resumed run must restore; BLEU takes half the time."""
     tree = tiny_recipe(
-        200,
+        100,
         12,
         model={"dropout": 0.2, "encoder": {"num_layers": 1, "attention": {"dropout": 0.1}}},
         training={
             "max_steps": _STEPS,
             "accumulate_batches": 2,
             "learning_rate": 0.01,
-            "warmup_steps": 5,
+            "warmup_steps": 3,
             "clip_norm": 1.0,
             "save_every_steps": 3,
             "log_every_steps": 4,
@@ -48,14 +52,14 @@ def recipe_tree(**training: object) -> dict[str, object]:
             "threads": 1,
             **training,
         },
-        validation={"every_steps": _VALIDATE_EVERY, "max_sentences": 3, "bleu": True},
+        validation={"every_steps": _VALIDATE_EVERY, "max_sentences": 3, "bleu": bleu},
         decoding={"beam_size": 2, "max_extra_tokens": 5},
     )
     return {**tree, "seed": 5}
 
 
-def small_recipe(**training: object) -> Recipe:
-    return resolve(recipe_tree(**training))
+def small_recipe(**options: Any) -> Recipe:
+    return resolve(recipe_tree(**options))
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +76,19 @@ def test_the_same_seed_gives_the_same_run_to_the_last_bit(uninterrupted: Path, t
 
 def test_two_threads_give_the_same_run_every_time(tmp_path: Path) -> None:
     for name in ("one", "other"):
-        runs.train(small_recipe(threads=2, max_steps=_VALIDATE_EVERY), tmp_path / name, LineDisplay())
+        # Of two threads on busy cores one waits for the other: few steps.
+        runs.train(small_recipe(bleu=False, threads=2, max_steps=2), tmp_path / name, LineDisplay())
     assert_same_run(tmp_path / "one", tmp_path / "other")
 
 
-def test_another_seed_gives_another_run(uninterrupted: Path, tmp_path: Path) -> None:
-    recipe = small_recipe().model_copy(update={"seed": 6})
-    runs.train(recipe, tmp_path / "run", LineDisplay())
-    ours = load_file(tmp_path / "run" / "model.safetensors")
-    theirs = load_file(uninterrupted / "model.safetensors")
-    assert any(
-        not torch.equal(ours[key], theirs[key]) for key in ours if ours[key].shape == theirs[key].shape
-    )
+def test_another_seed_gives_another_run(tmp_path: Path) -> None:
+    recipe = small_recipe(bleu=False, max_steps=2).model_copy(update={"seed": 6})
+    losses = set()
+    for name in ("one", "other"):
+        runs.train(recipe, tmp_path / name, LineDisplay())
+        losses.add(runs.validate(tmp_path / name)["valid_loss"])
+        recipe = recipe.model_copy(update={"seed": 7})
+    assert len(losses) == 2
 
 
 def test_the_run_crosses_epochs_so_that_resuming_is_tested_in_mid_epoch(uninterrupted: Path) -> None:
@@ -93,7 +98,7 @@ def test_the_run_crosses_epochs_so_that_resuming_is_tested_in_mid_epoch(uninterr
     assert counters.batch > 0
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 8, 11, 23])
+@pytest.mark.parametrize("stop_at", [1, 4, 5, 11])
 def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
     uninterrupted: Path, tmp_path: Path, stop_at: int
 ) -> None:
@@ -108,39 +113,34 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
 def test_a_killed_process_resumes_to_bit_identical_weights(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     _write_recipe(tmp_path / "recipe.toml")
-    for least_step in (3, 12):
-        arguments = ["--resume", str(folder)] if least_step > 3 else ["recipe.toml", "--out", str(folder)]
-        process = _start(tmp_path, "train", *arguments)
-        _wait_until(lambda step=least_step: _saved_step(folder) >= step, process)
-        process.kill()
-        process.communicate()
-        assert _saved_step(folder) < _STEPS, "the process was too fast to be killed in the middle"
-    finished = _start(tmp_path, "train", "--resume", str(folder))
-    _, errors = finished.communicate(timeout=120)
-    assert finished.returncode == 0, errors
+    process = _start(tmp_path, "train", "recipe.toml", "--out", str(folder))
+    _wait_until(lambda: _saved_step(folder) >= 3, process)
+    process.kill()
+    process.communicate()
+    assert _saved_step(folder) < _STEPS - 2, "the process was too fast to be killed in the middle"
+    with pytest.raises(KillError):
+        runs.resume(folder, (), KillAt(_STEPS - 1))
+    runs.resume(folder, (), LineDisplay())
     assert_same_run(folder, uninterrupted)
 
 
-_SAVING = """
-import itertools, json, sys
-from dataclasses import asdict
-from pathlib import Path
-import torch
-from triptych.training.state import Counters, save_or_explain
-for step in itertools.count():
-    numbers = {"numbers": torch.zeros(10 + 1000 * (step % 2))}  # another size each time
-    save_or_explain(numbers, Path(sys.argv[1]), {"counters": json.dumps(asdict(Counters(step=step)))})
-"""
+def _save_for_ever(path: Path) -> None:
+    for step in itertools.count():
+        numbers = {"numbers": torch.zeros(10 + 1000 * (step % 2))}  # another size each time
+        save_or_explain(numbers, path, {"counters": json.dumps(asdict(Counters(step=step)))})
 
 
 def test_where_a_run_stands_can_be_read_while_it_saves(tmp_path: Path) -> None:
     path = tmp_path / "last.safetensors"
-    with subprocess.Popen([sys.executable, "-c", _SAVING, str(path)]) as saving:
-        try:
-            _wait_until(path.exists, saving)
-            steps = [read_counters(tmp_path).step for _ in range(3000)]
-        finally:
-            saving.kill()
+    saving = multiprocessing.get_context("fork").Process(target=_save_for_ever, args=(path,), daemon=True)
+    saving.start()
+    try:
+        while not path.exists():
+            assert saving.is_alive()
+        steps = [read_counters(tmp_path).step for _ in range(1000)]
+    finally:
+        saving.kill()
+        saving.join()
     assert steps == sorted(steps)
     assert steps[-1] > steps[0]
 
@@ -164,15 +164,7 @@ def test_a_signalled_process_saves_says_how_to_go_on_and_exits_with_its_code(
     assert _saved_step(folder) == stopped
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ("train.de", "the training text (data.train)"),
-        ("valid.de", "the validation text (data.valid)"),
-        ("valid.en", "the validation text (data.valid)"),
-    ],
-)
-def test_resuming_with_other_text_is_refused_and_named(tmp_path: Path, changed: str, named: str) -> None:
+def test_resuming_with_other_text_is_refused_and_named(tmp_path: Path) -> None:
     for name in ("train.de", "train.en", "valid.de", "valid.en"):
         (tmp_path / name).write_text("\n".join(f"{name[:5]} Zeile {i} hier" for i in range(40)) + "\n")
     tree = recipe_tree()
@@ -181,15 +173,20 @@ def test_resuming_with_other_text_is_refused_and_named(tmp_path: Path, changed: 
         for part in ("train", "valid")
     } | {"cache": ""}
     runs.train(resolve(tree), tmp_path / "run", SignalAt(4, signal.SIGTERM))
-    text = (tmp_path / changed).read_text()
-    # The last line alone, by one letter.
-    (tmp_path / changed).write_text(text.removesuffix("hier\n") + "Hier\n")
-    with pytest.raises(TriptychError) as refused:
-        runs.resume(tmp_path / "run", (), LineDisplay())
-    message = str(refused.value)
-    assert f"changed since the run began: {named}; put back" in message
-    assert "\n" not in message
-    (tmp_path / changed).write_text(text)
+    for changed, named in (
+        ("train.de", "the training text (data.train)"),
+        ("valid.de", "the validation text (data.valid)"),
+        ("valid.en", "the validation text (data.valid)"),
+    ):
+        text = (tmp_path / changed).read_text()
+        # The last line alone, by one letter.
+        (tmp_path / changed).write_text(text.removesuffix("hier\n") + "Hier\n")
+        with pytest.raises(TriptychError) as refused:
+            runs.resume(tmp_path / "run", (), LineDisplay())
+        message = str(refused.value)
+        assert f"changed since the run began: {named}; put back" in message
+        assert "\n" not in message
+        (tmp_path / changed).write_text(text)
     assert runs.resume(tmp_path / "run", (), LineDisplay()).outcome.counters.step == _STEPS
 
 
@@ -227,7 +224,7 @@ def test_what_was_chosen_is_said_stored_and_not_chosen_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = recipe_tree()
-    tree["training"] = {"max_steps": 6, "threads": 1, "save_every_steps": 3}
+    tree["training"] = {"max_steps": 4, "threads": 1, "save_every_steps": 3}
     del tree["tokenizer"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     runs.train(resolve(tree), whole, LineDisplay())
@@ -245,11 +242,11 @@ def test_what_was_chosen_is_said_stored_and_not_chosen_again(
 
 def test_resuming_keeps_the_recipe_but_may_go_on_longer(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    runs.train(small_recipe(max_steps=6), folder, LineDisplay())
+    runs.train(small_recipe(bleu=False, max_steps=2), folder, LineDisplay())
     with pytest.raises(UsageError, match=r"training\.learning_rate.*only.*max_steps"):
         runs.resume(folder, ("training.learning_rate=1",), LineDisplay())
-    outcome = runs.resume(folder, ("training.max_steps=9",), LineDisplay()).outcome
-    assert outcome.counters.step == 9
+    outcome = runs.resume(folder, ("training.max_steps=3",), LineDisplay()).outcome
+    assert outcome.counters.step == 3
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(uninterrupted: Path) -> None:
@@ -274,7 +271,7 @@ def test_of_two_that_train_into_one_folder_the_slower_harms_nothing(
 
     def slowly(*given: Any) -> Any:
         monkeypatch.undo()
-        done.append(pool.submit(runs.train, small_recipe(max_steps=6), folder, quicker))
+        done.append(pool.submit(runs.train, small_recipe(bleu=False, max_steps=6), folder, quicker))
         if finished:
             go_on.set()
             done[0].result(60)
@@ -288,7 +285,12 @@ def test_of_two_that_train_into_one_folder_the_slower_harms_nothing(
         try:
             said = "already has a run" if finished else "another process is at work in this folder"
             with pytest.raises(UsageError, match=said):
-                runs.train(small_recipe(max_steps=2, learning_rate=0.02), folder, LineDisplay(), force=True)
+                runs.train(
+                    small_recipe(bleu=False, max_steps=2, learning_rate=0.02),
+                    folder,
+                    LineDisplay(),
+                    force=True,
+                )
             assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         finally:
             go_on.set()
@@ -304,7 +306,7 @@ def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_state_is_named(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    runs.train(small_recipe(max_steps=3), folder, LineDisplay())
+    runs.train(small_recipe(bleu=False, max_steps=3), folder, LineDisplay())
     state = folder / "state" / "last.safetensors"
     state.write_bytes(state.read_bytes()[:100])
     with pytest.raises(TriptychError, match=r"last\.safetensors is damaged"):
@@ -316,14 +318,14 @@ def test_a_loss_that_is_not_finite_stops_with_step_lines_and_rate_and_keeps_the_
 ) -> None:
     folder = tmp_path / "run"
     # At this rate the first update makes weights so large that the next loss overflows.
-    recipe = small_recipe(learning_rate=1e30, warmup_steps=1, clip_norm=0.0, save_every_steps=1)
+    recipe = small_recipe(bleu=False, learning_rate=1e30, warmup_steps=1, clip_norm=0.0, save_every_steps=1)
     with pytest.raises(TriptychError) as caught:
         runs.train(recipe, folder, LineDisplay())
     message = str(caught.value)
     assert re.search(r"step 2: the (loss|gradient's norm) is (nan|inf) at learning rate", message)
     lines = re.search(r"batch of lines ([\d, ]+)", message)
     assert lines is not None
-    assert all(1 <= int(line) <= 200 for line in lines[1].split(",") if line.strip())
+    assert all(1 <= int(line) <= 100 for line in lines[1].split(",") if line.strip())
     assert "the state of step 1 is kept" in message
     assert read_counters(folder / "state").step == 1
     tensors = load_file(folder / "state" / "last.safetensors")
@@ -336,30 +338,17 @@ def test_a_full_disk_leaves_the_state_before_it_whole(tmp_path: Path) -> None:
     runs.train(small_recipe(), folder, SignalAt(4, signal.SIGTERM))
     state = folder / "state" / "last.safetensors"
     before = state.read_bytes()
-    limit = len(before) // 2
-    code = (
-        "import resource, sys; "
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        "from triptych.cli.main import run; run()"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code, "train", "--resume", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert process.returncode == 1, process.stderr
-    assert "could not be saved" in process.stderr
-    assert "--resume" in process.stderr
-    assert "Traceback" not in process.stderr
+    with full_disk(len(before) // 2), pytest.raises(TriptychError, match=r"could not be saved.*--resume"):
+        runs.resume(folder, (), LineDisplay())
     assert state.read_bytes() == before
     assert not list(folder.rglob("*.tmp"))
 
 
 def test_early_stopping_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
     # A rate this small changes nothing that shows in the loss, and a huge one makes it worse.
-    recipe = small_recipe(max_steps=400, learning_rate=0.5, warmup_steps=1, early_stopping=2, clip_norm=0.0)
+    recipe = small_recipe(
+        bleu=False, max_steps=400, learning_rate=0.5, warmup_steps=1, early_stopping=2, clip_norm=0.0
+    )
     outcome = runs.train(recipe, tmp_path / "run", LineDisplay()).outcome
     assert outcome.counters.step < 400
     assert outcome.counters.validations_since_best == 2
@@ -379,7 +368,7 @@ def test_a_validation_has_perplexity_and_bits_per_byte_of_the_target_side(uninte
 
 def test_max_epochs_ends_a_run(tmp_path: Path) -> None:
     outcome = runs.train(
-        small_recipe(max_steps=10_000, max_epochs=1), tmp_path / "run", LineDisplay()
+        small_recipe(bleu=False, max_steps=10_000, max_epochs=1), tmp_path / "run", LineDisplay()
     ).outcome
     assert (outcome.counters.epoch, outcome.counters.batch) == (1, 0)
     assert 1 < outcome.counters.step < 100
@@ -388,11 +377,11 @@ def test_max_epochs_ends_a_run(tmp_path: Path) -> None:
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     for name, training in (
         ("epochs", {"max_epochs": 1}),
-        ("off", {"max_steps": 9}),
-        ("steps", {"max_steps": 8}),
+        ("off", {"max_steps": 3}),
+        ("steps", {"max_steps": 4}),
     ):
         folder = tmp_path / name
-        step = runs.train(small_recipe(**training), folder, LineDisplay()).outcome.counters.step
+        step = runs.train(small_recipe(bleu=False, **training), folder, LineDisplay()).outcome.counters.step
         before = {
             path: path.read_bytes() for path in (folder / "model.safetensors", folder / "metrics.jsonl")
         }
@@ -420,7 +409,7 @@ def test_relative_paths_are_found_again_from_another_folder(
 ) -> None:
     for name in ("a.de", "a.en"):
         (tmp_path / name).write_text("\n".join(f"{name} Zeile {i} hier" for i in range(40)) + "\n")
-    tree = recipe_tree(max_steps=6)
+    tree = recipe_tree(bleu=False, max_steps=6)
     spec = {"source": "a.de", "target": "a.en"}
     tree["data"] = {"train": spec, "valid": spec, "cache": ""}
     monkeypatch.chdir(tmp_path)
@@ -452,7 +441,11 @@ def test_accumulated_batches_learn_like_one_large_batch(tmp_path: Path) -> None:
     losses = []
     for name, batch_tokens, accumulate in (("one", 10**6, 1), ("many", 300, 1000)):
         tree = recipe_tree(
-            batch_tokens=batch_tokens, accumulate_batches=accumulate, max_steps=6, log_every_steps=1
+            bleu=False,
+            batch_tokens=batch_tokens,
+            accumulate_batches=accumulate,
+            max_steps=6,
+            log_every_steps=1,
         )
         tree["model"] = {**tree["model"], "dropout": 0.0, "encoder": {"num_layers": 1}}  # type: ignore[dict-item]
         tree["data"] = {**tree["data"], "train": {"generated": 60, "generated_part": "train"}}  # type: ignore[dict-item]
@@ -490,4 +483,4 @@ def _wait_until(reached: Callable[[], bool], process: "subprocess.Popen[str]") -
     while not reached():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline, "the process makes no progress"
-        time.sleep(0.002)
+        time.sleep(0.01)

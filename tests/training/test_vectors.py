@@ -81,13 +81,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_begins_with_the_vectors_leaves_them_and_resumes_without_the_file(
     place: Path, optimizer: str
 ) -> None:
-    decay = ["training.weight_decay=0"] if optimizer == "adam" else []
-    given = [f"training.optimizer={optimizer}", *decay]
-    triptych.train(triptych.read_recipe(place / "recipe.toml", given), place / "run")
+    recipe = triptych.read_recipe(place / "recipe.toml", [f"training.optimizer={optimizer}"])
+    triptych.train(recipe, place / "run")
     model = read_own_model(place / "run")
     assert isinstance(model, LanguageModel)
     table = model.embeddings.table.weight

@@ -15,7 +15,7 @@ from torch import Tensor
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, KEY_BIAS_BLIND
-from triptych.algebra.rewrites.rotary_pairs import rotary_pair_forms
+from triptych.algebra.rewrites.moves import rotary_pair_forms
 from triptych.algebra.weights import AttentionWeights, Side
 
 

@@ -72,6 +72,7 @@ def probabilities(
     query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if semantics.rotary is not None:
         q, k = semantics.rotary(q), semantics.rotary(k)
+    q = semantics.regained(q)
     if semantics.temperature is not None:
         q = semantics.temperature(q, query_positions)
     k = of_heads(k, weights.num_heads)

@@ -32,6 +32,8 @@ class HeadNorm:
         over: "head": each head by itself; "all heads": over the channels of all heads together, with a weight
             `[heads · width]`.
         channels: how many channels are normalised, the first ones; all if None.
+        turned: whether the weight, one for all heads, is multiplied with after positions turned what is
+            normalised (`regained`).
     """
 
     eps: float
@@ -40,6 +42,7 @@ class HeadNorm:
     centred: bool = False
     over: Literal["head", "all heads"] = "head"
     channels: int | None = None
+    turned: bool = False
 
     @property
     def of_each_head(self) -> bool:
@@ -53,13 +56,20 @@ class HeadNorm:
     def structure(self) -> tuple[object, ...]:
         """All of it but its numbers."""
         shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
-        return self.eps, self.centred, self.over, self.channels, shapes
+        return self.eps, self.centred, self.over, self.channels, self.turned, shapes
 
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
         if self.channels is not None and self.channels < x.shape[-1]:
             first, rest = x[..., : self.channels], x[..., self.channels :]
             return torch.cat([self._normalised(first), rest], dim=-1)
         return self._normalised(x)
+
+    def regained(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
+        """What positions turned, times a weight that waits for it."""
+        if not self.turned or self.weight is None:
+            return x
+        missing = x.shape[-1] - len(self.weight)
+        return x * torch.nn.functional.pad(self.weight.to(x.dtype), (0, missing), value=1.0)
 
     def tensors(self) -> dict[str, Tensor]:
         """The weight and the bias, as far as they are there."""
@@ -78,7 +88,7 @@ class HeadNorm:
         return replace(self, **parts)
 
     def _normalised(self, x: Tensor) -> Tensor:
-        weight, bias = self._numbers(self.weight, x), self._numbers(self.bias, x)
+        weight, bias = self._numbers(None if self.turned else self.weight, x), self._numbers(self.bias, x)
         if self.over == "all heads":
             normal = self._scaled(x.transpose(1, 2).flatten(2), weight, bias)
             return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
@@ -282,6 +292,12 @@ class Semantics:
         if self.rotary is not None:
             return "rotary"
         return "none" if self.bias is None else self.bias.scheme
+
+    def regained(self, q: Tensor) -> Tensor:
+        """Turned queries times what weights of norms wait for it: those of keys give the same scores here."""
+        for norm in (self.q_norm, self.k_norm):
+            q = q if norm is None else norm.regained(q)
+        return q
 
     @property
     def qk_norm(self) -> bool:

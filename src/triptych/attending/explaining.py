@@ -17,7 +17,6 @@ from torch import Tensor
 from triptych.algebra.function import channels, of_heads, probabilities
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.rotary_maps import truncate_rotary_maps
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.opening import LayerCall, Reader
@@ -115,13 +114,11 @@ def of_rank(weights: AttentionWeights, rank: int, longest: int) -> AttentionWeig
     """The layer with W_QK of every head cut to a rank, and all else as it is.
 
     Heads that read one key head share the key channels that are left. Rotary heads lose rank of W_Q and W_K
-    before they are rotated; see `truncate` and `truncate_rotary_maps`.
+    before they are rotated; see `truncate`.
     """
     if rank >= weights.multiplied("q").d_out:
         return weights
-    if weights.semantics.rotary is not None:
-        return truncate_rotary_maps(weights, qk_rank=rank, longest=longest).weights
-    return truncate(weights, qk_rank=rank).weights
+    return truncate(weights, qk_rank=rank, rotary="maps", longest=longest).weights
 
 
 def ranks_of(weights: AttentionWeights) -> tuple[int, ...]:

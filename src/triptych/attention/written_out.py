@@ -65,7 +65,8 @@ def prepared(
 
 
 def tempered(q: Tensor, semantics: Semantics, places: Places) -> Tensor:
-    """Queries after the temperature of their positions."""
+    """Turned queries as they meet the keys."""
+    q = semantics.regained(q)
     return q if semantics.temperature is None else semantics.temperature(q, places.of_tokens(q))
 
 

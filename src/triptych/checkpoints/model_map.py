@@ -89,6 +89,10 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     source, target = read.architecture(), write.architecture()
     head = target.head
     assert head is not None
+    if source.d_model != target.d_model:
+        write.entries.refuse(
+            f"its encoder is {source.d_model} wide and its decoder {target.d_model}: it cannot be run"
+        )
     shared = read.table == write.table
     entries = [
         (tuple(_renamed(name, _SOURCE) for name in ours), stored)
@@ -110,6 +114,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
         tied=head.tied,
         output_bias=head.bias,
         logit_scale=head.scale,
+        soft_cap=head.soft_cap,
     )
     tensors = LayerMap(dict(entries))
     _account(checkpoint, tensors, (read, write))
@@ -324,7 +329,7 @@ class _Mapping:
             self._frame(
                 f"{at}.feed_forward_residual", place, spec.feed_forward_norm, spec.feed_forward_out_norm
             ),
-            cross=self._frame(f"{at}.cross_residual", place, spec.cross_norm, ())
+            cross=self._frame(f"{at}.cross_residual", place, spec.cross_norm, spec.cross_out_norm)
             if spec.cross_norm
             else None,
             parallel=bool(parallel) and place.holds(parallel),

@@ -21,7 +21,14 @@ from triptych.checkpoints.layer_map import (
 from triptych.checkpoints.reading import require_shape
 from triptych.checkpoints.specs import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
 from triptych.errors import DataError
-from triptych.models.architecture import Activation, ExpertsConfig, FeedForwardConfig, HeadConfig, NormConfig
+from triptych.models.architecture import (
+    EXPERTS_NORMS,
+    Activation,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    NormConfig,
+)
 from triptych.storage.tensors import Tensors
 from triptych.storage.untrusted import shown
 
@@ -97,7 +104,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu_squared",
     "tanh": "tanh",
     "sigmoid": "sigmoid",
+    "xielu": "xielu",
 }  # fmt: skip
+
+
+_OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
 
 def activation(place: Place, expression: str) -> Activation:
@@ -151,6 +162,8 @@ class FeedForwardMap:
 
     def _layer(self, ours: str, spec: FeedForwardSpec) -> FeedForwardConfig:
         config = self._config(spec)
+        for name, shape in _OF_XIELU if config.activation == "xielu" else ():
+            self._add((f"{ours}.activation.{name}",), (self._name(spec, f"act_fn.{name}"),), shape)
         self._maps(ours, spec, config, None)
         return config
 
@@ -164,6 +177,10 @@ class FeedForwardMap:
             self._add((f"{ours}.router.bias",), (router_bias,), (count,))
         if experts.correction:
             self._add((f"{ours}.router.correction",), (self._name(spec, experts.correction),), (count,))
+        if experts.expert_scale:
+            self._add((f"{ours}.router.expert_scale",), (self._name(spec, experts.expert_scale),), (count,))
+        for part, name in zip(EXPERTS_NORMS, experts.norms, strict=False):
+            self._add((f"{ours}.norms.{part}.weight",), (place.beside(name),), (self.d_model,))
         shared = experts.shared if experts.shared and place.holds(experts.shared.when) else None
         grouped = bool(experts.groups) and place.holds(experts.grouped)
         try:
@@ -183,6 +200,8 @@ class FeedForwardMap:
                 experts.group_score,
                 place.number(experts.threshold) if experts.threshold else 0.0,
                 None if shared is None else self._layer(f"{ours}.shared", shared),
+                place.number(experts.eps) if experts.norms else None,
+                bool(experts.expert_scale),
             )
         except ValueError as error:
             raise DataError(f"{place.settings.where}: {error}") from None

@@ -62,7 +62,7 @@ def frequencies(
             return Frequencies(plain, 1.0)
         case "dynamic":
             if scaling.get("alpha"):
-                raise ValueError("an alpha of rope_type 'dynamic' (HunYuan's) is not supported")
+                raise ValueError("an alpha of rope_type 'dynamic' is HunYuan's alone")
             if width <= 2:
                 raise ValueError(f"rope_type 'dynamic' needs more than {width} channels that turn")
             return Frequencies(plain, 1.0, GrowingBase(int(max_positions), base, _number(scaling, "factor")))
@@ -168,6 +168,9 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     longest, base = place.number("max_position_embeddings | 2048"), place.number(spec.base)
     if "rope_theta" in spec.base and scaling.get("rope_theta") is not None:
         base = Settings(scaling, where).number("rope_theta")  # a record takes another's place whole
+    if spec.alpha and rope_type(scaling) == "dynamic" and scaling.get("alpha") and turned > 2:
+        base *= Settings(scaling, where).positive("alpha") ** (turned / (turned - 2))
+        scaling = {}
     try:
         found = frequencies(scaling, turned, base, longest, share)
     except (ValueError, TypeError, ArithmeticError) as error:

@@ -235,7 +235,9 @@ class LayerReader:
         def norm(part: str) -> HeadNorm:
             gain = parts.get(part)
             gain = None if gain is None else gain + spec.offset
-            return HeadNorm(eps, gain, parts.get(f"{part}.bias"), spec.kind == "layer", spec.over)
+            turned = spec.turned and gain is not None
+            bias, centred = parts.get(f"{part}.bias"), spec.kind == "layer"
+            return HeadNorm(eps, gain, bias, centred, spec.over, turned=turned)
 
         return norm("q_norm"), norm("k_norm")
 

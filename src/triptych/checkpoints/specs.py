@@ -163,6 +163,8 @@ class PositionSpec(Spec):
     # the same of texts longer than that length, which then turn at the frequencies of shorter ones, whatever
     # the scaling
     long_factor: Expression = ""
+    # whether "dynamic" with an alpha is one base for texts of every length, `base · alpha^(n / (n − 2))`
+    alpha: bool = False
     read_again: bool = False  # whether a text that grows past that length is read again from its first token
     slopes: Literal["authors", "mpt"] = "authors"  # how ALiBi's are found: as its authors do, or as MPT does
     before_scale: bool = False  # whether ALiBi's biases are added before the scores are scaled, and not after
@@ -370,6 +372,9 @@ class ExpertsSpec(Spec):
     group_score: Literal["best", "two_best"] = "best"
     threshold: Expression = ""
     shared: FeedForwardSpec | None = None  # the layer that every token passes besides
+    norms: tuple[str, ...] = ()  # tensors of the norms within, as `EXPERTS_NORMS`; `eps` is below their roots
+    eps: Expression = "rms_norm_eps | 1e-6"
+    expert_scale: str = ""  # tensor of what each expert's weights are multiplied by; "" without
 
 
 @final
@@ -466,7 +471,8 @@ class ModelSpec(Spec):
     # says
     attention_norm: tuple[NormSpec, ...] = ()
     attention_out_norm: tuple[NormSpec, ...] = ()  # of what the attention adds, before the sum
-    cross_norm: tuple[NormSpec, ...] = ()  # of the attention to the encoder's output
+    cross_norm: tuple[NormSpec, ...] = ()  # of the attention to the encoder's output; likewise after it
+    cross_out_norm: tuple[NormSpec, ...] = ()
     # the same for the feed-forward layer; where blocks are parallel and it has none, it reads the attention's
     feed_forward_norm: tuple[NormSpec, ...] = ()
     feed_forward_out_norm: tuple[NormSpec, ...] = ()  # as `attention_out_norm`

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from triptych.decoding.cache import TextCache
 from triptych.decoding.engine import GROUP, DecodingEngine, Engine
 from triptych.decoding.maps import Maps, Precision, has_room_for_another
+from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
 from triptych.text.shortlists import Shortlist
@@ -31,6 +32,8 @@ class ShortlistEngine(DecodingEngine):
         self, model: EncoderDecoder, shortlist: Shortlist, rules: OutputRules, precision: Precision = "fp32"
     ) -> None:
         """Prepare a model."""
+        if model.architecture.soft_cap is not None:
+            raise UsageError("the model's logits are soft-capped, and shortlists do not do so: leave it out")
         self._engine, self._shortlist, self._end = Engine(model, precision), shortlist, rules.end
         self._engine.fixed = False
         self.device, self.pad_id = self._engine.device, self._engine.pad_id

@@ -8,7 +8,9 @@ neither recipes nor families.
 from dataclasses import dataclass
 from typing import Literal, final
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh", "sigmoid"]
+Activation = Literal[
+    "relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh", "sigmoid", "xielu"
+]
 
 
 @final
@@ -42,7 +44,7 @@ class FeedForwardConfig:
 
     d_ff: int  # inner width
     # f. "gelu" is `x Φ(x)`, "gelu_tanh" its approximation by tanh, "gelu_sigmoid" `x σ(1.702 x)`, "swish" `x
-    # σ(beta x)`, "relu_squared" `max(0, x)²`
+    # σ(beta x)`, "relu_squared" `max(0, x)²`; "xielu" is of feed-forward layers alone, see `XIELU`
     activation: Activation = "relu"
     gated: bool = False  # whether there is a gate
     bias: bool = True  # whether the inner maps have biases; `out_bias` is for W_2
@@ -54,17 +56,23 @@ class FeedForwardConfig:
     limit: float | None = None
 
 
+# RMSNorms within a mixture of experts: n₁ to n₅ of `ExpertsConfig`.
+EXPERTS_NORMS = ("shared_out", "shared", "out", "experts", "router")
+
+
 @final
 @dataclass(frozen=True)
 class ExpertsConfig:
     """A mixture of experts: feed-forward layers of which every token passes the few that a router chooses.
 
     The router gives every expert a score, the map `x W_r + b_r` after `scores`. The experts of the highest
-    scores are chosen, and their outputs are summed with the scores as weights.
+    scores are chosen, and their outputs are summed with the scores as weights. With `norm_eps`, the layer is
+    `n₁(shared(n₂(x))) + n₃(experts(n₄(x)))`, and the router reads `n₅(x) / √d`.
 
     Source: Shazeer et al. 2017, arXiv 1701.06538; shared experts: Dai et al. 2024, arXiv 2401.06066; groups:
     DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2; correction: DeepSeek-AI 2024, arXiv 2412.19437, section
-    2.1.2; sparsemixer: Liu et al. 2024, arXiv 2409.12136.
+    2.1.2; sparsemixer: Liu et al. 2024, arXiv 2409.12136; norms: `Gemma4TextDecoderLayer` of
+    github.com/huggingface/transformers, version 5.23.0.
     """
 
     expert: FeedForwardConfig  # every one of them
@@ -90,6 +98,8 @@ class ExpertsConfig:
     # for "sparsemixer"; experts of score s with `best − s > threshold · max(|s|, best)` are out
     threshold: float = 0.0
     shared: FeedForwardConfig | None = None  # a layer that every token passes besides; None without
+    norm_eps: float | None = None  # below the roots of the norms within; None without them
+    weighted: bool = False  # whether every expert has a number that its weights are multiplied by
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -260,6 +270,7 @@ class EncoderDecoderArchitecture:
     tied: bool = True  # whether the output table is that of the decoder's tokens
     output_bias: bool = False  # whether every token has a bias
     logit_scale: float = 1.0  # logits are multiplied by this, before the bias
+    soft_cap: float | None = None  # as `HeadConfig.soft_cap`
 
     def __post_init__(self) -> None:
         if self.shared and self.source.vocab_size != self.target.vocab_size:

@@ -202,8 +202,9 @@ class EncoderDecoder(nn.Module):
 
     def logits(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows tgt_vocab_size"]:
         """The output layer."""
-        scale = self.architecture.logit_scale
-        return self.output(x if scale == 1.0 else x * scale)  # type: ignore[no-any-return]
+        scale, cap = self.architecture.logit_scale, self.architecture.soft_cap
+        logits: Tensor = self.output(x if scale == 1.0 else x * scale)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _embed(self, side: Literal["src", "tgt"], ids: Tensor, start: int | PositionIds) -> Tensor:
         x = embed(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from triptych.models.architecture import ExpertsConfig, FeedForwardConfig
+from triptych.models.architecture import EXPERTS_NORMS, ExpertsConfig, FeedForwardConfig
 from triptych.models.feed_forward import Dropout, FeedForward, activation_of, combined
 
 
@@ -30,6 +30,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model).normal_(std=0.02))
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.router_bias else None
         self.register_buffer("correction", torch.zeros(config.num_experts) if config.correction else None)
+        self.expert_scale = nn.Parameter(torch.ones(config.num_experts)) if config.weighted else None
 
     def forward(self, x: Float[Tensor, "tokens d_model"]) -> Choice:
         """The choice for every token."""
@@ -46,6 +47,8 @@ class Router(nn.Module):
             weights = scores.gather(-1, experts)
         if config.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=config.min_sum)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[experts].to(weights.dtype)
         return Choice(experts, weights * config.scale if config.scale != 1.0 else weights)
 
     def _allowed(self, scores: Tensor) -> Tensor:
@@ -104,13 +107,15 @@ class Experts(nn.Module):
         self.gate = StackedLinear(count, d_model, expert.d_ff, expert.bias) if expert.gated else None
         self.outer = StackedLinear(count, expert.d_ff, d_model, expert.out_bias)
         self.shared = None if config.shared is None else FeedForward(config.shared, d_model)
+        self.norms = None
+        if (eps := config.norm_eps) is not None:
+            self.norms = nn.ModuleDict({name: nn.RMSNorm(d_model, eps) for name in EXPERTS_NORMS})
         self.activation = activation_of(expert)
         self.dropout = Dropout(expert.dropout)
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
         """Apply to every position alike."""
-        tokens = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.router(tokens)
+        tokens, chosen, weights = self._read(x)
         order = chosen.flatten().argsort(stable=True)
         rows = order // self.config.top_k
         of_rows = weights.flatten()[order, None].to(x.dtype)
@@ -123,15 +128,12 @@ class Experts(nn.Module):
         if not self.config.scale_input:
             given = given * of_rows
         total = torch.zeros_like(tokens).index_add(0, rows, given.to(tokens.dtype))
-        if self.shared is not None:
-            total = total + self.shared(tokens)
-        return total.view(x.shape)
+        return self._with_shared(total, tokens, x)
 
     def reference(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
         """The same with every expert applied to every token: slow, and for comparison."""
-        tokens = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.router(tokens)
-        total = torch.zeros_like(tokens) if self.shared is None else self.shared(tokens)
+        tokens, chosen, weights = self._read(x)
+        total = torch.zeros_like(tokens)
         for number in range(self.config.num_experts):
             weight = (weights * (chosen == number)).sum(dim=-1, keepdim=True).to(x.dtype)
             if self.config.scale_input:
@@ -139,6 +141,23 @@ class Experts(nn.Module):
                 total = total + self._expert(tokens * weight, number) * passed
             else:
                 total = total + self._expert(tokens, number) * weight
+        return self._with_shared(total, tokens, x)
+
+    def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the experts read, and the choice of each token."""
+        tokens = x.reshape(-1, x.shape[-1])
+        if self.norms is None:
+            return tokens, *self.router(tokens)
+        routed = self.norms["router"](tokens) * tokens.shape[-1] ** -0.5
+        return self.norms["experts"](tokens), *self.router(routed)
+
+    def _with_shared(self, total: Tensor, tokens: Tensor, x: Tensor) -> Tensor:
+        """The sum over experts with what the layer adds that every token passes."""
+        if self.shared is not None and self.norms is not None:
+            shared = self.norms["shared_out"](self.shared(self.norms["shared"](x.reshape(tokens.shape))))
+            total = self.norms["out"](total) + shared
+        elif self.shared is not None:
+            total = total + self.shared(tokens)
         return total.view(x.shape)
 
     def _expert(self, x: Tensor, number: int) -> Tensor:

@@ -69,8 +69,34 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+@final
+class XIELU(nn.Module):
+    """`p x² + βx` above 0, and below `n (eˣ − 1 − x) + βx`; p and n − β are softplus of learned numbers.
+
+    Source: Huang and Schlag 2024, arXiv 2411.13010.
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.tensor([0.8]).expm1().log())
+        self.alpha_n = nn.Parameter(torch.tensor([0.3]).expm1().log())
+        self.register_buffer("beta", torch.tensor(0.5))
+        self.register_buffer("eps", torch.tensor(-1e-6))  # no x of eˣ is above it
+
+    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Same shape."""
+        p, n = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        below = (torch.expm1(torch.min(x, self.eps)) - x) * n
+        return torch.where(x > 0, p * x * x, below) + self.beta * x
+
+
 def activation_of(config: FeedForwardConfig) -> Callable[[Tensor], Tensor]:
     """The f of the layer."""
+    if config.activation == "xielu":
+        return XIELU()
     if config.activation == "swish" and config.beta != 1.0:
         return partial(_swish, beta=config.beta)
     return ACTIVATIONS[config.activation]

@@ -377,60 +377,56 @@ def read_certificate(path: Path) -> Certificate:
 
 def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
     """The section of the model card about a rewrite."""
-    return "".join(f"{printable(line)}\n" for line in _card(certificate, folder))
+    paragraphs = ["\n".join(map(printable, lines)) for lines in _card(certificate, folder)]
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def _card(certificate: Certificate, folder: str) -> Iterator[str]:
-    before, after = certificate.before, certificate.after
-    yield "## Rewritten attention"
-    yield ""
+def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
+    """The lines of its paragraphs."""
+    yield ["## Rewritten attention"]
     maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
     and_maps = f", and {len(maps)} maps beside it took up the norms that they read" if maps else ""
-    yield (
+    yield [
         f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "
         f"({certificate.family}){and_maps}; nothing else was changed. "
         f"What was done is **{_said_tier(certificate)}**."
-    )
-    yield ""
-    for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe):
-        yield from _said_of_step(name, certificate.layers, "layers")
-        yield from _said_of_step(name, certificate.norms, "norms that maps outside the attention read")
-    yield ""
-    yield _said_costs("In this file: attention", before, after)
+    ]
+    yield [
+        line
+        for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe)
+        for line in (
+            *_said_of_step(name, certificate.layers, "layers"),
+            *_said_of_step(name, certificate.norms, "norms that maps outside the attention read"),
+        )
+    ]
+    yield [_said_costs("In this file: attention", certificate.before, certificate.after)]
     if certificate.unpadded is not None:
-        yield ""
-        yield _said_costs(UNPADDED, before, certificate.unpadded)
-    measured = [layer.measured for layer in certificate.layers if layer.measured is not None]
-    if measured:
-        yield ""
-        count = certificate.probes.count
-        yield (
-            f"Measured on the saved numbers, {count} random sequence{'s' * (count > 1)} of "
-            f"{certificate.probes.length}: the output of a layer moves by at most "
-            f"{max(found.relative for found in measured):.2g} of its size."
-        )
-    measured = [norm.measured for norm in certificate.norms if norm.measured is not None]
-    if measured:
-        yield ""
-        yield (
-            "What the maps put out that took up a norm moves on them by at most "
-            f"{max(found.relative for found in measured):.2g} of its size."
-        )
-    on_text = [layer.measured_on_text for layer in certificate.layers if layer.measured_on_text is not None]
-    if on_text and certificate.end_to_end is not None:
-        yield ""
-        yield (
-            f"On what the original gives its layers for some positions of {certificate.end_to_end.text}, the "
-            f"output of a layer moves by at most {max(found.relative for found in on_text):.2g} of its size."
-        )
+        yield [_said_costs(UNPADDED, certificate.before, certificate.unpadded)]
+    probes, compared = certificate.probes, certificate.end_to_end
+    on_text = [layer.measured_on_text for layer in certificate.layers] if compared is not None else []
+    for what, found in (
+        (
+            f"Measured on the saved numbers, {probes.count} random sequence{'s' * (probes.count > 1)} of "
+            f"{probes.length}: the output of a layer moves by at most",
+            [layer.measured for layer in certificate.layers],
+        ),
+        (
+            "What the maps put out that took up a norm moves on them by at most",
+            [norm.measured for norm in certificate.norms],
+        ),
+        (
+            f"On what the original gives its layers for some positions of {compared and compared.text}, the "
+            "output of a layer moves by at most",
+            on_text,
+        ),
+    ):
+        if moved := [one.relative for one in found if one is not None]:
+            yield [f"{what} {max(moved):.2g} of its size."]
     if certificate.not_on_text:
-        yield ""
-        yield f"Layers were not tried on what the text gives them: {certificate.not_on_text}."
-    yield ""
-    yield _whole_model(certificate)
-    yield ""
+        yield [f"Layers were not tried on what the text gives them: {certificate.not_on_text}."]
+    yield [_whole_model(certificate)]
     words = "triptych", "verify", folder, "--against", certificate.source
-    yield f"Try it again: `{shlex.join(words)}`."
+    yield [f"Try it again: `{shlex.join(words)}`."]
 
 
 UNPADDED = (

@@ -11,8 +11,7 @@ from torch import Tensor
 from triptych.algebra.bounds import output_bound, score_bound
 from triptych.algebra.function import attend
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
-from triptych.algebra.rewrites.channels import move
-from triptych.algebra.rewrites.rotary_pairs import rotary_move
+from triptych.algebra.rewrites.moves import move
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.opening import Seen
@@ -301,10 +300,7 @@ def _move_of_forms(one: AttentionWeights, other: AttentionWeights) -> float:
     one, other = one.to(torch.float64), other.to(torch.float64)
     if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
         one, other = _with_norm_folded(one), _with_norm_folded(other)
-    if one.semantics.rotary is None:
-        return max(float(move(one, other, form).form.max()) for form in FORMS)
-    of_scores = rotary_move(one, other)
-    return max(float(of_scores.max()), float(move(one, other, "ov").form.max()))
+    return max(float(move(one, other, form).form.max()) for form in FORMS)
 
 
 def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:

@@ -154,9 +154,8 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("bart", "longformer", "roberta", "roberta-prelayernorm"), "RobertaTokenizer"),
     **dict.fromkeys(("bert", "distilbert", "electra", "ernie", "nomic_bert"), "BertTokenizer"),
-    **dict.fromkeys(
-        ("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"), "GemmaTokenizer"
-    ),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("gemma3n", "gemma3n_text", "t5gemma"), "GemmaTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("mt5", "t5"), "T5Tokenizer"),
     **{"albert": "AlbertTokenizer", "biogpt": "BioGptTokenizer", "blenderbot": "BlenderbotTokenizer"},

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heads import gathered, with_semantics
 from triptych.algebra.moments import Moments
-from triptych.algebra.positions import ALiBi, RotaryEmbedding
+from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.weights import AttentionWeights
 
 
@@ -24,9 +24,4 @@ NOT_ROTARY: list[tuple[dict[str, Any], str]] = [
         {"traits": {"rotary": rotation_of(start=1)}},
         "the rotation turns channels up to 7, of heads 6 wide",
     ),
-    (
-        {"traits": {"rotary": None, "bias": ALiBi.of_count(4)}},
-        "the layer has no rotary pairs: its positions are alibi, not rotary",
-    ),
-    ({"traits": {"qk_norm": True}}, "queries and keys are normalised"),
 ]

@@ -21,8 +21,7 @@ from heads import (
     with_semantics,
 )
 from triptych.algebra.function import attend, channels, of_heads, probabilities
-from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
-from triptych.algebra.rewrites.rank import truncate
+from triptych.algebra.rewrites.rank import measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import AttentionWeights, Link
@@ -74,7 +73,7 @@ def test_the_error_on_the_text_is_the_energy_left_out(name: str, form: Form, cen
     weights, x, rank = make(name), some_text(), 3
     moments = gathered(weights, x)
     with Untouched(weights):
-        result, record = truncate_on_data(weights, moments, **of_rank(form, rank), centred=centred)
+        result, record = truncate(weights, moments, **of_rank(form, rank), centred=centred)
     error, whole = errors(weights, result, x, form, centred=centred)
     energies = measure_energies(weights, form, moments, centred=centred)
     groups = len(energies)
@@ -93,7 +92,7 @@ def test_the_error_on_the_text_is_the_energy_left_out(name: str, form: Form, cen
 @pytest.mark.parametrize("centred", [False, True])
 def test_no_other_channels_are_better_on_the_text(name: str, form: Form, centred: bool) -> None:
     weights, x, rank = make(name), some_text(), 2
-    best = truncate_on_data(weights, gathered(weights, x), **of_rank(form, rank), centred=centred).weights
+    best = truncate(weights, gathered(weights, x), **of_rank(form, rank), centred=centred).weights
     least = float(errors(weights, best, x, form, centred=centred)[0].sum())
     free = truncate(weights, **of_rank(form, rank)).weights
     assert float(errors(weights, free, x, form, centred=centred)[0].sum()) > 1.05 * least
@@ -122,11 +121,11 @@ def projected(weights: AttentionWeights, form: Form, rank: int) -> AttentionWeig
 @pytest.mark.parametrize("name", ["factored", "grouped"])
 def test_the_mean_output_on_the_text_stays_where_the_output_has_a_bias(name: str) -> None:
     weights, x = make(name), some_text()
-    result = truncate_on_data(weights, gathered(weights, x), ov_rank=2).weights
+    result = truncate(weights, gathered(weights, x), ov_rank=2).weights
     was, now = (attend(one, x).mean((0, 1)) for one in (weights, result))
     torch.testing.assert_close(now, was, rtol=1e-9, atol=1e-9)
     bare = replace(with_semantics(weights, bias_slots=frozenset("qkv")), o_bias=None)
-    assert truncate_on_data(bare, gathered(bare, x), ov_rank=2).weights.o_bias is None
+    assert truncate(bare, gathered(bare, x), ov_rank=2).weights.o_bias is None
 
 
 @settings(max_examples=20)
@@ -146,7 +145,7 @@ def test_what_comes_out_does_not_depend_on_the_gauge(
         o=(Link(torch.linalg.inv(M)).then(o),),
     )
     one, other = (
-        truncate_on_data(writing, gathered(writing, x), **of_rank(form, 3), centred=centred)
+        truncate(writing, gathered(writing, x), **of_rank(form, 3), centred=centred)
         for writing in (weights, gauged)
     )
     assert one.record.error == pytest.approx(other.record.error, rel=1e-6)
@@ -160,7 +159,7 @@ def test_a_text_of_few_directions_needs_few_channels(name: str, form: Form) -> N
     x = torch.randn(2, 30, 3, dtype=torch.float64) @ torch.randn(3, D_MODEL, dtype=torch.float64)
     moments = gathered(weights, x)
     for rank in (3, 5):
-        result, record = truncate_on_data(weights, moments, **of_rank(form, rank), centred=False)
+        result, record = truncate(weights, moments, **of_rank(form, rank), centred=False)
         error, whole = errors(weights, result, x, form, centred=False)
         assert float((error / whole).max()) < 1e-15
         assert record.error is not None
@@ -173,7 +172,7 @@ def test_a_text_of_few_directions_needs_few_channels(name: str, form: Form) -> N
 def test_the_whole_width_is_exact_whatever_the_text(name: str) -> None:
     weights = make(name)
     moments = gathered(weights, torch.ones(1, 2, D_MODEL, dtype=torch.float64))
-    result, record = truncate_on_data(weights, moments, qk_rank=6, ov_rank=6)
+    result, record = truncate(weights, moments, qk_rank=6, ov_rank=6)
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
     assert_same_function(weights, result)
 
@@ -183,7 +182,7 @@ def test_the_whole_width_is_exact_whatever_the_text(name: str) -> None:
 def test_inputs_without_direction_lead_to_the_nearest_forms(name: str, form: Form) -> None:
     weights = make(name, biased=False)
     moments = gathered(weights, some_text())
-    by_prior = truncate_on_data(weights, moments, **of_rank(form, 3), prior=1e9, centred=False).weights
+    by_prior = truncate(weights, moments, **of_rank(form, 3), prior=1e9, centred=False).weights
     nearest = truncate(weights, **of_rank(form, 3)).weights
     found, expected = (getattr(one, form).dense() for one in (by_prior, nearest))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -204,7 +203,7 @@ def test_energies_without_a_text_are_squared_singular_values(form: Form) -> None
 def test_every_group_may_have_a_rank_of_its_own() -> None:
     weights, x = make("grouped"), some_text()
     moments = gathered(weights, x)
-    result, record = truncate_on_data(weights, moments, qk_rank=[1, 4], ov_rank=[5, 2])
+    result, record = truncate(weights, moments, qk_rank=[1, 4], ov_rank=[5, 2])
     assert (result.W_Q.shape[-1], result.W_V.shape[-1]) == (4, 5)
     assert not bool(result.W_K[:2, :, 1:].any())
     assert not bool(result.W_O[2:, 2:].any())
@@ -212,7 +211,7 @@ def test_every_group_may_have_a_rank_of_its_own() -> None:
     for form, ranks in (("qk", [1, 4]), ("ov", [5, 2])):
         found = errors(weights, result, x, form, centred=True)[0]  # type: ignore[arg-type]
         for group, rank in enumerate(ranks):
-            alone = truncate_on_data(weights, moments, **of_rank(form, rank)).weights  # type: ignore[arg-type]
+            alone = truncate(weights, moments, **of_rank(form, rank)).weights  # type: ignore[arg-type]
             expected = errors(weights, alone, x, form, centred=True)[0]  # type: ignore[arg-type]
             of_group = slice(2 * group, 2 * group + 2)
             torch.testing.assert_close(found[of_group], expected[of_group], rtol=1e-9, atol=0)
@@ -223,18 +222,18 @@ def test_a_value_bias_that_does_not_come_through_whole_is_counted_as_moved(part:
     weights, x = make("factored"), some_text()
     link = weights.v[0]
     bare = replace(weights, v=(replace(link, weight=link.weight[..., :1].expand(-1, -1, 6).contiguous()),))
-    assert truncate_on_data(bare, gathered(bare, x), ov_rank=1).record.bound == 0
+    assert truncate(bare, gathered(bare, x), ov_rank=1).record.bound == 0
     gate = HeadGate(torch.randn(NUM_HEADS, D_MODEL, dtype=torch.float64))
     beside: dict[str, dict[str, Any]] = {"gate": {"gate": gate}, "sinks": {"sinks": True}}
     changed = with_semantics(bare, **beside[part])
-    done = truncate_on_data(changed, gathered(changed, x), ov_rank=1)
+    done = truncate(changed, gathered(changed, x), ov_rank=1)
     assert done.record.bound > 0.1
     assert done.record.tier == "bounded"
 
 
 def test_narrow_weights_stay_narrow() -> None:
     weights, x = make("factored").to(torch.float32), some_text().float()
-    result, record = truncate_on_data(weights, gathered(weights, x), qk_rank=3, ov_rank=3)
+    result, record = truncate(weights, gathered(weights, x), qk_rank=3, ov_rank=3)
     assert result.dtype == torch.float32
     assert record.error is not None
     assert float(errors(weights, result, x, "qk", centred=True)[0].max()) > 0
@@ -254,24 +253,15 @@ def test_a_mean_that_counts_is_not_taken_off(traits: dict[str, Any], form: Form,
     with pytest.raises(
         RewriteRefusedError, match=f"{form}: the mean cannot be taken off: {reason}.*centred=False"
     ):
-        truncate_on_data(weights, moments, **of_rank(form, 3), centred=True)
-    by_itself, record = truncate_on_data(weights, moments, **of_rank(form, 3))
+        truncate(weights, moments, **of_rank(form, 3), centred=True)
+    by_itself, record = truncate(weights, moments, **of_rank(form, 3))
     assert "about their mean" not in record.choice
-    asked = truncate_on_data(weights, moments, **of_rank(form, 3), centred=False).weights
+    asked = truncate(weights, moments, **of_rank(form, 3), centred=False).weights
     torch.testing.assert_close(by_itself.W_Q, asked.W_Q)
     torch.testing.assert_close(by_itself.W_V, asked.W_V)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    weights = make("factored")
-    moments = gathered(weights, some_text())
-    with pytest.raises(RewriteRefusedError, match=r"^truncate_on_data refused: neither qk_rank nor ov_rank"):
-        truncate_on_data(weights, moments)
-    with pytest.raises(RewriteRefusedError, match="qk_rank is 7: a form of width 6 takes 1 to 6"):
-        truncate_on_data(weights, moments, qk_rank=7)
-    with pytest.raises(RewriteRefusedError, match="ov_rank names 3 numbers: there are 4 value heads"):
-        truncate_on_data(weights, moments, ov_rank=[1, 2, 3])
-    with pytest.raises(RewriteRefusedError, match="under rotary positions"):
-        truncate_on_data(with_semantics(weights, positions="rotary"), moments, qk_rank=2)
+def test_moments_of_another_layer_are_refused() -> None:
+    moments = gathered(make("factored"), some_text())
     with pytest.raises(RewriteRefusedError, match="4 × 6 channels of keys, the layer has 2 × 6; gather them"):
-        truncate_on_data(make("grouped"), moments, qk_rank=2)
+        truncate(make("grouped"), moments, qk_rank=2)

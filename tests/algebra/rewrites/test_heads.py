@@ -103,15 +103,6 @@ def test_what_is_no_permutation_is_refused(order: list[int]) -> None:
         permute_heads(make("factored"), order)
 
 
-def test_distances_would_stay_behind_where_they_do_not_follow() -> None:
-    weights = with_semantics(make("factored"), positions="disentangled")
-    reason = "disentangled positions add a bias of each head's own"
-    with pytest.raises(RewriteRefusedError, match=f"^permute_heads refused: {reason}"):
-        permute_heads(weights, [1, 0, 2, 3])
-    with pytest.raises(RewriteRefusedError, match=f"^prune_heads refused: {reason}"):
-        prune_heads(weights, [0], bounded=True)
-
-
 def test_distances_follow_heads_that_change_places() -> None:
     weights = make("factored")
     d_k = weights.W_Q.shape[-1]
@@ -120,10 +111,10 @@ def test_distances_follow_heads_that_change_places() -> None:
     weights = with_semantics(weights, bias=bias)
     x, order = torch.randn(2, 7, weights.d_model, dtype=torch.float64), [2, 0, 3, 1]
     expected = attend(weights, x)
-    permuted = permute_heads(weights, order, distances_follow=True).weights
+    permuted = permute_heads(weights, order).weights
     torch.testing.assert_close(attend(permuted, x), expected, rtol=0, atol=1e-10)
     assert float((attend(with_semantics(permuted, bias=bias), x) - expected).abs().max()) > 1e-3
-    pruned = prune_heads(weights, [1, 2], bounded=True, distances_follow=True).weights
+    pruned = prune_heads(weights, [1, 2], bounded=True).weights
     silent = replace(weights, o=(replace(weights.o[0], weight=weights.o[0].weight.clone()),))
     silent.o[0].weight[[1, 2]] = 0.0
     torch.testing.assert_close(attend(pruned, x), attend(silent, x), rtol=0, atol=1e-10)

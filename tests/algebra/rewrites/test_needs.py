@@ -12,7 +12,7 @@ from triptych.algebra.rewrites.legality import TRAITS, Need
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.rewrites.registry import REWRITES, read_rewrite
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
-from triptych.algebra.semantics import AdditiveScores, HeadGate, Temperature
+from triptych.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Temperature
 from triptych.algebra.weights import AttentionWeights
 
 WIDTH = D_MODEL // NUM_HEADS
@@ -21,6 +21,7 @@ ROTATION = RotaryEmbedding.of_width(WIDTH)
 WITH: dict[str, dict[str, Any]] = {
     **{scheme: {"positions": scheme} for scheme in ("rotary", "disentangled", "alibi", "relative")},
     "qk_norm": {"qk_norm": True},
+    "v_norm": {"v_norm": HeadNorm(1e-6)},
     "clip": {"clip": 2.0},
     "soft_cap": {"soft_cap": 30.0},
     "sinks": {"sinks": True},

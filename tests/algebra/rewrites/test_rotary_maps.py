@@ -1,6 +1,7 @@
 """Rotary maps of a lower rank: the least error of scores that turn, as much as said, in every gauge."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from algebra.rewrites.rotary_layers import NOT_ROTARY, moments_of, rotation_of
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites import RewriteRefusedError, truncate_rotary_pairs
-from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
-from triptych.algebra.rewrites.rotary_pairs import rotary_move
+from triptych.algebra.rewrites import RewriteRefusedError
+from triptych.algebra.rewrites.moves import move
+from triptych.algebra.rewrites.rank import measure_energies, truncate
 from triptych.algebra.weights import AttentionWeights, Link
 
 TOKENS = 9
+maps_of_rank = partial(truncate, rotary="maps")
 
 
 def rotary(width: int = 6, kind: Any = "causal", *, groups: int = 2, biased: bool = True) -> AttentionWeights:
@@ -85,7 +87,7 @@ def test_the_error_on_a_text_is_the_measured_one(
     rotation, x = rotation_of(pairing, start, factor), some_text()
     moments = moments_of(weights, x)
     with Untouched(weights):
-        result, record = truncate_rotary_maps(
+        result, record = maps_of_rank(
             with_semantics(weights, rotary=rotation), qk_rank=3, moments=moments, longest=TOKENS
         )
     lost, whole = (measured(weights, after, x, rotation, TOKENS) for after in (result, None))
@@ -93,9 +95,9 @@ def test_the_error_on_a_text_is_the_measured_one(
     assert record.tier == "bounded"
     assert record.bound == pytest.approx(
         float(
-            rotary_move(
-                with_semantics(weights, rotary=rotation), with_semantics(result, rotary=rotation)
-            ).max()
+            move(
+                with_semantics(weights, rotary=rotation), with_semantics(result, rotary=rotation), "qk"
+            ).whole.max()
         ),
         rel=1e-10,
     )
@@ -111,8 +113,8 @@ def test_the_error_on_a_text_is_the_measured_one(
 def test_what_keys_of_a_rank_lose_is_what_the_energies_left_out_say(groups: int, biased: bool) -> None:
     # Fitted once and queries put back, keys are the best of their rank: no other projection loses less.
     weights, rotation, x = rotary(groups=groups, biased=biased), rotation_of(), some_text()
-    energies = measure_rotary_energies(
-        with_semantics(weights, rotary=rotation), moments_of(weights, x), TOKENS
+    energies = measure_energies(
+        with_semantics(weights, rotary=rotation), "qk", moments_of(weights, x), rotary="maps", longest=TOKENS
     )
     assert energies.shape == (groups, 6)
     assert bool((energies.diff() <= 0).all())
@@ -139,11 +141,13 @@ def test_keys_alone_lose_no_more_than_their_energies_when_queries_cannot_be_cut(
     weights, rotation, x = rotary(biased=False, groups=4), rotation_of(), some_text()
     weights = each_by_itself(weights, 2, "q")
     moments = moments_of(weights, x)
-    result = truncate_rotary_maps(
+    result = maps_of_rank(
         with_semantics(weights, rotary=rotation), qk_rank=2, moments=moments, longest=TOKENS
     ).weights
     lost = measured(weights, result, x, rotation, TOKENS)
-    energies = measure_rotary_energies(with_semantics(weights, rotary=rotation), moments, TOKENS)
+    energies = measure_energies(
+        with_semantics(weights, rotary=rotation), "qk", moments, rotary="maps", longest=TOKENS
+    )
     torch.testing.assert_close(lost, energies[:, 2:].sum(1), rtol=1e-9, atol=0)
 
 
@@ -158,14 +162,15 @@ def test_no_more_is_lost_than_by_each_matrix_or_by_pairs(groups: int, on_text: b
     moments = moments_of(weights, x) if on_text else None
     for rank in (2, 4):
         ours, others = (
-            truncate_rotary_maps(
+            maps_of_rank(
                 with_semantics(weights, rotary=rotation), qk_rank=rank, moments=moments, longest=TOKENS
             ).weights,
             (
                 each_by_itself(weights, rank),
-                truncate_rotary_pairs(
+                truncate(
                     with_semantics(weights, rotary=rotation),
-                    pairs=rank // 2,
+                    qk_rank=rank // 2,
+                    rotary="pairs",
                     moments=moments,
                     longest=TOKENS,
                 ).weights,
@@ -183,7 +188,7 @@ def test_keys_that_no_query_sees_are_left_out_though_they_are_large() -> None:
     W_Q[..., [1, 4]] = 0.0  # pair 1
     W_K[..., [1, 4]] *= 100.0
     weights = replace(weights, q=(Link(W_Q),), k=(Link(W_K),))
-    result, record = truncate_rotary_maps(with_semantics(weights, rotary=rotation), qk_rank=4)
+    result, record = maps_of_rank(with_semantics(weights, rotary=rotation), qk_rank=4)
     assert record.tier == "rounding-exact"
     assert float(measured(weights, each_by_itself(weights, 4), x, rotation, TOKENS).max()) > 0.1
     assert float(measured(weights, result, x, rotation, TOKENS).max()) < 1e-20
@@ -193,15 +198,11 @@ def test_keys_that_no_query_sees_are_left_out_though_they_are_large() -> None:
 def test_all_channels_are_the_layer_itself(on_text: bool) -> None:
     weights, rotation = rotary(), rotation_of()
     moments = moments_of(weights, some_text()) if on_text else None
-    result, record = truncate_rotary_maps(
-        with_semantics(weights, rotary=rotation), qk_rank=6, moments=moments
-    )
+    result, record = maps_of_rank(with_semantics(weights, rotary=rotation), qk_rank=6, moments=moments)
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
     for one, other in zip(result.tensors(), weights.tensors(), strict=True):
         assert torch.equal(one, other)
-    some = truncate_rotary_maps(
-        with_semantics(weights, rotary=rotation), qk_rank=[6, 2], moments=moments
-    ).weights
+    some = maps_of_rank(with_semantics(weights, rotary=rotation), qk_rank=[6, 2], moments=moments).weights
     assert ranks_of(some, "k") == [6, 2]
     assert torch.equal(some.multiplied("k").weight[0], weights.multiplied("k").weight[0])
 
@@ -223,7 +224,7 @@ def test_the_gauge_makes_no_difference(longest: int | None, on_text: bool) -> No
         turned_scores(weights, x, rotation, 5), turned_scores(other, x, rotation, 5), rtol=1e-9, atol=1e-9
     )
     one, two = (
-        truncate_rotary_maps(
+        maps_of_rank(
             with_semantics(w, rotary=rotation),
             qk_rank=3,
             moments=moments_of(w, x) if on_text else None,
@@ -242,7 +243,7 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
     lost, whole = (
         measured(weights, after, x, rotation, TOKENS)
         for after in (
-            truncate_rotary_maps(
+            maps_of_rank(
                 with_semantics(weights, rotary=rotation), qk_rank=1, moments=moments_of(weights, x)
             ).weights,
             None,
@@ -254,10 +255,8 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"qk_rank": 0}, "qk_rank is 0: maps into 6 channels take 1 to 6"),
-        ({"qk_rank": 7}, "qk_rank is 7: maps into 6 channels take 1 to 6"),
+        ({"qk_rank": 7}, "qk_rank is 7: a map into 6 channels takes 1 to 6"),
         ({"qk_rank": True}, "qk_rank is True: it must be a whole number"),
-        ({"qk_rank": [1, 2, 3]}, "qk_rank names 3 numbers: there are 2 key heads, and each takes one"),
         *NOT_ROTARY,
     ],
 )
@@ -265,11 +264,5 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None
     weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.get("traits", {})})
     given = {name: value for name, value in options.items() if name != "traits"}
     arguments: dict[str, Any] = {"qk_rank": 2, **given}
-    with pytest.raises(RewriteRefusedError, match=f"^truncate_rotary_maps refused: {reason}"):
-        truncate_rotary_maps(weights, **arguments)
-
-
-def test_moments_of_another_layer_are_refused() -> None:
-    moments = moments_of(rotary(8), some_text())
-    with pytest.raises(RewriteRefusedError, match="4 × 8 channels of queries, the layer has 4 × 6"):
-        truncate_rotary_maps(with_semantics(rotary(), rotary=rotation_of()), qk_rank=2, moments=moments)
+    with pytest.raises(RewriteRefusedError, match=f"^truncate refused: {reason}"):
+        maps_of_rank(weights, **arguments)

@@ -1,6 +1,7 @@
 """Pairs of channels of rotary heads: what each carries, which are kept, what the others were worth."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from algebra.rewrites.rotary_layers import NOT_ROTARY, moments_of, rotation_of
+from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.measures import RotaryPairs, measure_heads
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
+from triptych.algebra.rewrites.rank import measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.rotary_maps import truncate_rotary_maps
-from triptych.algebra.rewrites.rotary_pairs import measure_pair_energies, pair_scores, truncate_rotary_pairs
+from triptych.algebra.rewrites.rotary_pairs import pair_scores
 from triptych.algebra.weights import AttentionWeights
 
 PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
+pairs_kept = partial(truncate, rotary="pairs")
 
 
 def rotary(width: int = 6, kind: Any = "self", *, groups: int = 4, biased: bool = True) -> AttentionWeights:
@@ -75,7 +77,10 @@ def test_energies_without_a_text_are_those_that_are_measured(pairing: Any) -> No
     weights, rotation = rotary(biased=False), rotation_of(pairing, factor=1.2)
     measured = measure_heads(weights, RotaryPairs.of(rotation, 10**9)).qk.values.square()
     torch.testing.assert_close(
-        measure_pair_energies(with_semantics(weights, rotary=rotation)), measured, rtol=1e-10, atol=0
+        measure_energies(with_semantics(weights, rotary=rotation), "qk", rotary="pairs"),
+        measured,
+        rtol=1e-10,
+        atol=0,
     )
 
 
@@ -94,7 +99,7 @@ def test_the_strongest_pairs_stay_and_the_others_are_zero(
 ) -> None:
     weights, rotation = rotary(7, groups=groups, biased=biased), rotation_of(pairing, start)
     with Untouched(weights):
-        result, record = truncate_rotary_pairs(with_semantics(weights, rotary=rotation), pairs=2)
+        result, record = pairs_kept(with_semantics(weights, rotary=rotation), qk_rank=2)
     assert record.tier == "bounded"
     assert record.error is None
     first, second = rotation.pairs
@@ -121,12 +126,12 @@ def test_pairs_are_counted_as_they_turn_in_texts_of_the_length() -> None:
     both = replace(rotation_of(), long=OtherFrequencies(20, long.frequencies))
     for length, alone in ((20, rotation_of()), (21, long)):
         found, expected = (
-            truncate_rotary_pairs(with_semantics(weights, rotary=one), pairs=2, longest=length).record
+            pairs_kept(with_semantics(weights, rotary=one), qk_rank=2, longest=length).record
             for one in (both, alone)
         )
         assert found.cuts == expected.cuts
         found, expected = (
-            truncate_rotary_maps(with_semantics(weights, rotary=one), qk_rank=2, longest=length).record
+            truncate(with_semantics(weights, rotary=one), qk_rank=2, rotary="maps", longest=length).record
             for one in (both, alone)
         )
         assert found.cuts == expected.cuts
@@ -136,8 +141,8 @@ def test_pairs_are_counted_as_they_turn_in_texts_of_the_length() -> None:
 def test_the_error_on_a_text_is_what_the_pairs_left_out_were_worth(longest: int | None) -> None:
     weights, x, rotation = rotary(), random_input(11) * torch.logspace(0, -2, 24), rotation_of()
     moments = moments_of(weights, x)
-    result, record = truncate_rotary_pairs(
-        with_semantics(weights, rotary=rotation), pairs=[1, 2, 3, 1], moments=moments, longest=longest
+    result, record = pairs_kept(
+        with_semantics(weights, rotary=rotation), qk_rank=[1, 2, 3, 1], moments=moments, longest=longest
     )
     distances = range(-5, 6) if longest else range(-3000, 3000, 29)
     first, second = rotation.pairs
@@ -161,37 +166,19 @@ def test_rotary_pairs_that_carry_nothing_go_for_nothing() -> None:
     bias = bias.clone()
     weight[..., [1, 4]], bias[..., [1, 4]] = 0.0, 0.0
     weights = replace(weights, q=(replace(q, weight=weight, bias=bias),))
-    record = truncate_rotary_pairs(with_semantics(weights, rotary=rotation_of()), pairs=2).record
+    record = pairs_kept(with_semantics(weights, rotary=rotation_of()), qk_rank=2).record
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"pairs": 0}, "pairs is 0: the rotation has 3, so 1 to 3"),
-        ({"pairs": 4}, "pairs is 4: the rotation has 3, so 1 to 3"),
-        ({"pairs": True}, "pairs is True: it must be a whole number"),
-        ({"pairs": [1, 2]}, "pairs names 2 numbers: there are 4 key heads, and each takes one"),
-        *NOT_ROTARY,
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:
-    weights = with_semantics(rotary(), **{"rotary": rotation_of(), **options.get("traits", {})})
-    given = {name: value for name, value in options.items() if name != "traits"}
-    arguments: dict[str, Any] = {"pairs": 2, **given}
-    with pytest.raises(RewriteRefusedError, match=f"^truncate_rotary_pairs refused: {reason}"):
-        truncate_rotary_pairs(weights, **arguments)
-
-
-def test_moments_of_another_layer_are_refused() -> None:
-    moments = moments_of(rotary(8), random_input(4))
-    with pytest.raises(RewriteRefusedError, match="4 × 8 channels of queries, the layer has 4 × 6"):
-        truncate_rotary_pairs(with_semantics(rotary(), rotary=rotation_of()), pairs=2, moments=moments)
+def test_more_pairs_than_there_are_are_refused() -> None:
+    reason = "^truncate refused: qk_rank is 4: a head with 3 rotary pairs takes 1 to 3"
+    with pytest.raises(RewriteRefusedError, match=reason):
+        pairs_kept(with_semantics(rotary(), rotary=rotation_of()), qk_rank=4)
 
 
 def test_the_spread_of_energies_is_by_group() -> None:
     weights = rotary(groups=2)
-    energies = measure_pair_energies(with_semantics(weights, rotary=rotation_of()))
+    energies = measure_energies(with_semantics(weights, rotary=rotation_of()), "qk", rotary="pairs")
     assert energies.shape == (2, 3)
     assert bool((energies.diff() <= 0).all())
     np.testing.assert_allclose(

@@ -5,7 +5,6 @@ Each is a function (`fold`) and, with its options, a record (`Fold`) in the list
 
 from triptych.algebra.rewrites.biases import DropKeyBias, FoldValueBias, drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.channels import FORMS, Form
-from triptych.algebra.rewrites.data import truncate_on_data
 from triptych.algebra.rewrites.folding import (
     Expand,
     Factor,
@@ -36,7 +35,6 @@ from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
-from triptych.algebra.rewrites.rotary_pairs import truncate_rotary_pairs
 from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [
@@ -84,6 +82,4 @@ __all__ = [
     "require_readers_foldable",
     "to_latent",
     "truncate",
-    "truncate_on_data",
-    "truncate_rotary_pairs",
 ]

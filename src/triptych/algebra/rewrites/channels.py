@@ -99,12 +99,16 @@ def joint_basis(
 
 
 def times(
-    weights: AttentionWeights, side: Side, change: Float[Tensor, "copies r width"], notes: list[str]
+    weights: AttentionWeights,
+    side: Side,
+    change: Float[Tensor, "copies r width"],
+    notes: list[str],
+    shift: Float[Tensor, "copies width"] | None = None,
 ) -> Chain:
     """The chain of a side in other channels: `… W` → `… W G`, and for the output `W …` → `Gᵀ W …`.
 
     Only the map at that end changes, if it has the numbers for it; else the chain is multiplied out,
-    and a note says so.
+    and a note says so. A shift is added to the bias, if there is one.
     """
     chain, factor = weights.chain(side), Link(change)
     end = chain[0 if side == "o" else -1] if chain else None
@@ -115,7 +119,10 @@ def times(
         end, chain = weights.multiplied(side), ()
     if side == "o":
         return (Link(change.mT).then(end), *chain[1:])
-    return (*chain[:-1], end.then(factor))
+    last = end.then(factor)
+    if shift is not None and last.bias is not None:
+        last = replace(last, bias=last.bias + shift)
+    return (*chain[:-1], last)
 
 
 def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
@@ -146,48 +153,6 @@ def in_working_precision(weights: AttentionWeights) -> AttentionWeights:
     """The weights, in float32 at least: there is no SVD below."""
     working = torch.promote_types(weights.dtype, torch.float32)
     return weights if working == weights.dtype else weights.to(working)
-
-
-class Move(NamedTuple):
-    """How far one form of every head moves.
-
-    Attributes:
-        form: `[num_heads]`, ‖ΔW_QK‖ or ‖ΔW_OV‖ (Frobenius).
-        bias: `[num_heads]`, what happens to the bias, which acts as one more row of the form:
-            ‖Δ(b_Q W_Kᵀ)‖ or ‖Δ(b_V W_O)‖.
-    """
-
-    form: Float[Tensor, " num_heads"]
-    bias: Float[Tensor, " num_heads"]
-
-    @property
-    def whole(self) -> Float[Tensor, " num_heads"]:
-        """Of the form with its bias row."""
-        return torch.hypot(self.form, self.bias)
-
-
-def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
-    """How far a form of every head moves from one writing to another."""
-    before, after = before.behind_norms(), after.behind_norms()
-    one, other = (before.qk, after.qk) if form == "qk" else (before.ov, after.ov)
-    return Move(one.difference_norm(other), (bias_row(before, form) - bias_row(after, form)).norm(dim=-1))
-
-
-def size(weights: AttentionWeights, form: Form) -> Move:
-    """The norms of a form of every head and of its bias row: how far it is from nothing."""
-    weights = weights.behind_norms()
-    whole = weights.qk if form == "qk" else weights.ov
-    return Move(whole.norm(), bias_row(weights, form).norm(dim=-1))
-
-
-def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads d"]:
-    """What the bias of queries is to a key, `b_Q W_Kᵀ`, or that of values to the output, `b_V W_O`."""
-    weights = weights.behind_norms()
-    bias = weights.head_bias("q" if form == "qk" else "v")
-    reader = weights.W_K.mT if form == "qk" else weights.W_O
-    if bias is None:
-        return reader.new_zeros(weights.num_heads, reader.shape[-1])
-    return (bias[:, None, :] @ reader)[:, 0]
 
 
 def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:

@@ -11,7 +11,6 @@ from torch import Tensor
 from triptych.algebra.rewrites.channels import NAMES, one_map
 from triptych.algebra.rewrites.legality import (
     HEADS_ALIKE,
-    HEADS_ALIKE_BUT_DISTANCES,
     require_nothing_between,
     unchanged,
 )
@@ -27,7 +26,7 @@ class SortHeads(LayerRewrite):
 
     name = "sort_heads"
     tier = "bit-exact"
-    requires = (HEADS_ALIKE_BUT_DISTANCES,)
+    requires = (HEADS_ALIKE,)
     place = 8
     why_here = "copies of key-value heads come last"
 
@@ -40,7 +39,7 @@ class SortHeads(LayerRewrite):
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
         order = tuple(group * served + head for group in by_group for head in inside[group])
         # Distances follow where they share the maps of queries and keys; the format refuses the others.
-        return permute_heads(weights, order, distances_follow=True).with_kept(order)
+        return permute_heads(weights, order).with_kept(order)
 
 
 @final
@@ -57,7 +56,7 @@ class PermuteHeads(LayerRewrite):
     order: tuple[int, ...] = Field(description="head i of the result is head `order[i]`")
 
     def apply(self, layer: Layer) -> Rewritten:
-        return permute_heads(layer.weights, self.order, distances_follow=True).with_kept(self.order)
+        return permute_heads(layer.weights, self.order).with_kept(self.order)
 
 
 @final
@@ -78,9 +77,7 @@ class RepeatKVHeads(LayerRewrite):
         return repeat_kv_heads(layer.weights, self.num_kv_heads)
 
 
-def permute_heads(
-    weights: AttentionWeights, order: Sequence[int], *, distances_follow: bool = False
-) -> Rewritten:
+def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
     """Put the heads in another order; key-value heads move with the queries that read them."""
     heads = weights.num_heads
     if sorted(order) != list(range(heads)):
@@ -90,7 +87,7 @@ def permute_heads(
         )
     if list(order) == list(range(heads)):
         return unchanged("permute_heads", weights, "the heads are in that order")
-    (HEADS_ALIKE_BUT_DISTANCES if distances_follow else HEADS_ALIKE).require("permute_heads", weights)
+    HEADS_ALIKE.require("permute_heads", weights)
 
     def permute(link: Link) -> Link:
         served = heads // link.copies

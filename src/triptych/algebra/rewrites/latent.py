@@ -19,8 +19,7 @@ from torch import Tensor
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
-from triptych.algebra.rewrites.channels import FORMS, NAMES, in_working_precision, move, one_map
-from triptych.algebra.rewrites.data import gram_root
+from triptych.algebra.rewrites.channels import FORMS, NAMES, in_working_precision, one_map
 from triptych.algebra.rewrites.legality import (
     DECOUPLED,
     ONE_LATENT,
@@ -29,6 +28,8 @@ from triptych.algebra.rewrites.legality import (
     require_whole_number,
     unchanged,
 )
+from triptych.algebra.rewrites.metric import gram_root
+from triptych.algebra.rewrites.moves import move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.semantics import HeadNorm

@@ -49,8 +49,10 @@ class Need:
         """The reason why a layer does not have it; "" if it does."""
         semantics = weights.semantics
         words = {name: getattr(semantics, name) for name in ("clip", "soft_cap", "dropout", "positions")}
-        found = (why for trait, why in self.against.items() if TRAITS[trait].there(weights))
-        return next(found, "").format(**words)
+        for trait, why in self.against.items():
+            if TRAITS[trait].there(weights):
+                return why.format(trait=TRAITS[trait].words, **words)
+        return ""
 
     def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
         """Refuse a layer that does not have it."""
@@ -88,13 +90,13 @@ TRAITS: dict[str, Trait] = {
         lambda weights: (rotary := weights.semantics.rotary) is not None and rotary.places is not None,
     ),
     "window": _part("windows", "window", "chunk"),
-    "temperature": _part("temperatures", "temperature"),
+    "temperature": _part("temperatures that grow with the position", "temperature"),
     "compared": _part("scores other than products", "scores"),
     "both_ways": Trait(
         "attention to later tokens or another text", lambda weights: weights.semantics.kind != "causal"
     ),
     "growing": Trait(
-        "rotations that depend on the length of the text",
+        "rotations that change with the length of the text",
         lambda weights: (
             (rotary := weights.semantics.rotary) is not None
             and rotary.long is not None
@@ -200,32 +202,29 @@ ONE_LATENT = Need(
     "without a format",
 )
 # Keys and values may be made as in DeepSeek's layers, and nothing else is done that these do not do.
-_DEEPSEEK_HAS_NO = "DeepSeek's layers have no "
 DECOUPLED = Need(
     {
         "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
-        "qk_norm": _DEEPSEEK_HAS_NO + "norm of queries and keys (QK-norm)",
-        "v_norm": _VALUES_NORMED,
-        "of_patches": _DEEPSEEK_HAS_NO + "positions of patches",
-        "growing": _DEEPSEEK_HAS_NO
-        + "rotation that changes with the length of the text and repeats its pairs",
         "biased": "maps have biases, and the format has no place for one of the queries",
         "clip": _CLIPPED,
-        "soft_cap": _DEEPSEEK_HAS_NO + "soft cap",
-        "sinks": _DEEPSEEK_HAS_NO + "sinks",
-        "gate": _DEEPSEEK_HAS_NO + "gates",
-        "window": _DEEPSEEK_HAS_NO + "window of keys",
-        "temperature": _DEEPSEEK_HAS_NO + "temperature that grows with the position",
-        "compared": _DEEPSEEK_HAS_NO + "scores but products",
-        "both_ways": _DEEPSEEK_HAS_NO + "attention to later tokens or to another text",
+        "v_norm": _VALUES_NORMED,
+        **dict.fromkeys(
+            (
+                *("qk_norm", "of_patches", "growing", "soft_cap", "sinks", "gate", "window", "temperature"),
+                *("compared", "both_ways"),
+            ),
+            "DeepSeek's layers have no {trait}",
+        ),
     },
     "with a format",
 )
-# Positions add nothing of each head's own, which would stay in its place.
-_OWN_BIAS = "{positions} positions add a bias of each head's own, which would stay in its place"
-HEADS_ALIKE = Need(dict.fromkeys(("alibi", "relative", "disentangled"), _OWN_BIAS))
-# The same where the maps of distances go along with their heads.
-HEADS_ALIKE_BUT_DISTANCES = Need(dict.fromkeys(("alibi", "relative"), _OWN_BIAS))
+# Positions add nothing of each head's own, which would stay in its place; maps of distances go along.
+HEADS_ALIKE = Need(
+    dict.fromkeys(
+        ("alibi", "relative"),
+        "{positions} positions add a bias of each head's own, which would stay in its place",
+    )
+)
 
 
 def require_whole_number(name: str, what: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """Fewer key-value heads: several query heads read one, where each reads its own now."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, final
 
 import torch
@@ -14,33 +14,27 @@ from triptych.algebra.rewrites.channels import (
     FORMS,
     NAMES,
     Form,
-    Move,
-    bias_row,
     in_working_precision,
     joint_basis,
-    move,
     newly_apart,
     one_map,
-    size,
 )
 from triptych.algebra.rewrites.legality import (
     CHANNELS_FREE,
     CHANNELS_OR_PAIRS,
     KEY_BIAS_BLIND,
     ROTARY_PAIRS_MEET,
-    Need,
     require_nothing_between,
     require_whole_number,
     unchanged,
     with_chains,
 )
+from triptych.algebra.rewrites.moves import Move, bias_row, move, size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.rewrites.rotary_pairs import (
     merge_rotary_pairs,
     require_rotary,
-    rotary_move,
-    rotary_size,
 )
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
@@ -85,7 +79,7 @@ def merge_kv_heads(
     Biases: those of queries go along, as one more row of the form; those of keys are left out, where
     the softmax is blind to them; those of values become one a group, or go into that of the output.
     """
-    return _merge("merge_kv_heads", weights, num_kv_heads, _KEYS_OF_FORMS, bounded, tolerance)
+    return _merge("merge_kv_heads", weights, num_kv_heads, False, bounded, tolerance)
 
 
 def merge_rotary_kv_heads(
@@ -96,31 +90,14 @@ def merge_rotary_kv_heads(
     tolerance: float = 1e-9,
 ) -> Rewritten:
     """Let consecutive query heads read one key-value head, where queries and keys are turned by positions."""
-    name = "merge_rotary_kv_heads"
-    require_rotary(name, weights)
-    return _merge(name, weights, num_kv_heads, _KEYS_OF_ROTARY_PAIRS, bounded, tolerance)
-
-
-@final
-@dataclass(frozen=True)
-class _Keys:
-    """What a group's queries and keys have in common, and how far it moves."""
-
-    require_mixable: Callable[[str, AttentionWeights], object]  # where different key heads can become one
-    ready: Callable[
-        [str, AttentionWeights, list[str]], AttentionWeights
-    ]  # the layer as its keys can be merged
-    merged: Callable[
-        [AttentionWeights, int], AttentionWeights
-    ]  # the nearest writing with that many key heads
-    move: Callable[[AttentionWeights, AttentionWeights], Move]  # of the QK form of every head
-    size: Callable[[AttentionWeights], Move]
-    needs: Need  # what `require_mixable` looks at
+    return _merge("merge_rotary_kv_heads", weights, num_kv_heads, True, bounded, tolerance)
 
 
 def _merge(
-    name: str, weights: AttentionWeights, num_kv_heads: int, keys: _Keys, bounded: bool, tolerance: float
+    name: str, weights: AttentionWeights, num_kv_heads: int, pairs: bool, bounded: bool, tolerance: float
 ) -> Rewritten:
+    if pairs:
+        require_rotary(name, weights)
     _require_shared_out(name, weights, num_kv_heads)
     present = max(weights.num_key_heads, weights.num_value_heads)
     if num_kv_heads == present:
@@ -133,16 +110,15 @@ def _merge(
     plain = replace(plain, q=(q.of_heads(heads),), k=(k,), v=(v,), o=(o.of_heads(heads),))
     several = bool(notes)
     mixed = [form for form in FORMS if not _can_drop(plain.chain(_common_side(form))[0], num_kv_heads)]
-    for form in mixed:
-        if form == "qk":
-            keys.require_mixable(name, plain)
-        else:
-            _require_channels_free(name, plain, form)
+    needs = {form: ROTARY_PAIRS_MEET if pairs and form == "qk" else CHANNELS_FREE[form] for form in mixed}
+    for form, need in needs.items():
+        need.require(name, plain, about=f"{form}: the maps of {NAMES[_common_side(form)]} differ, and ")
     if "qk" in mixed:
-        plain = keys.ready(name, plain, notes)
+        # The key bias of rotary heads turns with its pair.
+        plain = plain if pairs else _without_key_bias(name, plain, notes)
     else:
         plain = _with_norms_of_groups(name, plain, num_kv_heads)
-    attempt = _merged(plain, num_kv_heads, mixed, keys)
+    attempt = _merged(plain, num_kv_heads, mixed, pairs)
     if "ov" in mixed and _bias_is_lost(plain, attempt, tolerance):
         try:
             plain = fold_value_bias(plain).weights
@@ -152,11 +128,9 @@ def _merge(
                 raise RewriteRefusedError(name, f"ov: {reason}, and {error.reason}") from None
         else:
             notes.append("the value biases of a group cannot be one: they went into that of the output")
-            attempt = _merged(plain, num_kv_heads, mixed, keys)
-    moves = {
-        form: keys.move(plain, attempt) if form == "qk" else move(plain, attempt, form) for form in mixed
-    }
-    sizes = {form: keys.size(plain) if form == "qk" else size(plain, form) for form in mixed}
+            attempt = _merged(plain, num_kv_heads, mixed, pairs)
+    moves = {form: move(plain, attempt, form) for form in mixed}
+    sizes = {form: size(plain, form) for form in mixed}
     differing = _worst_group(moves, sizes, num_kv_heads, tolerance)
     if differing and not bounded:
         raise RewriteRefusedError(name, differing, "bounded=True merges them to the nearest")
@@ -168,11 +142,7 @@ def _merge(
         attempt.to(weights.dtype),
         checked=(
             f"{present} key-value heads can be shared out among {num_kv_heads}",
-            *(
-                said
-                for form in mixed
-                for said in (keys.needs if form == "qk" else CHANNELS_FREE[form]).checked
-            ),
+            *(said for need in needs.values() for said in need.checked),
             *([] if differing else ["the heads of a group are equal up to gauge"]),
         ),
         choice=differing,
@@ -245,11 +215,6 @@ def _with_norms_of_groups(name: str, plain: AttentionWeights, groups: int) -> At
     return replace(plain, semantics=replace(plain.semantics, k_norm=norm))
 
 
-def _require_channels_free(name: str, weights: AttentionWeights, form: Form) -> None:
-    about = f"{form}: the maps of {NAMES[_common_side(form)]} differ, and "
-    CHANNELS_FREE[form].require(name, weights, about=about)
-
-
 def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
     """Channels that are mixed carry no key bias: it must be one that the softmax is blind to, or zero."""
     bias = plain.k[0].bias
@@ -261,7 +226,7 @@ def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> A
     return replace(plain, k=(replace(plain.k[0], bias=None),))
 
 
-def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], keys: _Keys) -> AttentionWeights:
+def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], pairs: bool) -> AttentionWeights:
     """The nearest writing with that many key-value heads."""
     result = plain
     for form in FORMS:
@@ -269,7 +234,7 @@ def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], keys: _
         if form not in mixed:
             result = with_chains(result, {side: (_first_of_groups(plain.chain(side)[0], groups),)})
         elif form == "qk":
-            result = keys.merged(result, groups)
+            result = merge_rotary_pairs(result, groups) if pairs else _merged_qk(result, groups)
         else:
             result = _merged_ov(result, groups)
     return result
@@ -326,28 +291,6 @@ def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, 
     return said
 
 
-def _without_bias_row(form: Float[Tensor, " heads"]) -> Move:
-    return Move(form, torch.zeros_like(form))
-
-
 def _of_groups(norms: Float[Tensor, " heads"], groups: int) -> Float[Tensor, " groups"]:
     total: Tensor = torch.linalg.vector_norm(norms.view(groups, -1), dim=-1)
     return total
-
-
-_KEYS_OF_FORMS = _Keys(
-    require_mixable=lambda name, plain: _require_channels_free(name, plain, "qk"),
-    ready=_without_key_bias,
-    merged=_merged_qk,
-    move=lambda before, after: move(before, after, "qk"),
-    size=lambda weights: size(weights, "qk"),
-    needs=CHANNELS_FREE["qk"],
-)
-_KEYS_OF_ROTARY_PAIRS = _Keys(
-    require_mixable=require_rotary,
-    ready=lambda name, plain, notes: plain,  # the key bias turns with its pair
-    merged=merge_rotary_pairs,
-    move=lambda before, after: _without_bias_row(rotary_move(before, after)),
-    size=lambda weights: _without_bias_row(rotary_size(weights)),
-    needs=ROTARY_PAIRS_MEET,
-)

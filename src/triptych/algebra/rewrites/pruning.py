@@ -12,19 +12,19 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.channels import Move, in_working_precision
-from triptych.algebra.rewrites.data import require_moments_of
+from triptych.algebra.rewrites.channels import in_working_precision
 from triptych.algebra.rewrites.heads import (
     taken,
     with_heads,
 )
 from triptych.algebra.rewrites.legality import (
     HEADS_ALIKE,
-    HEADS_ALIKE_BUT_DISTANCES,
     require_nothing_between,
     require_whole_number,
     unchanged,
 )
+from triptych.algebra.rewrites.metric import require_moments_of
+from triptych.algebra.rewrites.moves import Move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.weights import AttentionWeights, Link
@@ -36,7 +36,7 @@ class PruneHeads(LayerRewrite):
 
     name = "prune_heads"
     tier = "bounded unless the heads are dead"
-    requires = (HEADS_ALIKE_BUT_DISTANCES,)
+    requires = (HEADS_ALIKE,)
     place = 4
     why_here = "heads that go should not take part in what is shared out"
     resizes = True
@@ -77,8 +77,7 @@ class PruneHeads(LayerRewrite):
             importance = importance.new_tensor(self._losses_of(layer))
         gone = self._chosen(weights.num_heads, importance)
         bounded = self.heads is not None or self.number is not None
-        # Where distances have maps of their own, heads that are left stay in their places.
-        done = prune_heads(weights, gone, bounded=bounded, does=does, distances_follow=True)
+        done = prune_heads(weights, gone, bounded=bounded, does=does)
         stay = done.weights.num_heads == weights.num_heads
         kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
         return done.with_kept(kept)
@@ -106,7 +105,6 @@ def prune_heads(
     *,
     bounded: bool = False,
     does: Move | None = None,
-    distances_follow: bool = False,
 ) -> Rewritten:
     """Leave heads out. The widths of the others stay.
 
@@ -118,7 +116,7 @@ def prune_heads(
     _require_prunable(weights, heads)
     if not heads:
         return unchanged("prune_heads", weights, "no head was named")
-    (HEADS_ALIKE_BUT_DISTANCES if distances_follow else HEADS_ALIKE).require("prune_heads", weights)
+    HEADS_ALIKE.require("prune_heads", weights)
     require_nothing_between("prune_heads", "o", weights.o[:-1])
     lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
     active = bool(lost.whole.gt(0).any())

@@ -1,180 +1,215 @@
-"""Fewer channels: the nearest forms of a rank."""
+"""Fewer channels: the forms of a rank that lose least, in a metric."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
+from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.biases import fold_value_bias
-from triptych.algebra.rewrites.channels import (
-    SIDES_OF,
-    Form,
-    bias_row,
-    in_working_precision,
-    joint_basis,
-    move,
-    newly_apart,
-    one_map,
-    size,
-    times,
-    with_learned_maps,
-)
+from triptych.algebra.rewrites.channels import SIDES_OF, Form, newly_apart, one_map, times, with_learned_maps
 from triptych.algebra.rewrites.legality import (
     CHANNELS_FREE,
     KEY_BIAS_BLIND,
+    VALUE_BIAS_PASSES,
     require_last_map,
     require_nothing_between,
     require_one_each,
+    with_chains,
 )
+from triptych.algebra.rewrites.metric import PRIOR, Change, FormMetric, Metric, require_moments_of
+from triptych.algebra.rewrites.moves import bias_row, move, size
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
+from triptych.algebra.rewrites.rotary_maps import RotaryMaps
+from triptych.algebra.rewrites.rotary_pairs import RotaryPairs, require_rotary
 from triptych.algebra.weights import AttentionWeights
 
 Ranks = int | Sequence[int]  # of all groups of heads, or of each
+Rotary = Literal["maps", "pairs"]
+_ROUNDING = 100 * torch.finfo(torch.float64).eps  # for each channel of the model
 
 
 def truncate(
-    weights: AttentionWeights, *, qk_rank: Ranks | None = None, ov_rank: Ranks | None = None
+    weights: AttentionWeights,
+    moments: Moments | None = None,  # over a text, on which scores and outputs then have the least error
+    *,
+    qk_rank: Ranks | None = None,  # with rotary="pairs" a number of pairs
+    ov_rank: Ranks | None = None,
+    centred: bool
+    | None = None,  # whether the means over the text are taken off first; None: where it is free
+    rotary: Rotary | None = None,  # what rotary heads lose of W_QK; None refuses them
+    longest: int | None = None,  # tokens of the longest text of rotary heads; None: without end
+    prior: float = PRIOR,
 ) -> Rewritten:
-    """The nearest forms of a lower rank in Frobenius norm, head by head.
+    """The nearest forms of a lower rank, head by head: in Frobenius norm, or by what a text does with them.
 
     A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), an error of √(Σ_{i>r} σ_i²). Heads that read one key (value) head keep
     one: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], the nearest for all
-    of them together. A form that is one matrix becomes a product.
+    of them together. A form that is one matrix becomes a product. Of rotary heads W_Q and W_K are cut before
+    they are rotated, or whole rotary pairs become zero.
 
-    Chains of several maps stay so where they can: the last map changes. The query bias goes along, in
-    the channels that are left; what they cannot carry of the value bias goes into that of the output.
+    Chains of several maps stay so where they can: the last map changes. Biases go along, in the channels that
+    are left; what they cannot carry of the value bias goes into that of the output.
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
-    ranks = require_ranks("truncate", weights, qk_rank, ov_rank)
-    for form in ranks:
-        _require_blind_to_key_bias(weights, form)
-    notes: list[str] = []
-    start = without_fixed_widths(
-        "truncate", with_learned_maps(in_working_precision(weights), notes), ranks, notes
-    )
-    rounding = 100 * weights.d_model * torch.finfo(start.dtype).eps
-    result, needed = start, dict[Form, list[int]]()
-    if "ov" in ranks:
-        start, result, needed["ov"] = _truncate_ov(start, ranks["ov"], rounding, notes)
-    if "qk" in ranks:
-        result, needed["qk"] = _truncate_qk(result, ranks["qk"], notes)
-    moves = {form: move(start, result, form) for form in ranks}
-    exact = all(
-        all(had <= rank for had, rank in zip(needed[form], given, strict=True))
-        and float(moves[form].bias.max()) <= rounding * float(bias_row(start, form).norm(dim=-1).max())
-        for form, given in ranks.items()
-    )
-    cuts = [
-        Cut(
-            f"W_{form.upper()}: {{ranks}} of {{most}}, ‖Δ‖ at most {{worst:.6g}}",
-            tuple(given),
-            max(needed[form]),
-            float(moves[form].form.max()),
-            Cut.shares(moves[form].form.square(), size(start, form).form.square()),
+    given: dict[Form, Ranks | None] = {"qk": qk_rank, "ov": ov_rank}
+    asked = {form: rank for form, rank in given.items() if rank is not None}
+    if not asked:
+        raise RewriteRefusedError("truncate", "neither qk_rank nor ov_rank is given", "give one of them")
+    wide, notes = weights.to(torch.float64), list[str]()
+    metrics: dict[Form, Metric] = {}
+    ranks: dict[Form, list[int]] = {}
+    for form, rank in asked.items():
+        metric = metrics[form] = _metric_of(wide, form, moments, centred, rotary, longest, prior)
+        side, count = ("key", wide.num_key_heads) if form == "qk" else ("value", wide.num_value_heads)
+        count = metric.num_groups if isinstance(metric, FormMetric) else count
+        said = metric.said
+        ranks[form] = require_one_each(
+            "truncate", f"{form}_rank", rank, count, side, said.most, f"{said.whole} takes"
         )
-        for form, given in ranks.items()
-    ]
+    start = _without_fixed_widths(with_learned_maps(wide, notes), asked, notes)
+    changes = {form: metric.change(ranks[form]) for form, metric in metrics.items()}
+    if "ov" in changes and moments is None:
+        start = _with_value_bias_outside(start, changes["ov"], notes)
+    result = start
+    for form, change in changes.items():
+        result = _changed(result, form, change, notes)
+    exact, bound, cuts = True, 0.0, list[Cut]()
+    for form, (own, common, lost, whole, *_) in changes.items():
+        del own, common
+        metric, shares = metrics[form], Cut.shares(lost, whole)
+        moved, sized = move(start, result, form), size(start, form)
+        worst, most, far = max(shares), metric.said.most, Cut.shares(moved.form.square(), sized.form.square())
+        if moments is None:
+            shares = tuple(map(max, shares, far))
+        if isinstance(metric, FormMetric) and moments is None:
+            worst, most = float(moved.form.max()), metric.num_needed()
+        cuts.append(Cut(metric.said.cut, tuple(ranks[form]), most, worst, shares))
+        # With the mean taken off, what is lost of the value bias is in the output's, if all comes through.
+        in_output = changes[form].output is not None and not VALUE_BIAS_PASSES.why_not(weights)
+        counted = moved.form if in_output else moved.whole
+        exact &= bool((counted <= _ROUNDING * weights.d_model * sized.whole).all())
+        bound = max(bound, float(counted.max()))
+        if moments is not None and not isinstance(metric, FormMetric):
+            notes.append(f"no mean was taken off: {KEY_BIAS_BLIND.why_not(weights)}")
     return rewritten(
         "truncate",
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
-        checked=tuple(said for form in ranks for said in CHANNELS_FREE[form].checked),
+        checked=tuple(said for metric in metrics.values() for said in metric.said.need.checked),
         choice=cuts,
         notes=(*notes, *newly_apart(weights, result)),
-        bound=0.0 if exact else max(float(one.whole.max()) for one in moves.values()),
+        bound=0.0 if exact else bound,
+        error=None if moments is None else max(cut.worst for cut in cuts),
     )
 
 
-def require_ranks(
-    name: str, weights: AttentionWeights, qk_rank: Ranks | None, ov_rank: Ranks | None
-) -> dict[Form, list[int]]:
-    """The rank of every group of heads, for the forms that are to have a lower one."""
-    asked: dict[Form, Ranks | None] = {"qk": qk_rank, "ov": ov_rank}
-    ranks = {
-        form: _require_truncatable(name, weights, form, given)
-        for form, given in asked.items()
-        if given is not None
-    }
-    if not ranks:
-        raise RewriteRefusedError(name, "neither qk_rank nor ov_rank is given", "give one of them")
-    return ranks
+def measure_energies(
+    weights: AttentionWeights,
+    form: Form,
+    moments: Moments | None = None,
+    *,
+    centred: bool | None = None,
+    rotary: Rotary | None = None,
+    longest: int | None = None,
+) -> Float[Tensor, "groups k"]:
+    """What each channel of the best basis of a form carries, for every group of heads: descending, float64.
+
+    Σ of those left out is what a rank loses: of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, of the mean
+    square scores q kᵀ (outputs) on the text with them; but of outputs of heads that read one value head, as
+    if they all mixed its values alike. Of rotary heads they are those of keys alone, or of rotary pairs.
+    """
+    return _metric_of(weights.to(torch.float64), form, moments, centred, rotary, longest).energies()
 
 
-def num_groups(weights: AttentionWeights, form: Form) -> int:
-    """How many bases of channels a form has: one for each key (value) head."""
-    if form == "ov":
-        return weights.num_value_heads
-    # The input itself as keys: each head then gets its own channels of it.
-    return weights.num_key_heads if weights.k else weights.num_heads
+def _metric_of(
+    weights: AttentionWeights,
+    form: Form,
+    moments: Moments | None,
+    centred: bool | None,
+    rotary: Rotary | None,
+    longest: int | None,
+    prior: float = PRIOR,
+) -> Metric:
+    """The metric of a form of a layer that may be truncated."""
+    if form == "qk" and rotary is not None and weights.semantics.rotary is not None:
+        rotation = require_rotary("truncate", weights).of_length(longest)
+        kind = RotaryPairs if rotary == "pairs" else RotaryMaps
+        metric: Metric = kind(weights, rotation, moments, longest)
+    else:
+        CHANNELS_FREE[form].require("truncate", weights, f"leave {form}_rank out", f"{form}: ")
+        for side in SIDES_OF[form]:
+            require_last_map("truncate", side, weights.chain(side))
+        key_bias = weights.head_bias("k") if form == "qk" and moments is None else None
+        if key_bias is not None and bool(key_bias.any()):
+            about = "qk: fewer channels cannot carry the key bias, and "
+            KEY_BIAS_BLIND.require("truncate", weights, about=about)
+        off = moments is not None and _is_centred(weights, form, centred)
+        metric = FormMetric(weights, form, moments, off, prior)
+    if moments is not None:
+        require_moments_of("truncate", weights, moments, [form])
+    return metric
 
 
-def without_fixed_widths(
-    name: str, weights: AttentionWeights, forms: Collection[Form], notes: list[str]
+def _is_centred(weights: AttentionWeights, form: Form, asked: bool | None) -> bool:
+    if asked is False:
+        return False
+    reason = KEY_BIAS_BLIND.why_not(weights) if form == "qk" else ""
+    if form == "ov" and "o" not in weights.bias_slots:
+        reason = VALUE_BIAS_PASSES.against["no_output_bias"]
+    if asked and reason:
+        about = f"{form}: the mean cannot be taken off: "
+        raise RewriteRefusedError("truncate", about + reason, "pass centred=False")
+    return not reason
+
+
+def _without_fixed_widths(
+    weights: AttentionWeights, forms: Collection[Form], notes: list[str]
 ) -> AttentionWeights:
     """Several output maps as one where a layer could not have them any more."""
-    if len(weights.o) < 2:
-        return weights
     fixed = any(not link.learned for link in weights.o)
-    if "ov" not in forms and not (fixed and "qk" in forms):
+    if len(weights.o) < 2 or ("ov" not in forms and not (fixed and "qk" in forms)):
         return weights
-    require_nothing_between(name, "o", weights.o[:-1])
+    require_nothing_between("truncate", "o", weights.o[:-1])
     return replace(weights, o=(one_map(weights, "o", notes),))
 
 
-def _require_truncatable(name: str, weights: AttentionWeights, form: Form, given: Ranks) -> list[int]:
-    one, groups = weights.chain("q" if form == "qk" else "v"), num_groups(weights, form)
-    width = one[-1].d_out if one else weights.d_model
-    side = "key" if form == "qk" else "value"
-    why = f"a form of width {width} takes"
-    ranks = require_one_each(name, f"{form}_rank", given, groups, side, width, why)
-    CHANNELS_FREE[form].require(name, weights, f"leave {form}_rank out", f"{form}: ")
-    for side in SIDES_OF[form]:
-        require_last_map(name, side, weights.chain(side))
-    return ranks
-
-
-def _require_blind_to_key_bias(weights: AttentionWeights, form: Form) -> None:
-    bias = weights.head_bias("k") if form == "qk" else None
-    if bias is not None and bool(bias.any()):
-        about = "qk: fewer channels cannot carry the key bias, and "
-        KEY_BIAS_BLIND.require("truncate", weights, about=about)
-
-
-def _truncate_qk(
-    weights: AttentionWeights, ranks: list[int], notes: list[str]
-) -> tuple[AttentionWeights, list[int]]:
-    """W_QK at those ranks, and the ranks that it had."""
-    q, k = (weights.behind_norms().multiplied(side) for side in ("q", "k"))
-    if not weights.k:
-        k = k.of_heads(weights.num_heads)  # the input itself, in which each head now has its own channels
-    own = q.of_heads(weights.num_heads).weight.reshape(k.copies, 1, -1, q.d_out)
-    basis = joint_basis(own, k.weight[:, None], "own")
-    cut = basis.of_widths(ranks)
-    new_q, new_k = times(weights, "q", cut.own[:, 0], notes), times(weights, "k", cut.common[:, 0], notes)
-    return replace(weights, q=new_q, k=new_k), basis.rank.tolist()
-
-
-def _truncate_ov(
-    weights: AttentionWeights, ranks: list[int], rounding: float, notes: list[str]
-) -> tuple[AttentionWeights, AttentionWeights, list[int]]:
-    """W_OV at those ranks: what it was made from, the result, and the ranks that it had."""
-    v = weights.behind_norms().multiplied("v")
-    basis = joint_basis(weights.W_O.mT.reshape(v.copies, 1, -1, v.d_out), v.weight[:, None], "common")
-    cut = basis.of_widths(ranks)
-
-    def cut_down(start: AttentionWeights, notes: list[str]) -> AttentionWeights:
-        new_v, new_o = times(start, "v", cut.common[:, 0], notes), times(start, "o", cut.own[:, 0], notes)
-        return replace(start, v=new_v, o=new_o)
-
-    attempt = cut_down(weights, [])
+def _with_value_bias_outside(weights: AttentionWeights, change: Change, notes: list[str]) -> AttentionWeights:
+    """The layer with its value bias in that of the output, if the channels that are left cannot carry it."""
     row = bias_row(weights, "ov")
-    lost = (row - bias_row(attempt, "ov")).norm(dim=-1)
-    if float(lost.max()) > rounding * float(row.norm(dim=-1).max()):
-        try:
-            weights = fold_value_bias(weights).weights
-            notes.append("the value bias does not fit the channels left: it went into that of the output")
-        except RewriteRefusedError as error:
-            notes.append(f"the value bias lost what does not fit the channels left: {error.reason}")
-    return weights, cut_down(weights, notes), basis.rank.tolist()
+    lost = (row - bias_row(_changed(weights, "ov", change, []), "ov")).norm(dim=-1)
+    if float(lost.max()) <= _ROUNDING * weights.d_model * float(row.norm(dim=-1).max()):
+        return weights
+    try:
+        folded = fold_value_bias(weights).weights
+    except RewriteRefusedError as error:
+        notes.append(f"the value bias lost what does not fit the channels left: {error.reason}")
+        return weights
+    notes.append("the value bias does not fit the channels left: it went into that of the output")
+    return folded
+
+
+def _changed(weights: AttentionWeights, form: Form, change: Change, notes: list[str]) -> AttentionWeights:
+    """The layer with the channels of a form changed."""
+    own = ("q", "o")
+    new = with_chains(
+        weights,
+        {
+            side: times(
+                weights,
+                side,
+                change.own if side in own else change.common,
+                notes,
+                change.own_shift if side in own else change.common_shift,
+            )
+            for side in SIDES_OF[form]
+        },
+    )
+    if change.output is None:
+        return new
+    return replace(new, o_bias=change.output if new.o_bias is None else new.o_bias + change.output)

@@ -13,7 +13,7 @@ common takes no rank where a bias is there to hold it (c, else 0), and only what
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
 
 import torch
@@ -22,12 +22,9 @@ from torch import Tensor
 
 from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites.channels import times
-from triptych.algebra.rewrites.data import PRIOR, require_moments_of
-from triptych.algebra.rewrites.legality import KEY_BIAS_BLIND, require_one_each
-from triptych.algebra.rewrites.rank import Ranks
-from triptych.algebra.rewrites.record import Cut, Rewritten
-from triptych.algebra.rewrites.rotary_pairs import mean_turn, require_rotary, rotary_scores_cut
+from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
+from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said
+from triptych.algebra.rewrites.rotary_pairs import mean_turn
 from triptych.algebra.weights import AttentionWeights, Chain
 
 _Turned = Literal["q", "k"]
@@ -35,54 +32,37 @@ _Turned = Literal["q", "k"]
 _ROUNDS = 5
 
 
-def truncate_rotary_maps(
-    weights: AttentionWeights,
-    *,
-    qk_rank: Ranks,
-    moments: Moments | None = None,
-    longest: int | None = None,
-) -> Rewritten:
-    """Lower the rank of rotary heads' W_Q and W_K, with the least mean square error of the scores."""
-    name = "truncate_rotary_maps"
-    rotation = require_rotary(name, weights).of_length(longest)
-    width = weights.multiplied("q").d_out
-    why = f"maps into {width} channels take"
-    ranks = require_one_each(name, "qk_rank", qk_rank, weights.num_key_heads, "key", width, why)
-    working = weights.to(torch.float64)
-    scores = _Scores.of(name, working, rotation, moments, longest, PRIOR)
-    maps = _fitted(scores, rotation, ranks)
-    notes: list[str] = []
-    result = replace(
-        working,
-        q=_through(working, "q", maps.q.flatten(0, 1), notes),
-        k=_through(working, "k", maps.k.flatten(0, 1), notes),
-    )
-    if moments is not None:
-        notes.append(f"no mean was taken off: {KEY_BIAS_BLIND.why_not(weights)}")
-    true = _Scores.of(name, working, rotation, moments, longest, 0.0)
-    whole = true.mean_square()
-    shares = Cut.shares(true.error(maps), whole)
-    words = "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
-    cut = Cut(
-        f"{words}{{worst:.3g}} of the mean square of a head's scores",
-        tuple(ranks),
-        scores.width,
-        max(shares),
-        shares,
-    )
-    return rotary_scores_cut(name, weights, working, result, cut, notes, on_text=moments is not None)
+@final
+@dataclass(frozen=True, eq=False)
+class RotaryMaps(Metric):
+    """The mean square of scores over queries, keys and distances."""
 
+    weights: AttentionWeights
+    rotation: RotaryEmbedding
+    moments: Moments | None = None
+    longest: int | None = None
 
-def measure_rotary_energies(
-    weights: AttentionWeights,
-    moments: Moments | None = None,
-    longest: int | None = None,
-) -> Float[Tensor, "groups d_k"]:
-    """What each direction of the keys of a group carries of its heads' scores: descending, float64."""
-    name = "measure_rotary_energies"
-    rotation = require_rotary(name, weights).of_length(longest)
-    scores = _Scores.of(name, weights.to(torch.float64), rotation, moments, longest, PRIOR)
-    return scores.best("k", scores.identity).energies[:, 0]
+    @property
+    def said(self) -> Said:
+        width = self.weights.multiplied("q").d_out
+        words = (
+            "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
+            "{worst:.3g} of the mean square of a head's scores"
+        )
+        return Said(ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words)
+
+    def energies(self) -> Float[Tensor, "groups d_k"]:
+        scores = self._scores(PRIOR)
+        return scores.best("k", scores.identity).energies[:, 0]
+
+    def change(self, ranks: Sequence[int]) -> Change:
+        maps, true = _fitted(self._scores(PRIOR), self.rotation, ranks), self._scores(0.0)
+        q, k = maps.q.flatten(0, 1), maps.k.flatten(0, 1)
+        lost, whole = true.error(maps).flatten(), true.mean_square().flatten()
+        return Change(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
+
+    def _scores(self, prior: float) -> "_Scores":
+        return _Scores.of(self.weights, self.rotation, self.moments, self.longest, prior)
 
 
 class _Maps(NamedTuple):
@@ -116,7 +96,6 @@ class _Scores:
     @classmethod
     def of(
         cls,
-        name: str,
         weights: AttentionWeights,
         rotation: RotaryEmbedding,
         moments: Moments | None,
@@ -124,8 +103,6 @@ class _Scores:
         prior: float,
     ) -> "_Scores":
         """Of a layer in float64."""
-        if moments is not None:
-            require_moments_of(name, weights, moments, ("qk",))
         q, k = (_grams(weights, side, moments, prior) for side in ("q", "k"))
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
@@ -276,14 +253,3 @@ def _grams(
         gram, mean = own + prior * square * W.mT @ W, mean[:, None]
     one = torch.ones_like(mean[..., :1])
     return torch.cat([torch.cat([gram, mean.mT], dim=-1), torch.cat([mean, one], dim=-1)], dim=-2)
-
-
-def _through(
-    weights: AttentionWeights, side: _Turned, maps: Float[Tensor, "copies e d"], notes: list[str]
-) -> Chain:
-    """The chain of a side with [P; c] after it."""
-    *before, last = times(weights, side, maps[:, :-1], notes)
-    if _holds_bias(weights.chain(side)):
-        assert last.bias is not None
-        last = replace(last, bias=last.bias + maps[:, -1])
-    return (*before, last)

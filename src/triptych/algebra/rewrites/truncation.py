@@ -1,8 +1,6 @@
 """The step that lowers ranks, and how ranks are shared out."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, Literal, final
 
 import torch
@@ -11,18 +9,14 @@ from torch import Tensor
 
 from triptych.algebra.budget import allocate
 from triptych.algebra.rewrites.channels import Form
-from triptych.algebra.rewrites.data import measure_energies, truncate_on_data
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, CHANNELS_OR_PAIRS
-from triptych.algebra.rewrites.rank import truncate
+from triptych.algebra.rewrites.rank import Rotary, measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
-from triptych.algebra.rewrites.rotary_maps import measure_rotary_energies, truncate_rotary_maps
-from triptych.algebra.rewrites.rotary_pairs import measure_pair_energies, truncate_rotary_pairs
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
 Criterion = Literal["free", "uncentred", "centred"]
-Rotary = Literal["maps", "pairs"]
 # Of a share of energy: what is met but for rounding is met.
 _SHARE_ROUNDING = 1e-10
 
@@ -89,7 +83,7 @@ class Truncate(LayerRewrite):
         for layer in layers:
             for form in self.forms:
                 try:
-                    found = (metric := self._metric(layer, form)).energies(layer.weights, **metric.given)
+                    found = measure_energies(layer.weights, form, **self._how(layer))
                     if self.energy is not None:
                         chosen += self._ranks_that_keep(self.energy, layer, form, found)
                 except RewriteRefusedError as refused:
@@ -99,7 +93,7 @@ class Truncate(LayerRewrite):
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
-                    costs.append(float(_numbers_a_channel(layer.weights, form) * metric.step))
+                    costs.append(float(_numbers_a_channel(layer.weights, form) * self._step(layer, form)))
         if self.budget is not None:
             of_kind = dict.fromkeys(self.forms, 0.0)
             for (_, form, _), energies in zip(places, spectra, strict=True):
@@ -124,7 +118,7 @@ class Truncate(LayerRewrite):
         while low != high:
             tried = low if first else [(one + other) // 2 for one, other in zip(low, high, strict=True)]
             first = False
-            lost = torch.tensor(self._metric(layer, form).cut(layer.weights, tried).record.cuts[0].lost)
+            lost = torch.tensor(self._cut(layer, {form: tried}).record.cuts[0].lost)
             enough = lost.view(len(tried), -1).amax(dim=1).le(1 - energy + _SHARE_ROUNDING).tolist()
             high = [rank if kept else most for rank, kept, most in zip(tried, enough, high, strict=True)]
             low = [
@@ -134,13 +128,27 @@ class Truncate(LayerRewrite):
         return high
 
     def apply(self, layer: Layer) -> Rewritten:
-        results = []
-        weights = layer.weights
-        for form in self.forms:
-            now = replace(layer, weights=weights)
-            results.append(self._metric(now, form).cut(weights, self._ranks(now, form)))
-            weights = results[-1].weights
-        return results[0] if len(results) == 1 else _as_one("truncate", results)
+        return self._cut(layer, {form: self._ranks(layer, form) for form in self.forms})
+
+    def _cut(self, layer: Layer, ranks: dict[Form, list[int]]) -> Rewritten:
+        return truncate(layer.weights, qk_rank=ranks.get("qk"), ov_rank=ranks.get("ov"), **self._how(layer))
+
+    def _how(self, layer: Layer) -> dict[str, Any]:
+        """The metric: of the forms themselves, or of what they do on the text."""
+        moments = layer.moments if self.needs_text else None
+        return {
+            "moments": moments,
+            # None: wherever the layer allows, as the record then says.
+            "centred": None if self.criterion == "centred" else False,
+            "rotary": self.rotary,
+            # How far apart tokens come: in the text if there is one, else in what the model is made for.
+            "longest": layer.longest_text if moments is None else moments.longest,
+        }
+
+    def _step(self, layer: Layer, form: Form) -> int:
+        """Channels that go together: two in a rotary pair."""
+        turned = layer.weights.semantics.rotary is not None
+        return 2 if form == "qk" and turned and self.rotary == "pairs" else 1
 
     def _require_rank(self, layers: Iterable[Layer]) -> None:
         """Some layer has heads as wide; those that are narrower stay as they are."""
@@ -152,69 +160,13 @@ class Truncate(LayerRewrite):
                 return
         raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
 
-    def _metric(self, layer: Layer, form: Form) -> "_Metric":
-        """Of the forms themselves, of what they do on the text, of rotary maps, or of rotary pairs."""
-        weights, moments = layer.weights, layer.moments if self.needs_text else None
-        if form == "qk" and weights.semantics.rotary is not None:
-            # How far apart tokens come: in the text if there is one, else in what the model is made for.
-            given = {
-                "moments": moments,
-                "longest": layer.longest_text if moments is None else moments.longest,
-            }
-            if self.rotary == "pairs":
-                return _Metric(measure_pair_energies, truncate_rotary_pairs, "pairs", given, step=2)
-            return _Metric(measure_rotary_energies, truncate_rotary_maps, "qk_rank", given)
-        if moments is None:
-            return _Metric(partial(measure_energies, form=form), truncate, f"{form}_rank", {})
-        given = {"moments": moments, "centred": self._centred}
-        return _Metric(partial(measure_energies, form=form), truncate_on_data, f"{form}_rank", given)
-
-    @property
-    def _centred(self) -> bool | None:
-        """None: wherever the layer allows, as the record then says."""
-        return None if self.criterion == "centred" else False
-
     def _ranks(self, layer: Layer, form: Form) -> list[int]:
         """One rank per group of heads: of rotary heads, a number of pairs."""
         copies = _groups(layer.weights, form)
         if self.rank is None:
             return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * copies
         rank = min(self.rank, _width(layer.weights, form))
-        return [max(1, rank // self._metric(layer, form).step)] * copies
-
-
-@final
-@dataclass(frozen=True)
-class _Metric:
-    """What counts of a form whose rank is lowered."""
-
-    energies: Callable[..., Tensor]  # of each direction (rotary pair) of each group, largest first
-    truncation: Callable[..., Rewritten]
-    rank: str  # the name that it gives to ranks
-    given: Mapping[str, Any]  # to both
-    step: int = 1  # channels that go together
-
-    def cut(self, weights: AttentionWeights, ranks: list[int]) -> Rewritten:
-        return self.truncation(weights, **{self.rank: ranks}, **self.given)
-
-
-def _as_one(name: str, results: Sequence[Rewritten]) -> Rewritten:
-    """Several results of one step as one record."""
-    records = [result.record for result in results]
-    exact = all(record.tier != "bounded" for record in records)
-    record = replace(
-        records[-1],
-        name=name,
-        tier="rounding-exact" if exact else "bounded",
-        checked=tuple(dict.fromkeys(said for record in records for said in record.checked)),
-        before=records[0].before,
-        choice="; ".join(record.choice for record in records if record.choice),
-        cuts=tuple(cut for record in records for cut in record.cuts),
-        notes=tuple(dict.fromkeys(said for record in records for said in record.notes)),
-        bound=max(record.bound for record in records),
-        error=max((record.error for record in records if record.error is not None), default=None),
-    )
-    return Rewritten(results[-1].weights, record)
+        return [max(1, rank // self._step(layer, form))] * copies
 
 
 def _width(weights: AttentionWeights, form: Form) -> int:
