@@ -158,6 +158,19 @@ def test_lm_evals_client_gets_the_likelihoods_of_triptychs_harness(
         assert is_greedy == is_best
 
 
+def test_litellm_gets_the_models_own_continuation_whole_and_in_parts(
+    served: Served, language_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it asks the internet for prices otherwise
+    litellm = pytest.importorskip("litellm")
+    expected = language_model.generate("The cat", max_new_tokens=6).text
+    fields = {"model": "text-completion-openai/gpt", "api_base": f"{served.address}/v1", "api_key": "none"}
+    asked = {**fields, "prompt": "The cat", "max_tokens": 6, "temperature": 0}
+    assert litellm.text_completion(**asked).choices[0].text == expected
+    parts = litellm.text_completion(**asked, stream=True)
+    assert "".join(part.choices[0].text or "" for part in parts) == expected
+
+
 def test_openais_client_gets_the_mean_of_an_encoders_last_layer(tmp_path: Path) -> None:
     folder = bert_that_runs(tmp_path)
     other = transformers.BertModel.from_pretrained(folder).eval()
