@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.over import OverText, read_texts
+from triptych.attending.over import OverText, given_texts
 from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
@@ -649,9 +649,7 @@ class Model:
             right = read_lines(references) if isinstance(references, Path) else references
             translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
-        documents = [text] if isinstance(text, str) else text
-        if isinstance(documents, Path):
-            documents = read_texts(self.reader, documents)
+        documents = given_texts(self.reader, text)
         options = self._opened.options
         if options.engine != "triptych" and options.device not in ("auto", "cpu"):
             raise UsageError(
