@@ -1,6 +1,10 @@
 """What every test runs under: checked shapes, a fixed seed, no time limit on a drawn example."""
 
 import os
+
+# Read when torch loads OpenMP: threads that wait spin briefly, as those of the command. The cores are busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 from collections.abc import Iterator
 
 import hypothesis

@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pytest
+
 COMMIT = "c" * 40
 PIECE = 1 << 16
 
@@ -133,6 +135,23 @@ def served(folder: Path) -> Iterator[Hub]:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+@contextmanager
+def in_place_of_the_hub(folder: Path, cache: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The server, asked for every name; what is fetched is kept in `cache`."""
+    with served(folder) as server:
+        ask_at(server.url, cache, patch)
+        yield server
+
+
+def ask_at(url: str, cache: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have names on the Hub asked for at an address."""
+    constants = "huggingface_hub.constants"
+    patch.setattr(f"{constants}.HF_HUB_CACHE", str(cache))
+    patch.setattr(f"{constants}.ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def settled(hub: Hub) -> int:

@@ -69,7 +69,7 @@ def gpt2_that_runs(folder: Path) -> Path:
     import transformers  # heavy, and only needed here
 
     torch.manual_seed(5)
-    size = _byte_tokenizer(folder)
+    size = byte_tokenizer(folder)
     config = transformers.GPT2Config(n_embd=D, n_head=HEADS, n_layer=LAYERS, vocab_size=size, n_positions=64)
     model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
@@ -90,26 +90,32 @@ def bert_that_runs(folder: Path) -> Path:
         "num_hidden_layers": LAYERS,
         "intermediate_size": 2 * D,
     }
-    config = transformers.BertConfig(vocab_size=_byte_tokenizer(folder), max_position_embeddings=64, **sizes)
+    config = transformers.BertConfig(vocab_size=byte_tokenizer(folder), max_position_embeddings=64, **sizes)
     transformers.BertModel(config).save_pretrained(folder)
     return folder
 
 
-def _byte_tokenizer(folder: Path) -> int:
-    """Write a tokenizer of bytes; returns the number of its tokens."""
-    from tokenizers import Tokenizer
+def byte_tokenizer(folder: Path, *special: str, end: str = "", **settings: str) -> int:
+    """Write a tokenizer of bytes and special tokens, `end` behind every text; the number of its tokens."""
+    from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import ByteLevel as Decoder
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.processors import TemplateProcessing
 
-    letters = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(letters, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = Decoder()  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
+    if end:
+        numbered = [(end, tokenizer.token_to_id(end))]
+        tokenizer.post_processor = TemplateProcessing(single=["$A", end], special_tokens=numbered)  # type: ignore[assignment]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return len(letters)
+    settings = settings or {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer.get_vocab_size()
 
 
 def cannot_be_run(*_: object) -> None:

@@ -1,6 +1,10 @@
 """A recipe for a translator that is trained in seconds, on generated sentences."""
 
+from pathlib import Path
 from typing import Any
+
+from triptych.text import generate_pairs
+from triptych.training import resolve
 
 FAST_DEMO = (
     "data.train.generated=300",
@@ -32,3 +36,24 @@ def tiny_recipe(train: int = 100, valid: int = 5, **sections: dict[str, Any]) ->
         "validation": {"bleu": False, "metric": "loss"},
     }
     return {name: {**usual.get(name, {}), **sections.get(name, {})} for name in (usual | sections)}
+
+
+def text_recipe(text: Path, task: str, context: int) -> Any:
+    """A recipe for a tiny model of a text, trained for one step."""
+    files = {"files": [str(text)]}
+    return resolve(
+        {
+            "task": task,
+            "data": {"train": files, "valid": files, "cache": str(text.parent / "cache")},
+            "tokenizer": {"vocab_size": 300},
+            "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": context},
+            "training": {"max_steps": 1, "batch_size": 2},
+        }
+    )
+
+
+def write_sides(folder: Path, part: str, count: int) -> None:
+    """Generated sentences, German in `PART.de` and English in `PART.en`."""
+    pairs = generate_pairs(count, part, seed=1)
+    for side, language in enumerate(("de", "en")):
+        (folder / f"{part}.{language}").write_text("".join(f"{pair[side]}\n" for pair in pairs))

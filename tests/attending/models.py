@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Inner
 
+from small_checkpoints import byte_tokenizer
 from triptych.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
 from triptych.opening import OpenedModel
 from triptych.text import Tokenizer, load_tokenizer
@@ -14,13 +13,7 @@ from triptych.text import Tokenizer, load_tokenizer
 
 def letters(folder: Path) -> Tokenizer:
     """A token for every byte, and one for the end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Inner(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken("<end>", special=True)])
-    inner.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    byte_tokenizer(folder, "<end>", eos_token="<end>")
     return load_tokenizer(folder)
 
 

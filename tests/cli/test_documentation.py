@@ -10,9 +10,9 @@ import pytest
 
 from blocks import assert_shown, run_blocks
 from command import Command
+from tiny_recipe import write_sides
 from tolerances import assert_same
 from triptych.attention import PARAMETERISATIONS
-from triptych.text import generate_pairs
 from triptych.training import read_recipe
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,9 +38,7 @@ def _block(page: Path, language: str, containing: str) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the text and the recipe that README speaks of, the recipe made short."""
     for part, count in (("train", 200), ("valid", 6), ("test", 6)):
-        pairs = generate_pairs(count, part, seed=1)
-        (tmp_path / f"{part}.de").write_text("".join(f"{german}\n" for german, _ in pairs))
-        (tmp_path / f"{part}.en").write_text("".join(f"{english}\n" for _, english in pairs))
+        write_sides(tmp_path, part, count)
     (tmp_path / "in.txt").write_text("A little girl climbs.\n")
     recipe = _block(TRAINING, "toml", 'name = "mine"')
     short = recipe.replace('preset = "small"', 'preset = "tiny"').replace("max_steps = 2300", "max_steps = 2")

@@ -17,15 +17,16 @@ from triptych.cli.verbs import read_verb
 
 _HEAVY = ("torch", "numpy", "tokenizers", "altair", "sacrebleu")  # typer loads pydantic itself, on errors
 
+_SCRIPT = (
+    "import sys\nfrom triptych.cli.main import run\n"
+    "try:\n    run()\nexcept SystemExit:\n    pass\n"
+    f"print([name for name in {_HEAVY} if name in sys.modules])"
+)
+
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["no-such-command"], []])
 def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
-    script = (
-        "import sys\nfrom triptych.cli.main import run\n"
-        "try:\n    run()\nexcept SystemExit:\n    pass\n"
-        f"print([name for name in {_HEAVY} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _SCRIPT, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -55,17 +56,12 @@ def test_what_is_read_of_a_signature_is_what_python_has(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_imports_nothing_heavy_and_takes_under_half_a_second(name: str) -> None:
-    script = (
-        "import sys\nfrom triptych.cli.main import run\n"
-        "try:\n    run()\nexcept SystemExit:\n    pass\n"
-        f"print([name for name in {_HEAVY} if name in sys.modules])"
-    )
     took, done = 9.0, None
     for _ in range(3):
         if took < 0.4:
             break
         begun = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", script, name, "-h"], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", _SCRIPT, name, "-h"], capture_output=True, text=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         took = min(took, ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime)
     assert done is not None

@@ -10,11 +10,11 @@ import triptych as package
 from command import Command
 from small_checkpoints import gpt2_that_runs, llama
 from studying import place, stand_in  # noqa: F401 - fixtures
+from tiny_recipe import text_recipe, write_sides
 from triptych.cli.main import COMMANDS
 from triptych.cli.verbs import read_verb
 from triptych.demonstration import Interrupted
-from triptych.text import generate_pairs
-from triptych.training import resolve, runs
+from triptych.training import runs
 from triptych.training.progress import LineDisplay
 
 TINY = """
@@ -41,9 +41,7 @@ def home(small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """The current folder, with what the examples name."""
     pytest.importorskip("transformers", reason="it comes with the extra [dev]")
     for part, count in (("train", 200), ("test", 3)):
-        pairs = generate_pairs(count, part, seed=1)
-        for side, language in enumerate(("de", "en")):
-            (tmp_path / f"{part}.{language}").write_text("".join(f"{pair[side]}\n" for pair in pairs))
+        write_sides(tmp_path, part, count)
     (tmp_path / "test.txt").write_text("What a piece of work is a man!\n" * 8)
     (tmp_path / "train.txt").write_text("What a piece of work is a man!\n" * 8)
     (tmp_path / "prompts.txt").write_text("ROMEO:\nJULIET:\n")
@@ -69,16 +67,7 @@ def prepare(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name in ("serve", "explore"):  # their own tests do; here they would never end
         monkeypatch.setattr(package, "serve", lambda *_, **__: None)
     if name == "fill":
-        text = {"files": ["test.txt"]}
-        recipe = resolve(
-            {
-                "task": "masked-language-model",
-                "data": {"train": text, "valid": text, "cache": "cache"},
-                "tokenizer": {"vocab_size": 300},
-                "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": 64},
-                "training": {"max_steps": 1, "batch_size": 2},
-            }
-        )
+        recipe = text_recipe(home / "test.txt", "masked-language-model", context=64)
         for folder in ("runs/tatoeba-mlm", "bert-base-uncased"):
             runs.train(recipe, Path(folder), LineDisplay())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from command import Command
-from hub_server import Hub, served, settled
+from hub_server import Hub, ask_at, in_place_of_the_hub, settled
 from small_checkpoints import HEADS, LAYERS, D, gpt2
 
 # What is fetched of the weights at once, for their header.
@@ -22,12 +22,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """With a GPT-2 whose attention lies behind a large table."""
     gpt2(tmp_path / "repository", {"embedding.weight": torch.randn(20_000, D)})
     monkeypatch.chdir(tmp_path)
-    with served(tmp_path / "repository") as server:
-        constants = "huggingface_hub.constants"
-        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(f"{constants}.ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with in_place_of_the_hub(tmp_path / "repository", tmp_path / "cache", monkeypatch) as server:
         yield server
 
 
@@ -135,11 +130,7 @@ def test_a_network_that_fails_on_the_way_is_one_line(triptych: Command, hub: Hub
 def test_a_network_that_is_not_there_is_one_line(
     triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    constants = "huggingface_hub.constants"
-    monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(f"{constants}.ENDPOINT", "http://127.0.0.1:9")
-    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    ask_at("http://127.0.0.1:9", tmp_path, monkeypatch)
     answer = triptych("inspect", "someone/model")
     assert answer.code == 1
     assert "someone/model: no such path, and the Hub could not be reached: " in answer.err

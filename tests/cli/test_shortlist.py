@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from command import Command
+from tiny_recipe import write_sides
 from triptych import load
 from triptych.errors import UsageError
-from triptych.text import generate_pairs
 from triptych.text.shortlists import read_shortlist
 
 MARIAN = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
@@ -17,9 +17,7 @@ MARIAN = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a text of forty pairs."""
     monkeypatch.chdir(tmp_path)
-    pairs = generate_pairs(40, "train", seed=1)
-    Path("train.de").write_text("".join(f"{german}\n" for german, _ in pairs))
-    Path("train.en").write_text("".join(f"{english}\n" for _, english in pairs))
+    write_sides(tmp_path, "train", 40)
     return tmp_path
 
 

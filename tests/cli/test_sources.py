@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from command import MISSING, Command
-from hub_server import served
-from triptych.training import resolve, runs
+from hub_server import in_place_of_the_hub
+from tiny_recipe import text_recipe
+from triptych.training import runs
 from triptych.training.progress import LineDisplay
 
 TRANSLATORS = ("translator", "converted", "marian")
@@ -50,24 +51,10 @@ def home(tmp_path_factory: pytest.TempPathFactory, small_run: Path) -> Iterator[
     load(small_run, device="cpu").convert(home / "marian", "hf")
     load(home / "marian", device="cpu").convert(home / "converted", "triptych")
     for name, task in (("language", "language-model"), ("masked", "masked-language-model")):
-        files = {"files": [str(home / "in.txt")]}
-        recipe = resolve(
-            {
-                "task": task,
-                "data": {"train": files, "valid": files, "cache": str(home / "data")},
-                "tokenizer": {"vocab_size": 300},
-                "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": 16},
-                "training": {"max_steps": 1, "batch_size": 2},
-            }
-        )
+        recipe = text_recipe(home / "in.txt", task, context=16)
         runs.train(recipe, home / name, LineDisplay())
     gpt2_that_runs(home / "gpt2")
-    with pytest.MonkeyPatch.context() as patch, served(home / "gpt2") as hub:
-        constants = "huggingface_hub.constants"
-        patch.setattr(f"{constants}.HF_HUB_CACHE", str(home / "cache"))
-        patch.setattr(f"{constants}.ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        patch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with pytest.MonkeyPatch.context() as patch, in_place_of_the_hub(home / "gpt2", home / "cache", patch):
         patch.chdir(home)
         yield home
 

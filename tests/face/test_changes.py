@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from small_checkpoints import gpt2_that_runs
 from triptych import Model, TriptychError, UsageError, load
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import TextIds
@@ -284,15 +285,16 @@ def test_one_string_that_ends_a_text_is_not_taken_for_its_letters(gpt2: Model) -
 
 
 @torch.no_grad()
-def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(gpt2: Model) -> None:
+def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Path) -> None:
+    model = load(gpt2_that_runs(tmp_path / "gpt2"), device="cpu")
     clean, corrupted = ["The cat sat", "A dog ran"], ["The dog sat", "A cat ran"]
-    found = gpt2.sweep(clean, corrupted, lambda run: run.logits[-1, 5])
-    assert found.values.shape == (48, 2)
-    one = gpt2.patch("4.3", gpt2.run(clean[1])).run(corrupted[1]).logits[-1, 5]
-    assert float(found.values[found.heads.index("4.3"), 1]) == pytest.approx(float(one))
+    found = model.sweep(clean, corrupted, lambda run: run.logits[-1, 5])
+    assert found.values.shape == (12, 2)
+    one = model.patch("2.3", model.run(clean[1])).run(corrupted[1]).logits[-1, 5]
+    assert float(found.values[found.heads.index("2.3"), 1]) == pytest.approx(float(one))
     assert (found.low <= found.mean.double() + 1e-6).all()
     with pytest.raises(UsageError, match="pair 1 has"):
-        gpt2.sweep("The cat", "The cat sat", lambda run: 0.0)
+        model.sweep("The cat", "The cat sat", lambda run: 0.0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hub_server import Hub, served, settled
+from hub_server import Hub, in_place_of_the_hub, settled
 from small_checkpoints import gpt2_that_runs, llama
 from triptych import DataError, UsageError, load
 
@@ -113,12 +113,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             tensors[f"{at}.self_attn.{side}_proj.weight"] = torch.randn(rows, 512)
         tensors[f"{at}.input_layernorm.weight"] = torch.randn(512)
     save_file(tensors, folder / "model.safetensors")
-    with served(folder) as server:
-        constants = "huggingface_hub.constants"
-        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(f"{constants}.ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with in_place_of_the_hub(folder, tmp_path / "cache", monkeypatch) as server:
         yield server
 
 

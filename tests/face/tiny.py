@@ -1,14 +1,13 @@
 """Tiny models of every kind, with random numbers and a token for every byte: they can be run on text."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from checkpoints.tiny_marian import write_marian
 from checkpoints.tiny_models import TINY
+from small_checkpoints import byte_tokenizer
 from triptych import train
 from triptych.training import resolve
 from triptych.training.progress import LineDisplay
@@ -46,18 +45,8 @@ def write_checkpoint(name: str, folder: Path, **settings: Any) -> Any:
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(letters, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    inner.add_special_tokens([AddedToken(word, special=True) for word in ("<pad>", "<end>")])
-    if name == "t5":
-        inner.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-            single=["$A", "<end>"], special_tokens=[("<end>", _END)]
-        )
-    inner.save(str(folder / "tokenizer.json"))
-    words = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<end>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<end>"}
+    byte_tokenizer(folder, "<pad>", "<end>", end="<end>" if name == "t5" else "", **names)
     return model
 
 
