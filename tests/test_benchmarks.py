@@ -8,15 +8,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # where pytest is not started as `python -m pytest`
-
-from benchmarks.harness import turns  # noqa: E402
-from benchmarks.harness.figures import exponent, ratio, summarise  # noqa: E402
-from benchmarks.harness.page import Page, show, spread, write  # noqa: E402
-from benchmarks.harness.race import (  # noqa: E402
+from benchmarks.harness import turns
+from benchmarks.harness.figures import exponent, ratio, summarise
+from benchmarks.harness.page import Page, show, spread, write
+from benchmarks.harness.race import (
     Contender,
     Entry,
     Race,
@@ -27,7 +22,10 @@ from benchmarks.harness.race import (  # noqa: E402
     finalists,
     heats,
 )
-from benchmarks.harness.turns import turn_order  # noqa: E402
+from benchmarks.harness.turns import turn_order
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
 
 # Says 100 tokens in so many seconds; or fails where it is told to.
 FAKE = """

@@ -1,18 +1,15 @@
 """Mutation testing itself: which changes are tried, with which tests, and that they take effect."""
 
 import json
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from benchmarks.mutation.changes import Change, changes_of, is_sound, span_of
+from benchmarks.mutation.choosing import Recorded, Recordings, chosen_for
+from benchmarks.mutation.swapping import Functions
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # where pytest is not started as `python -m pytest`
-
-from benchmarks.mutation.changes import Change, changes_of, is_sound, span_of  # noqa: E402
-from benchmarks.mutation.choosing import Recorded, Recordings, chosen_for  # noqa: E402
-from benchmarks.mutation.swapping import Functions  # noqa: E402
 
 SOURCE = '''"""Words: 1 + 1."""
 

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,22 +45,35 @@ def block(language: str) -> str:
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder with the page's files, in a process that has been given no code."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(write_page(tmp_path))
     monkeypatch.setattr(user_code, "_FILES", {})
-    (tmp_path / "text.txt").write_text("the cat sat on the mat.\n" * 40)
-    (tmp_path / "mine.py").write_text(block("python"))
-    (tmp_path / "base.toml").write_text(BASE)
-    (tmp_path / "recipe.toml").write_text(BASE + block("toml"))
-    (tmp_path / "study.toml").write_text(STUDY)
     return tmp_path
 
 
+def write_page(folder: Path) -> Path:
+    (folder / "text.txt").write_text("the cat sat on the mat.\n" * 40)
+    (folder / "mine.py").write_text(block("python"))
+    (folder / "base.toml").write_text(BASE)
+    (folder / "recipe.toml").write_text(BASE + block("toml"))
+    (folder / "study.toml").write_text(STUDY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the page's recipe."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(write_page(folder))
+        patch.setattr(user_code, "_FILES", {})
+        triptych.train(triptych.read_recipe("recipe.toml"), Path("run"))
+    return folder / "run"
+
+
 @pytest.fixture
-def run(place: Path) -> Path:
-    """A run that was trained, in a process that has forgotten the file."""
-    triptych.train(triptych.read_recipe(place / "recipe.toml"), place / "run")
-    user_code._FILES.clear()
-    return place / "run"
+def run(place: Path, trained: Path) -> Path:
+    """A run that was trained, in a process that has been given no code."""
+    return shutil.copytree(trained, place / "run")
 
 
 @pytest.mark.parametrize(

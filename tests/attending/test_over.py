@@ -1,6 +1,7 @@
 """Everything that is measured over a text, in one record, and windows of texts."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,14 @@ def test_what_the_model_itself_translates_has_a_loss_too() -> None:
     assert found.worth is not None
     assert len(found.worth.heads) == 24
     assert found.worth.loss > 0
+
+
+def test_the_name_of_a_file_is_not_taken_for_a_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXTS[2])
+    with pytest.raises(UsageError, match=r"text.txt\" is a file, .* give Path"):
+        attend_over(language_reader(), str(tmp_path / "text.txt"))
+    found = attend_over(language_reader(), tmp_path / "text.txt", context=16)
+    assert found.rows() == attend_over(language_reader(), TEXTS[2], context=16).rows()
 
 
 def test_windows_cover_a_document_side_by_side() -> None:

@@ -9,34 +9,6 @@ from triptych.attention import Factored, MultiHeadAttention
 D_MODEL, NUM_HEADS = 16, 4
 
 
-@pytest.mark.parametrize(
-    ("d_model", "num_heads", "d_k", "d_v"),
-    [(16, 4, 4, 6), (16, 4, 6, 4), (16, 3, 5, 7), (16, 1, 16, 16), (8, 4, 8, 8), (16, 8, 1, 2)],
-)
-def test_widths_of_keys_and_values_are_free(d_model: int, num_heads: int, d_k: int, d_v: int) -> None:
-    layer = MultiHeadAttention(d_model, num_heads, Factored(d_k=d_k, d_v=d_v)).double()
-    shapes = {name: tuple(p.shape) for name, p in layer.projections.named_parameters()}
-    assert shapes == {
-        "q_proj.weight": (num_heads * d_k, d_model),
-        "k_proj.weight": (num_heads * d_k, d_model),
-        "v_proj.weight": (num_heads * d_v, d_model),
-        "o_proj.weight": (d_model, num_heads * d_v),
-    }
-    x = torch.randn(2, 5, d_model, dtype=torch.float64)
-    result = layer(x, need_weights=True)
-    maps = layer.state_dict()
-    expected = torch.zeros_like(x)
-    for head in range(num_heads):  # out = Σ_i softmax(q_i k_iᵀ / √d_k) v_i W_i^O
-        keys, values = slice(head * d_k, (head + 1) * d_k), slice(head * d_v, (head + 1) * d_v)
-        q = x @ maps["projections.q_proj.weight"][keys].T
-        k = x @ maps["projections.k_proj.weight"][keys].T
-        v = x @ maps["projections.v_proj.weight"][values].T
-        weights = (q @ k.mT / d_k**0.5).softmax(dim=-1)
-        assert_same(result.weights[:, head], weights, kind="output")
-        expected += weights @ v @ maps["projections.o_proj.weight"][:, values].T
-    assert_same(result.output, expected, kind="output")
-
-
 def test_attention_weights_are_dropped_while_training_only() -> None:
     layer = MultiHeadAttention(D_MODEL, NUM_HEADS, dropout=0.5)
     x = torch.randn(2, 6, D_MODEL)

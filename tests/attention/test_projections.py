@@ -399,26 +399,6 @@ def test_every_bias_is_there_exactly_when_it_is_asked_for(name: str) -> None:
     assert bare.o_bias is None
 
 
-@pytest.mark.parametrize("size", [(24, 4, {}), (64, 8, {"d_k": 5, "d_v": 3}), (18, 6, {"d_v": 9})], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_numbers_are_those_of_the_formulas(name: str, size: tuple[int, int, dict[str, int]]) -> None:
-    d, h, widths = size
-    chosen = written(name, biased=False, **widths)
-    layer = MultiHeadAttention(d, h, chosen)
-    sizes = {"d_k": d // h, "d_v": d // h}
-    sizes |= {field: value for field, value in dataclasses.asdict(chosen).items() if value is not None}
-    parameters = eval(chosen.parameters_formula, {"d": d, "h": h, **sizes})
-    cached = eval(chosen.cache_formula, {"d": d, "h": h, **sizes})
-    assert sum(p.numel() for p in layer.parameters()) == parameters
-    cost = writing_cost(layer.weights())
-    assert (cost.parameters, cost.cached_numbers) == (parameters, cached)
-    biased = MultiHeadAttention(d, h, written(name, biased=True, **widths))
-    assert writing_cost(biased.weights()).parameters == sum(p.numel() for p in biased.parameters())
-    cache = LayerCache()
-    layer(torch.randn(2, 3, d), causal=True, cache=cache)
-    assert sum(entry[0, :, 0].numel() for entry in cache.entries) == cached
-
-
 # From weights and to weights
 
 

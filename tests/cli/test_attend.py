@@ -122,11 +122,8 @@ def test_who_stops_a_command_has_the_file_of_before_and_no_half_of_one(
     [
         (["", "--json"], "the text is empty"),
         ([], "give either a text"),
-        (["Vier.", "--layers", "7"], "there is no layer 7: layers are 0 to 1"),
         (["Vier.", "--heads", "0-5"], "there is no head 2 in layer 0: its heads are 0 to 1"),
-        (["Vier.", "--kind", "self"], "its kinds are encoder, decoder, cross"),
         (["Vier.", "--npz", "no/such/folder.npz"], "the folder of no/such/folder.npz does not exist"),
-        (["Vier.", "--max-new-tokens", "3"], "translates and does not continue"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -122,12 +122,6 @@ def test_a_page_is_written_beside_what_is_printed(triptych: Command, tmp_path: P
     ("options", "message"),
     [
         (("--num-heads", 7), "num_heads 7 does not divide d_model 512: give both d_k and d_v"),
-        (("--d-k", 0), "d_k is 0: it must be at least 1"),
-        (("--dtype", "fp8"), "dtype 'fp8' is not one of fp32, bf16, fp16"),
-        (("--only", "facored"), "did you mean 'factored'?"),
-        (("--only", "four_way"), "'four_way' is no layer"),
-        (("--only", "grouped", "--num-kv-heads", 3), "num_kv_heads 3 does not divide num_heads 8"),
-        (("--only", "factored", "--d-latent", 3), "d_latent is given, but factored has no such size"),
         (("--html", "no/such/folder/page.html"), "the folder of no/such/folder/page.html does not exist"),
         (("--measure", "--device", "tpu"), "device 'tpu' is not known"),
         (("--measure", "--device", "cuda:99"), "torch sees"),

@@ -20,6 +20,7 @@ import openai
 import pytest
 import torch
 import transformers
+from benchmarks import serving
 
 from command import Command
 from served import Served
@@ -84,6 +85,20 @@ def test_a_document_is_translated_between_its_tags(served: Served, translator: M
     assert served.ask("/translate", fields).body["translatedText"] == f"<p>{one} <i>{two}</i></p>"
 
 
+@pytest.mark.parametrize("form", [False, True])
+def test_terms_are_forced_in_one_request_and_not_in_its_neighbours(
+    served: Served, translator: Model, form: bool
+) -> None:
+    glossary = {"twelve": "ein Dutzend", "seventy-five": "LXXV"}
+    fields = {"q": LINES, "source": "en", "target": "de"}
+    held = {**fields, "glossary": json.dumps(glossary) if form else glossary}
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda asked: served.ask("/translate", asked, form=form).body, (held, fields))
+    assert one["translatedText"] == [found.text for found in translator.translate(LINES, glossary=glossary)]
+    assert "ein Dutzend" in one["translatedText"][0]
+    assert other["translatedText"] == [found.text for found in translator.translate(LINES)]
+
+
 def test_libretranslates_client_understands_the_answers(served: Served, translator: Model) -> None:
     client = libretranslatepy.LibreTranslateAPI(f"{served.address}/")
     assert client.translate("twelve", "en", "de") == translator.translate("twelve").text
@@ -143,6 +158,19 @@ def test_lm_evals_client_gets_the_likelihoods_of_triptychs_harness(
         assert is_greedy == is_best
 
 
+def test_litellm_gets_the_models_own_continuation_whole_and_in_parts(
+    served: Served, language_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it asks the internet for prices otherwise
+    litellm = pytest.importorskip("litellm")
+    expected = language_model.generate("The cat", max_new_tokens=6).text
+    fields = {"model": "text-completion-openai/gpt", "api_base": f"{served.address}/v1", "api_key": "none"}
+    asked = {**fields, "prompt": "The cat", "max_tokens": 6, "temperature": 0}
+    assert litellm.text_completion(**asked).choices[0].text == expected
+    parts = litellm.text_completion(**asked, stream=True)
+    assert "".join(part.choices[0].text or "" for part in parts) == expected
+
+
 def test_openais_client_gets_the_mean_of_an_encoders_last_layer(tmp_path: Path) -> None:
     folder = bert_that_runs(tmp_path)
     other = transformers.BertModel.from_pretrained(folder).eval()
@@ -186,22 +214,13 @@ def test_scores_of_a_text_that_is_echoed_are_the_models(served: Served, language
 
 def test_an_answer_does_not_depend_on_the_load(served: Served) -> None:
     texts = [f"{LINES[number % 2]} and {LINES[3]} {'again ' * (number % 7)}" for number in range(24)]
-    asked = [{"q": text, "source": "en", "target": "de", "details": True} for text in texts]
-    alone = [served.ask("/translate", fields).body for fields in asked]
-
-    def leave(number: int) -> None:
-        """Ask for much, and go away."""
-        with socket.create_connection(("127.0.0.1", served.port)) as connection:
-            body = json.dumps({"q": texts * 4, "source": "en", "target": "de"})
-            head = f"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall((head + body[: len(body) // (1 + number % 2)]).encode())
-
-    with ThreadPoolExecutor(12) as pool:
-        leaving = [pool.submit(leave, number) for number in range(8)]
-        together = list(pool.map(lambda fields: served.ask("/translate", fields).body, asked))
-        for one in leaving:
-            one.result()
-    assert together == alone
+    asked = [{"q": [text], "source": "en", "target": "de", "details": True} for text in texts]
+    requests = [(fields, served.ask("/translate", fields).body) for fields in asked]
+    seen = serving.load(served.port, requests, 2.5, clients=12)
+    assert seen.faults == []
+    assert len(seen.latencies) >= 12
+    kinds = {what.partition(":")[0] for what in seen.neighbours}
+    assert kinds == {"abort", "disconnect", "drip", "send_much"}, seen.neighbours
     health = served.ask("/health").body
     assert [model["batch_invariant"] for model in health["models"]] == [True, True]
 
@@ -228,6 +247,8 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/translate", {"q": "a" * 50_001, "source": "en", "target": "de"}, 413, "50,001 characters"),
     ("/translate", {"q": "a" * (1 << 20), "source": "en", "target": "de"}, 413, "1,048,576 bytes"),
     ("/translate", [1], 400, "no JSON object"),
+    ("/translate", {"q": "a", "source": "en", "target": "de", "glossary": {"a": 1}}, 400, "glossary: give"),
+    ("/translate", {"q": "a", "source": "en", "target": "de", "glossary": {"a": ""}}, 400, "glossary: 'a'"),
     ("/v1/completions", {"model": "small-en-de", "prompt": "a"}, 400, "cannot generate"),
     ("/v1/completions", {"model": "nothing", "prompt": "a"}, 404, "small-en-de, gpt"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 20}, 400, "max_tokens"),

@@ -254,3 +254,23 @@ def test_another_engine_has_no_attention_and_no_certain_end(triptych: Command, s
     answer = triptych(*engine, "--beam", 3, "--stop", "certain", stdin=b"Vier.\n")
     assert answer.code == 2
     assert 'stop must be "full"' in answer.err
+
+
+def test_a_glossary_forces_its_terms_and_leaves_other_lines_alone(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "terms.tsv").write_text("Buch\tblue notebook\nEuro\tdollars\n")
+    lines = "\n".join(SENTENCES).encode()
+    plain = triptych("translate", small_run, stdin=lines).out.splitlines()
+    answer = triptych("translate", small_run, "--glossary", tmp_path / "terms.tsv", stdin=lines)
+    held = answer.out.splitlines()
+    assert (answer.code, held[1:]) == (0, plain[1:])
+    assert " blue notebook" in f" {held[0]}"
+    assert " dollars" in f" {held[0]}"
+    assert (
+        load(small_run).translate(SENTENCES[0], glossary={"Buch": "blue notebook", "Euro": "dollars"}).text
+        == held[0]
+    )
+    (tmp_path / "terms.tsv").write_text("Buch\tbook\nEuro dollars\n")
+    answer = triptych("translate", small_run, "--glossary", tmp_path / "terms.tsv", stdin=lines)
+    assert (answer.code, "terms.tsv:2: write a term, a tab and its translation" in answer.err) == (1, True)

@@ -295,6 +295,8 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
     assert (found.low <= found.mean.double() + 1e-6).all()
     with pytest.raises(UsageError, match="pair 1 has"):
         model.sweep("The cat", "The cat sat", lambda run: 0.0)
+    with pytest.raises(UsageError, match=r"the metric of pair 1 is \[nan, nan\]"):
+        model.sweep("The cat", "The dog", lambda run: float("nan"))
 
 
 @pytest.mark.parametrize(

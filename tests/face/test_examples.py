@@ -1,6 +1,5 @@
 """The scripts of `docs/examples` are as short as the table says, and run on every kind of model."""
 
-import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -146,22 +145,6 @@ def test_composition_of_trained_models(
     model: str, arguments: list[str], answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert answer in _run("composition", _trained(model), *arguments, capsys=capsys)
-
-
-ROTARY = (
-    "head 0.0: rotary positions make W_QK another form at every distance, so there is no composition into "
-    '"Q" or "K"; into "V" there is'
-)
-
-
-@pytest.mark.parametrize("into", ["Q", "K"])
-def test_composition_under_rotary_positions_is_refused(
-    into: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(ROTARY)}$"):
-        _run("composition", llama(tmp_path / "llama"), into, capsys=capsys)
-    with pytest.raises(UsageError, match=f"^{re.escape(ROTARY)}$"):
-        _run("composition", _trained("llama-gqa"), into, capsys=capsys)
 
 
 def test_composition_past_a_post_norm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -469,20 +469,12 @@ def test_a_recipe_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
     path.write_text('[[step]]\nrewrite = "fold_norm"\n\n[[step]]\nrewrite = "truncate"\nenergy = 0.9\n')
     assert [step.name for step in read_rewrite_recipe(path).step] == ["fold_norm", "truncate"]
     for text, said in (
-        ('[[step]]\nrewrite = "truncate"\n', "give one of rank, energy and budget"),
-        ('[[step]]\nrewrite = "melt"\n', "melt"),
         ('[[step]]\nrewrite = "fold_norm"\nrank = 3\n', "rank"),
         ("[[step]\n", r"recipe .*rewrite\.toml is not valid TOML"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=said):
             read_rewrite_recipe(path)
-
-
-def test_a_step_for_a_layer_there_is_not_is_refused(tmp_path: Path) -> None:
-    source = small_gpt2(tmp_path / "source")
-    with pytest.raises(UsageError, match="layer 5 does not exist; layers are 0 to 1"):
-        plan_rewrite(str(source), recipe(DropKeyBias(layers=(5,))))
 
 
 # Certificates.
@@ -504,14 +496,6 @@ def copy(rewritten: tuple[Path, Path], tmp_path: Path) -> Path:
 
 def failing(folder: Path, source: Path | None = None) -> list[str]:
     return [check.claim for check in verify(folder, source) if check.held is False]
-
-
-def test_a_certificate_holds_when_tried_again(rewritten: tuple[Path, Path]) -> None:
-    source, out = rewritten
-    checks = verify(out, source)
-    assert checks[-1].claim == "whole models compared"
-    assert checks[-1].held
-    assert all(check.held is not False for check in checks), checks
 
 
 def test_one_bit_of_one_tensor_is_noticed(rewritten: tuple[Path, Path], copy: Path) -> None:

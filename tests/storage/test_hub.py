@@ -60,7 +60,8 @@ def failure(hub: Hub, hub_id: str = "someone/model") -> str:
 
 
 def test_what_is_not_there_is_said(hub: Hub) -> None:
-    assert "no such repository on the Hub" in failure(hub, "someone/else")
+    for name in ("someone/else", "someone"):
+        assert "no such repository on the Hub" in failure(hub, name)
     assert "no such revision" in failure(hub, "someone/model@other")
     (hub.folder / "model.safetensors").unlink()
     assert "has no model.safetensors" in failure(hub)
@@ -70,7 +71,7 @@ def test_what_is_not_there_is_said(hub: Hub) -> None:
 
 def test_gated_and_broken_answers_are_said(hub: Hub) -> None:
     hub.status, hub.code = 403, "GatedRepo"
-    assert "request access" in failure(hub)
+    assert "request access on its page, then run `hf auth login`" in failure(hub)
     hub.status = 401
     assert "request access" in failure(hub)
     hub.code = "RepoNotFound"

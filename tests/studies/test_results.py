@@ -1,10 +1,5 @@
 """The studies of `docs/`, judged again from their raw runs."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # where pytest is not started as `python -m pytest`
-
 from benchmarks.study_results import RESULTS, difference, report
 
 

@@ -83,9 +83,9 @@ def test_the_counters_stand_where_the_batches_used_end_not_those_made(tmp_path: 
 
 
 def test_a_trainer_goes_on_with_the_batches_that_another_left(tmp_path: Path) -> None:
-    whole = [lines(list(update)) for update in make_trainer(tmp_path, max_epochs=3)._updates()]
+    whole = [lines(list(update)) for update in make_trainer(tmp_path, max_epochs=2)._updates()]
     for taken in range(1, len(whole) + 1):
-        first, second = (make_trainer(tmp_path, max_epochs=3) for _ in range(2))
+        first, second = (make_trainer(tmp_path, max_epochs=2) for _ in range(2))
         updates = first._updates()
         begun = [lines(list(next(updates))) for _ in range(taken)]
         updates.close()

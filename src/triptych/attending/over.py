@@ -1,5 +1,6 @@
 """What the heads of a model do over a text: `attend_over(reader, documents)`, as rows, tables and a page."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from triptych.attending.windows import MOST_TOKENS, HeadFigures, cut_windows
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_WORTH
 from triptych.attending.worth import Instead, Worth, measure_worth, require_loss
 from triptych.attending.writing import measure_copies
+from triptych.errors import UsageError
 from triptych.opening import Reader
 from triptych.progress import Progress, untold
 from triptych.reports import Report, Table, short_name, write_report
@@ -195,9 +197,7 @@ def attend_over(
     `attend_over(reader, documents).summary()` names the heads that look at the previous token, at what
     followed the same token, and so on.
     """
-    documents = (
-        read_texts(reader, text) if isinstance(text, Path) else [text] if isinstance(text, str) else text
-    )
+    documents = given_texts(reader, text)
     targets = read_lines(targets) if isinstance(targets, Path) else targets
     if worth is not None:
         require_loss(reader)
@@ -234,6 +234,15 @@ def read_texts(
         return read_lines(path)
     spec = LanguageCorpusSpec(files=(str(path),), documents=documents)
     return [*whole_documents(read_documents(spec))]
+
+
+def given_texts(reader: Reader, text: str | Path | Sequence[str]) -> Sequence[str]:
+    """The documents of a file, a text, or several documents."""
+    if isinstance(text, Path):
+        return read_texts(reader, text)
+    if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
+        raise UsageError(f'"{text}" is a file, and a string is the text itself: give Path("{text}")')
+    return [text] if isinstance(text, str) else text
 
 
 def _worth_table(worth: Worth) -> Table:

@@ -40,6 +40,7 @@ class Family(Spec):
 
     name: str
     model_types: tuple[str, ...] = ()
+    remote: bool = False  # whether its class comes with its checkpoints, and is not in `transformers`
     refused: tuple[Choice, ...] = ()  # why its checkpoints cannot be read, on conditions of the configuration
     attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
     # what its models are made of besides; None where they can be read, and not run
@@ -200,6 +201,7 @@ def _row(family: Family) -> str:
     products = "disentangled" in positions
     written = "no" if model is None else "in part" if products else "yes"
     shown = ["test_families.py", *([_TESTS[run], "test_model_writing.py"] if run in _TESTS else [])]
+    shown = ["test_without_a_class.py"] if family.remote else shown
     tests = ", ".join(f"`{test}`" for test in shown)
     return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"
 

@@ -86,7 +86,7 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
         for path in overlooked(settings.record, fields_read(family))
         if of_attention(path) and settings.value(path) != _AS_USUAL.get(path, (None,))[0]
     ]
-    if strange and family.model_types:
+    if strange and family.model_types and not family.remote:
         are = "is no field" if len(strange) == 1 else "are no fields"
         yield (
             f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers: "

@@ -167,8 +167,8 @@ class _Mapping:
         self.entries.enter(
             "inputs.map.weight", f"{place.beside(spec.map)}.weight", (all_blocks, self.d_model)
         )
-        norm = self._norm("inputs.norm", place, (spec.norm,), width)
-        assert norm is not None
+        at = place.beside(spec.norm.at)
+        norm = self.entries.norm("inputs.norm", place, spec.norm, at, width, self.spec.eps)
         return BlockInputsConfig(rows, width, norm)
 
     def _block_input(self, ours: str, place: Place) -> BlockInputConfig | None:
@@ -181,8 +181,8 @@ class _Mapping:
         self.entries.enter(
             f"{ours}.outer.weight", f"{place.beside(spec.outer)}.weight", (self.d_model, width)
         )
-        norm = self._norm(f"{ours}.norm", place, (spec.out_norm,))
-        assert norm is not None
+        at = place.beside(spec.out_norm.at)
+        norm = self.entries.norm(f"{ours}.norm", place, spec.out_norm, at, self.d_model, self.spec.eps)
         return BlockInputConfig(width, activation(place, spec.activation), norm)
 
     def _order(self) -> tuple[int, ...]:
@@ -193,6 +193,11 @@ class _Mapping:
             return ()
         layers = round(uses * len(self.sites) / inner)
         return tuple(int(layer / uses) * inner + number for layer in range(layers) for number in range(inner))
+
+    @cached_property
+    def _lenders(self) -> set[Site]:
+        """The layers whose keys and values others use."""
+        return {place.lender.site for site in self.sites if (place := self.checkpoint.place(site)).lender}
 
     @cached_property
     def d_model(self) -> int:
@@ -288,7 +293,6 @@ class _Mapping:
         own, parallel = place.norm, place.chosen(spec.parallel)
         norms = spec.attention_norm or ((own,) if own is not None and own.place != "post" else ())
         keys = place.lender.site if place.lender else site
-        lenders = {lender.site for s in self.sites if (lender := self.checkpoint.place(s).lender)}
         if spec.block_scale:
             self.entries.enter(f"{at}.scale", place.beside(spec.block_scale), (1,))
         return BlockConfig(
@@ -301,7 +305,7 @@ class _Mapping:
             if spec.cross_norm
             else None,
             parallel=bool(parallel) and place.holds(parallel),
-            keys=self.sites.index(keys) if keys in lenders else None,
+            keys=self.sites.index(keys) if keys in self._lenders else None,
             input=self._block_input(f"{at}.input", place),
             scaled=bool(spec.block_scale),
         )

@@ -149,8 +149,9 @@ class FeedForwardMap:
 
     def _config(self, spec: FeedForwardSpec) -> FeedForwardConfig:
         place, bias = self.place, self.place.holds(spec.bias)
+        outer = self.tensors.infos.get(f"{self._name(spec, spec.outer)}.weight")
         return FeedForwardConfig(
-            place.count(spec.size),
+            outer.shape[-1] if outer is not None and not spec.size else place.count(spec.size),
             activation(place, spec.activation),
             bool(spec.gate or spec.fused),
             bias,

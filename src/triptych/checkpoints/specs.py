@@ -339,7 +339,7 @@ class FeedForwardSpec(Spec):
     alternating: bool = False
     transposed: bool = False  # whether maps are stored `[in, out]`
     bare: bool = False  # whether a map's tensors are NAME and NAME_bias
-    size: Expression = "intermediate_size"  # the inner width
+    size: Expression = "intermediate_size"  # the inner width; what `outer` reads if empty
     activation: Expression = "hidden_act"  # its name in `transformers`
     # on what condition the inner maps have biases; `out_bias`: the outer map, as `bias` if empty
     bias: Expression = "false"

@@ -14,7 +14,7 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
 from triptych.decoding import Translation
 from triptych.decoding.workers import Ahead
-from triptych.errors import UsageError
+from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
 from triptych.files import write_atomically
 from triptych.models import attention_sites
@@ -41,6 +41,7 @@ def translate(
         Model.translate,
         "beam_size alpha num_best stop max_extra_tokens max_source_tokens",
     ],
+    glossary: Path | None = None,
     workers: int | None = None,
     opening: Annotated[Options, "Model", load, "device engine precision languages offline shortlist"],
     without: str | None = None,
@@ -55,6 +56,8 @@ def translate(
     limit is translated in pieces, and standard error says so.
 
     Search:
+        glossary: A file of forced terms, on each line a term, a tab and its translation. Where a sentence has
+            the term as whole words, its translation has this translation.
         workers: Number of processes that translate in parallel, one thread each. Default: the cores. CPU
             only.
 
@@ -78,10 +81,11 @@ def translate(
     if attention and not as_json:
         raise UsageError("--attention goes with --json")
     given = "-" if text is None else text_or_file(text, "text")
-    read = Path(model), *([given] if isinstance(given, Path) else [])
+    read = [Path(model), *(path for path in (given, glossary) if isinstance(path, Path))]
     require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)
     opened = open_model(model, without, opening)
-    translator = opened.translator(**searching, workers=number_of_workers(workers))
+    terms = None if glossary is None else _read_glossary(glossary)
+    translator = opened.translator(**searching, glossary=terms, workers=number_of_workers(workers))
     wanted = [_parse_selection(text, opened) for text in attention]
     render = _json_renderer(opened, wanted) if as_json else _text_renderer(searching["num_best"])
     lines = iterate_file(given) if isinstance(given, Path) else _lines_of(given)
@@ -114,6 +118,16 @@ def _lines_of(text: str) -> Iterator[str]:
     if text == "-":
         return iterate_lines(standard_input(), "standard input")
     return iterate_lines(BytesIO(text.encode()), "the text")
+
+
+def _read_glossary(path: Path) -> dict[str, str]:
+    terms = dict[str, str]()
+    for number, line in enumerate(iterate_file(path), start=1):
+        source, *targets = line.split("\t")
+        if len(targets) != 1 or not source.strip() or not targets[0].strip():
+            raise DataError(f"{path}:{number}: write a term, a tab and its translation")
+        terms[source] = targets[0]
+    return terms
 
 
 def _parse_selection(text: str, model: Model) -> HeadSelection:

@@ -2,9 +2,9 @@
 
 A `Translator` or `TextGenerator` turns texts into token ids and batches (`batches.py`), and ids back into
 text. An `Engine` (`engine.py`) is a model made ready: maps fused (`fused.py`) and of a precision (`maps.py`),
-one step for all rows of a batch.
-`search.py` has the beam, `generation.py` and `sampling.py` the loop that draws. `plain_engine.py` is the
-slow reference. Start with `translator.py` and `search.py`.
+one step for all rows of a batch. `search.py` has the beam, `glossary.py` forces terms into it,
+`generation.py` and `sampling.py` the loop that draws. `plain_engine.py` is the slow reference. Start with
+`translator.py` and `search.py`.
 """
 
 from triptych.decoding.engine import Engine as Engine

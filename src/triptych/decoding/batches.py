@@ -6,6 +6,7 @@ from typing import final
 from torch import nn
 
 from triptych.decoding.engine import DecodingEngine, Engine
+from triptych.decoding.glossary import Sentence
 from triptych.decoding.loop import Loop
 from triptych.decoding.maps import Precision
 from triptych.decoding.plain_engine import PlainEngine, needs_plain
@@ -69,7 +70,9 @@ class BatchSearcher:
 
     def text(self, ids: Sequence[int], options: SearchOptions | None = None) -> BeamText:
         """A sentence for a `Loop`."""
-        return sentence_text(self.engine, [*ids, self._src_eos_id], options or self._options, self._rules)
+        terms = ids.terms if isinstance(ids, Sentence) else None
+        whole = [*ids, self._src_eos_id]
+        return sentence_text(self.engine, whole, options or self._options, self._rules, terms)
 
     def __call__(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
         """Search for all of them together."""

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.decoding.engine import GROUP, DecodingEngine
+from triptych.decoding.glossary import Terms
 from triptych.decoding.loop import Batch, Loop, Text, require_finite_logits
+from triptych.errors import UsageError
 from triptych.text import OutputRules
 
 Stop = Literal["certain", "full"]
@@ -134,9 +136,9 @@ class BeamText(Text):
 
     kind: BeamKind
 
-    def __init__(self, given: Sequence[int], kind: BeamKind, limit: int) -> None:
+    def __init__(self, given: Sequence[int], kind: BeamKind, limit: int, terms: Terms | None = None) -> None:
         """`limit` is of the tokens of an output. By `rules` it ends with an end token even there."""
-        self.given, self.kind, self.limit = given, kind, limit
+        self.given, self.kind, self.limit, self.terms = given, kind, limit, terms
         self.num_rows, self.size = kind.size, len(given) + (0 if kind.rules else limit)
         # All rows of a text begin alike: only the first may be continued, or all would be copies.
         self.open = [Branch((), (), 0.0), *[_NOTHING] * (kind.size - 1)]
@@ -212,16 +214,27 @@ def search(
 
 
 def sentence_text(
-    engine: DecodingEngine, ids: Sequence[int], options: SearchOptions, rules: OutputRules
+    engine: DecodingEngine,
+    ids: Sequence[int],
+    options: SearchOptions,
+    rules: OutputRules,
+    terms: Terms | None = None,
 ) -> BeamText:
-    """A sentence, token ids with its end, on its way through a `Loop`."""
-    kind = BeamKind(
-        options.beam_size, options.alpha, (rules.end,), enough_finished(options), options.num_best, rules
-    )
+    """A sentence, token ids with its end, on its way through a `Loop`; its outputs have the terms."""
+    size, enough = options.beam_size, enough_finished(options)
+    if terms is not None:  # the first that end would be those that had their terms first
+        size, enough = size + terms.num_tokens, math.inf
+    kind = BeamKind(size, options.alpha, (rules.end,), enough, options.num_best, rules)
     most = engine.max_tokens
     if most is not None:  # the first tokens take positions too; `limit_of` counts one of them
         most -= len(rules.start) - 1
-    return BeamText(ids, kind, limit_of(len(ids) - 1, options.max_extra_tokens, most))
+    limit = limit_of(len(ids) - 1, options.max_extra_tokens, most)
+    if terms is not None and terms.num_tokens > limit:
+        raise UsageError(
+            f"glossary: the terms of a sentence need {terms.num_tokens} tokens, and its translation may have "
+            f"{limit}: leave out some, or raise --max-extra-tokens"
+        )
+    return BeamText(ids, kind, limit, terms)
 
 
 def hypotheses_of(text: BeamText, options: SearchOptions) -> list[Hypothesis]:
@@ -255,9 +268,15 @@ class Beams(Batch[BeamText]):
         if self.kind.rules is not None:
             self._obey(log_probs, self.kind.rules)
         stays = [(row, 0) for row in range(k)]
+        best = self._best(log_probs)
+        for place in self.open_places:
+            text = texts[place]
+            if text is not None and text.terms is not None:
+                beam = [(branch.ids, branch.total) for branch in text.open]
+                best[place] = text.terms.best(log_probs[place], beam, self.kind.ends[0])
         chosen = [
             stays if text is None or text.is_over else text.take(found)
-            for text, found in zip(texts, self._best(log_probs), strict=True)
+            for text, found in zip(texts, best, strict=True)
         ]
         if self.open_places:
             found = torch.tensor(chosen, device=log_probs.device)
@@ -278,7 +297,8 @@ class Beams(Batch[BeamText]):
                 own[:, end] = -torch.inf
             if 0 < rules.no_repeat <= length:
                 for row, branch in enumerate(text.open):
-                    own[row, _repeating([*rules.start, *branch.ids], rules.no_repeat - 1)] = -torch.inf
+                    repeating = {*_repeating([*rules.start, *branch.ids], rules.no_repeat - 1)}
+                    own[row, [*repeating - (text.terms.tokens if text.terms else set())]] = -torch.inf
             if of_end is not None:
                 own.fill_(-torch.inf)
                 own[:, end] = of_end

@@ -2,13 +2,15 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from typing import final, overload
 
 from triptych import thresholds
 from triptych.decoding.batches import LONGEST_LINE, BatchSearcher, batches_of_like_length
+from triptych.decoding.glossary import Glossary
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision, unsupported_precision
 from triptych.decoding.search import Hypothesis, SearchOptions, hypotheses_of
@@ -86,6 +88,7 @@ class Translator:
         self._pool: WorkerPool | None = None
         self._searcher: BatchSearcher | None = None
         self._made_of: object = None
+        self._glossary: Glossary | None = None
         if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
@@ -130,6 +133,14 @@ class Translator:
         """A line, to be translated by a loop."""
         texts = [self._ready_searcher().text(ids, options) for _, ids in self._pieces(line)]
         return Asked(texts, lambda: self._assemble(line, [hypotheses_of(text, options) for text in texts]))
+
+    def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
+        """The same translator, held to a glossary: terms of the source language and their translations."""
+        if self._other_searcher is not None or self.shortlist is not None:
+            raise UsageError("a glossary goes with --engine triptych, and without a shortlist")
+        own = copy(self)
+        own._glossary = Glossary(terms, self.tokenizers.target)
+        return own
 
     def start_workers(self) -> None:
         """Start the other workers now and wait for them, instead of when there is work for them."""
@@ -237,6 +248,10 @@ class Translator:
         return self.model, src.eos_id, self.options, self.precision, tgt.rules, self.shortlist
 
     def _pieces(self, line: str) -> list[tuple[str, list[int]]]:
+        pieces, glossary = self._cut(line), self._glossary
+        return pieces if glossary is None else [(text, glossary.sentence(text, ids)) for text, ids in pieces]
+
+    def _cut(self, line: str) -> list[tuple[str, list[int]]]:
         line = line.strip()
         if not line:
             return []

@@ -1,7 +1,7 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triptych.algebra.rewrites import Rewrite
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.over import OverText, read_texts
+from triptych.attending.over import OverText, given_texts
 from triptych.attending.worth import Instead
 from triptych.attention import ACTIVATIONS, Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
@@ -330,6 +330,7 @@ class Model:
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
         stop: Stop | None = None,
+        glossary: Mapping[str, str] | None = None,
         workers: int = 1,
         stream: bool = False,
     ) -> Any:
@@ -344,6 +345,8 @@ class Model:
             max_source_tokens: translate longer sentences in pieces. Default: the model's limit, or 1024.
             stop: when beam search ends: certain, when no hypothesis can overtake the finished ones; full
                 (faster), when the beam is full of finished hypotheses.
+            glossary: terms of the source language and their translations, which a translation has wherever
+                a sentence has the term as whole words. Such a sentence is searched until `stop` is certain.
             workers: number of processes that translate in parallel, one thread each. CPU only.
             stream: give translations one by one, as soon as each batch is done.
 
@@ -361,6 +364,7 @@ class Model:
             max_extra_tokens=max_extra_tokens,
             max_source_tokens=max_source_tokens,
             stop=stop,
+            glossary=glossary,
             workers=workers,
         )
         if stream:
@@ -377,6 +381,7 @@ class Model:
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
         stop: Stop | None = None,
+        glossary: Mapping[str, str] | None = None,
         workers: int = 1,
     ) -> Translator:
         """What `translate` translates with, ready to be used many times; options as there."""
@@ -384,7 +389,7 @@ class Model:
         if given.engine == "ctranslate2":
             stop = stop or "full"
         options = opened.search_options(beam_size, alpha, num_best, max_extra_tokens, stop, max_source_tokens)
-        return make_translator(
+        translator = make_translator(
             opened,
             options,
             engine=given.engine,
@@ -392,6 +397,7 @@ class Model:
             workers=workers,
             device=given.device,
         )
+        return translator if glossary is None else translator.with_glossary(glossary)
 
     def distil(
         self,
@@ -643,9 +649,7 @@ class Model:
             right = read_lines(references) if isinstance(references, Path) else references
             translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
-        documents = [text] if isinstance(text, str) else text
-        if isinstance(documents, Path):
-            documents = read_texts(self.reader, documents)
+        documents = given_texts(self.reader, text)
         options = self._opened.options
         if options.engine != "triptych" and options.device not in ("auto", "cpu"):
             raise UsageError(

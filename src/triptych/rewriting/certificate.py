@@ -425,8 +425,9 @@ def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     if certificate.not_on_text:
         yield [f"Layers were not tried on what the text gives them: {certificate.not_on_text}."]
     yield [_whole_model(certificate)]
-    words = "triptych", "verify", folder, "--against", certificate.source
-    yield [f"Try it again: `{shlex.join(words)}`."]
+    words = shlex.join(("triptych", "verify", folder, "--against", certificate.source))
+    text = " --calibrate TEXT" if certificate.calibration else ""
+    yield [f"Try it again: `{words}{text}`."]
 
 
 UNPADDED = (

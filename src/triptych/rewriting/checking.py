@@ -361,8 +361,8 @@ def _again(pair: CheckpointPair, prepared: Prepared, words: bool, same: float) -
         for name in ("before", "after", "unpadded")
         if getattr(certificate, name) != getattr(costs, name)
     ]
-    number = len(certificate.layers)
-    yield listed(_CLAIM, steps, f"{len(certificate.recipe)} steps of {number} layers")
+    number, count = len(certificate.layers), len(certificate.recipe)
+    yield listed(_CLAIM, steps, f"{count} step{'s' * (count != 1)} of {number} layers")
     parameters = f"{certificate.before.parameters:,} → {certificate.after.parameters:,}"
     yield listed("costs", wrong, parameters)
     yield listed("layers compute what the recipe makes", functions, f"{number} layers")

@@ -113,9 +113,10 @@ class ModelJob(Job):
 @final
 @dataclass(frozen=True)
 class Translating(ModelJob, Decoding):
-    """Translations of lines."""
+    """Translations of lines, held to a glossary: terms and their translations."""
 
     num_best: int
+    glossary: tuple[tuple[str, str], ...] = ()
 
     def loop(self) -> Loop | None:
         translator = self.model.translator(1)
@@ -124,10 +125,14 @@ class Translating(ModelJob, Decoding):
     def begin(self, item: Item) -> Asked[Translation]:
         # The engine is that of one translation; the options are all that differs.
         options = self.model.translator(self.num_best).options
-        return self.model.translator(1).begin(item.given, options)
+        return self._held(self.model.translator(1)).begin(item.given, options)
 
     def compute(self, items: Sequence[Item]) -> list[Translation]:
-        return self.model.translator(self.num_best).translate([item.given for item in items])
+        translator = self._held(self.model.translator(self.num_best))
+        return translator.translate([item.given for item in items])
+
+    def _held(self, translator: Translator) -> Translator:
+        return translator.with_glossary(dict(self.glossary)) if self.glossary else translator
 
 
 @final

@@ -1,5 +1,6 @@
 """LibreTranslate's interface: `/translate`, `/languages`, `/detect` and the settings of its page."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,14 @@ _MOST_ALTERNATIVES = 8
 async def translate(server: Server, request: Request) -> Response:
     """Translate a text or several: `q`, `source` (a code or auto), `target`, `format`, `alternatives`.
 
-    `details` adds score, log-probability and tokens of each translation of a line.
+    `glossary` forces terms: an object of terms and their translations. `details` adds score,
+    log-probability and tokens of each translation of a line.
     """
     fields = await server.fields(request)
     texts, source, target = _texts(fields), _code(fields, "source"), _code(fields, "target")
     server.check_texts(texts)
     kind, alternatives = fields.get("format") or "text", _alternatives(fields)
+    glossary = _glossary(server, fields)
     if kind not in ("text", "html"):
         raise RequestError(400, f"format: {kind} is none of text and html")
     detected = None
@@ -38,7 +41,7 @@ async def translate(server: Server, request: Request) -> Response:
     if source != target:
         model = _model(server, source, target)
         wanted = [number for number, line in enumerate(lines) if line.strip()]
-        job = Translating(model, 1 + alternatives)
+        job = Translating(model, 1 + alternatives, glossary)
         results = await server.compute(request, job, [lines[number] for number in wanted])
         for number, result in zip(wanted, results, strict=True):
             found[number] = result
@@ -130,6 +133,20 @@ def _alternatives(fields: dict[str, Any]) -> int:
     if not 0 <= count <= _MOST_ALTERNATIVES:
         raise RequestError(400, f"alternatives: give a number from 0 to {_MOST_ALTERNATIVES}")
     return count
+
+
+def _glossary(server: Server, fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Terms and their translations, of an object or, in a form, of its JSON."""
+    given = fields.get("glossary") or {}
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict) or not all(isinstance(term, str) for term in given.values()):
+        raise RequestError(400, "glossary: give an object of terms and their translations")
+    for texts in ([*given], [*given.values()]):
+        server.check_texts(texts)
+    return tuple(given.items())
 
 
 def _translators(server: Server) -> list[ServedModel]:

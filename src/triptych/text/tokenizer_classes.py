@@ -168,14 +168,25 @@ _CLASS_OF_TYPE = {
     **{"siglip2": "Siglip2Tokenizer", "whisper": "WhisperTokenizer", "xglm": "XGLMTokenizer"},
     **{"xlm-roberta": "XLMRobertaTokenizer", "xlnet": "XLNetTokenizer"},
     **dict.fromkeys(("hubert", "wav2vec2"), "Wav2Vec2CTCTokenizer"),
-    **dict.fromkeys(("ernie4_5", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite"), _WHOLE),
+    **dict.fromkeys(("ernie4_5", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "internlm2"), _WHOLE),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "jamba"), _WHOLE),
     **dict.fromkeys(("ministral", "ministral3", "mistral", "mistral3", "mixtral", "modernbert"), _WHOLE),
     **dict.fromkeys(("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE),
 }
 # Types whose published files name a class that is not theirs.
 _MISTAKEN_TYPES = {
-    *("ernie4_5", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2", "qwen3_5", "siglip2"),
+    *(
+        "ernie4_5",
+        "internlm2",
+        "jamba",
+        "modernbert",
+        "nemotron",
+        "phi3",
+        "phimoe",
+        "qwen2",
+        "qwen3_5",
+        "siglip2",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Rotations for the tests of rotary rewrites, and layers that both of those rewrites refuse."""
+"""Rotations for the tests of rotary rewrites."""
 
 from typing import Any
 
@@ -17,11 +17,3 @@ def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) ->
 
 def moments_of(weights: AttentionWeights, *texts: Tensor) -> Moments:
     return gathered(with_semantics(weights, rotary=rotation_of()), *texts)
-
-
-NOT_ROTARY: list[tuple[dict[str, Any], str]] = [
-    (
-        {"traits": {"rotary": rotation_of(start=1)}},
-        "the rotation turns channels up to 7, of heads 6 wide",
-    ),
-]

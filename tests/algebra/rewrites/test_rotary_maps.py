@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algebra.rewrites.rotary_layers import NOT_ROTARY, moments_of, rotation_of
+from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.positions import RotaryEmbedding
@@ -257,7 +257,10 @@ def test_what_all_tokens_have_in_common_takes_no_rank_where_there_are_biases() -
     [
         ({"qk_rank": 7}, "qk_rank is 7: a map into 6 channels takes 1 to 6"),
         ({"qk_rank": True}, "qk_rank is True: it must be a whole number"),
-        *NOT_ROTARY,
+        (
+            {"traits": {"rotary": rotation_of(start=1)}},
+            "the rotation turns channels up to 7, of heads 6 wide",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], reason: str) -> None:

@@ -9,7 +9,7 @@ its mean square on a text (`FormMetric`), or that of scores that positions turn 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -181,6 +181,22 @@ def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, f
                 f"{wanted[0]} × {wanted[1]}",
                 "gather them of the layer as it is written now",
             )
+
+
+def side_moments(
+    weights: AttentionWeights, side: Literal["q", "k"], moments: Moments | None, prior: float
+) -> Float[Tensor, "copies e e"]:
+    """E[(y, 1)ᵀ(y, 1)] of queries or keys y; without moments, of inputs that have no direction."""
+    link = weights.multiplied(side).of_heads(weights.num_heads if side == "q" else weights.num_key_heads)
+    W, bias = link.weight, torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]
+    if moments is None:
+        gram, mean = W.mT @ W + bias.mT @ bias, bias
+    else:
+        square = moments.x_square if side == "q" else moments.y_square
+        own, mean = (moments.q, moments.q_mean) if side == "q" else (moments.k, moments.k_mean)
+        gram, mean = own + prior * square * W.mT @ W, mean[:, None]
+    one = torch.ones_like(mean[..., :1])
+    return torch.cat([torch.cat([gram, mean.mT], dim=-1), torch.cat([mean, one], dim=-1)], dim=-2)
 
 
 def gram_root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
-from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said
+from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said, side_moments
 from triptych.algebra.rewrites.rotary_pairs import mean_turn
 from triptych.algebra.weights import AttentionWeights, Chain
 
@@ -103,7 +103,7 @@ class _Scores:
         prior: float,
     ) -> "_Scores":
         """Of a layer in float64."""
-        q, k = (_grams(weights, side, moments, prior) for side in ("q", "k"))
+        q, k = (side_moments(weights, side, moments, prior) for side in ("q", "k"))
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
         factor[first + second] = rotation.factor**2
@@ -237,19 +237,3 @@ def _strongest_pairs(
 
 def _holds_bias(chain: Chain) -> bool:
     return bool(chain) and chain[-1].bias is not None
-
-
-def _grams(
-    weights: AttentionWeights, side: _Turned, moments: Moments | None, prior: float
-) -> Float[Tensor, "copies e e"]:
-    """E[(y, 1)ᵀ(y, 1)] of queries or keys."""
-    link = weights.multiplied(side).of_heads(weights.num_heads if side == "q" else weights.num_key_heads)
-    W, bias = link.weight, torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]
-    if moments is None:
-        gram, mean = W.mT @ W + bias.mT @ bias, bias
-    else:
-        square = moments.x_square if side == "q" else moments.y_square
-        own, mean = (moments.q, moments.q_mean) if side == "q" else (moments.k, moments.k_mean)
-        gram, mean = own + prior * square * W.mT @ W, mean[:, None]
-    one = torch.ones_like(mean[..., :1])
-    return torch.cat([torch.cat([gram, mean.mT], dim=-1), torch.cat([mean, one], dim=-1)], dim=-2)

@@ -18,7 +18,7 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import joint_basis
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET, require_nothing_between
-from triptych.algebra.rewrites.metric import Change, Metric, Said
+from triptych.algebra.rewrites.metric import Change, Metric, Said, side_moments
 from triptych.algebra.rewrites.moves import unturned, with_row
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, Side
@@ -86,7 +86,10 @@ def pair_scores(
     0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that hardly turns
     within `longest` has φ near 1, and counts as channels that have no position.
     """
-    G_q, G_k = _channel_moments(weights, moments)
+    G_q, G_k = (
+        gram.repeat_interleave(weights.num_heads // len(gram), dim=0)
+        for gram in (side_moments(weights, side, moments, 0.0)[:, :-1, :-1] for side in ("q", "k"))
+    )
     P_q, N_q = _complex_moments(G_q, rotation)
     P_k, N_k = _complex_moments(G_k, rotation)
     theta = rotation.frequencies.double().to(weights.device)
@@ -165,15 +168,6 @@ def _without_row(maps: Float[Tensor, "copies rows width"], like: Link) -> Link:
 def _rotary(weights: AttentionWeights) -> RotaryEmbedding:
     assert weights.semantics.rotary is not None
     return weights.semantics.rotary
-
-
-def _channel_moments(weights: AttentionWeights, moments: Moments | None) -> tuple[Tensor, Tensor]:
-    """Of queries and keys, one a query head."""
-    heads = weights.num_heads
-    if moments is None:
-        q, k = (with_row(weights.multiplied(side).of_heads(heads)).double() for side in _QK)
-        return q.mT @ q, k.mT @ k
-    return moments.q, moments.k.repeat_interleave(heads // len(moments.k), dim=0)
 
 
 def _complex_moments(

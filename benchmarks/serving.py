@@ -1,0 +1,315 @@
+"""A server under load loses no request, and its answers are the ones that it gives alone.
+
+    python benchmarks/serving.py ../shared/checkpoints/marian-multi30k \\
+        ../shared/data/multi30k/test_2016_flickr.en
+
+Starts `triptych serve` and asks it for each line alone. Then 64 clients ask for lines at random, a quarter of
+the time by themselves, and then next to clients that abort, disconnect, send bodies of 10 MB, and send their
+request byte by byte. Exits with 1 if a request is lost or an answer is another than alone. The same lines are
+translated in the same run by `triptych translate` and, as LibreTranslate does it, one after another.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(_ROOT))  # the benchmarks are not installed
+
+from benchmarks.harness.machine import describe_code, describe_machine  # noqa: E402
+
+_HUGE_BYTES, _LINES_TO_ABORT = 10_000_000, 32
+_SECONDS_BETWEEN_BYTES, _SECONDS_BETWEEN_NEIGHBOURS = 0.02, 0.05
+_NUM_SAMPLES = 20  # of the server's memory
+
+
+@dataclass
+class Load:
+    """What clients saw.
+
+    Attributes:
+        seconds: of the load, until the last answer.
+        latencies: of every request that was answered, in seconds.
+        num_texts: texts in answers.
+        faults: requests that were lost, and answers that differ from the ones alone, one line for each.
+        neighbours: what became of the requests of each kind of neighbour.
+        memory_bytes: resident memory of the server, now and then.
+    """
+
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    num_texts: int = 0
+    faults: list[str] = field(default_factory=list)
+    neighbours: Counter[str] = field(default_factory=Counter)
+    memory_bytes: list[int] = field(default_factory=list)
+
+    def latency(self, share: float) -> float:
+        """The latency, in seconds, that this share of the requests did not exceed."""
+        return sorted(self.latencies)[min(int(share * len(self.latencies)), len(self.latencies) - 1)]
+
+
+def ask(connection: http.client.HTTPConnection, fields: dict[str, Any]) -> tuple[int, Any]:
+    connection.request("POST", "/translate", json.dumps(fields), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def load(
+    port: int,
+    requests: Sequence[tuple[dict[str, Any], Any]],
+    seconds: float,
+    *,
+    clients: int = 64,
+    neighbours: bool = True,
+    memory: Callable[[], int] | None = None,
+) -> Load:
+    """Clients that draw requests, each with the answer that it gets alone, for a number of seconds."""
+    seen, stop, guard = Load(), threading.Event(), threading.Lock()
+
+    def client(number: int) -> None:
+        draw = random.Random(number)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        while not stop.is_set():
+            fields, expected = draw.choice(requests)
+            started = time.perf_counter()
+            try:
+                status, body = ask(connection, fields)
+                fault = None if (status, body) == (200, expected) else f"{status} {body}"
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                connection.close()
+                fault = f"lost: {error!r}"
+            with guard:
+                seen.latencies.append(time.perf_counter() - started)
+                seen.num_texts += len(fields["q"])
+                seen.faults += [] if fault is None else [f"{fields['q']}: {fault}"]
+        connection.close()
+
+    def neighbour(kind: Callable[[int, random.Random, Any], str]) -> None:
+        draw = random.Random(kind.__name__)
+        while not stop.wait(_SECONDS_BETWEEN_NEIGHBOURS):
+            try:
+                found = kind(port, draw, draw.choice(requests))
+            except OSError as error:
+                found = type(error).__name__
+            with guard:
+                seen.neighbours[f"{kind.__name__}: {found}"] += 1
+                if found.startswith("wrong"):
+                    seen.faults.append(f"{kind.__name__}: {found}")
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    if neighbours:
+        threads += [threading.Thread(target=neighbour, args=(kind,)) for kind in _NEIGHBOURS]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for _ in range(_NUM_SAMPLES):
+        time.sleep(seconds / _NUM_SAMPLES)
+        seen.memory_bytes += [] if memory is None else [memory()]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    seen.seconds = time.perf_counter() - started
+    return seen
+
+
+def _head(length: int) -> bytes:
+    kind = "Host: localhost\r\nContent-Type: application/json\r\nConnection: close"
+    return f"POST /translate HTTP/1.1\r\n{kind}\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def _answer(connection: socket.socket) -> tuple[int, bytes]:
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, response.read()
+
+
+def abort(port: int, draw: random.Random, request: tuple[dict[str, Any], Any]) -> str:
+    """Ask for much, and reset the connection while it is computed."""
+    fields = {**request[0], "q": request[0]["q"] * _LINES_TO_ABORT}
+    body = json.dumps(fields).encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(_head(len(body)) + body)
+        time.sleep(draw.random() / 10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return "gone"
+
+
+def disconnect(port: int, draw: random.Random, request: tuple[dict[str, Any], Any]) -> str:
+    """Send a part of a request, and go away."""
+    body = json.dumps(request[0]).encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall((_head(len(body)) + body)[: draw.randrange(1, len(body))])
+    return "gone"
+
+
+def send_much(port: int, draw: random.Random, request: tuple[dict[str, Any], Any]) -> str:
+    """Send 10 MB. The server answers at its limit and closes, so that the answer may not arrive."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(_head(_HUGE_BYTES) + b"x" * _HUGE_BYTES)
+        try:
+            status, _ = _answer(connection)
+        except (ConnectionError, http.client.HTTPException):
+            return "closed"
+    return "413" if status == 413 else f"wrong: {status}"
+
+
+def drip(port: int, draw: random.Random, request: tuple[dict[str, Any], Any]) -> str:
+    """Send a request byte by byte; it is answered as the others."""
+    fields, expected = request
+    body = json.dumps(fields).encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(_head(len(body)))
+        for place in range(len(body)):
+            time.sleep(_SECONDS_BETWEEN_BYTES)
+            connection.sendall(body[place : place + 1])
+        status, found = _answer(connection)
+    return "200" if (status, json.loads(found)) == (200, expected) else f"wrong: {status} {found.decode()}"
+
+
+_NEIGHBOURS = (abort, disconnect, send_much, drip)
+
+
+@contextlib.contextmanager
+def served(model: str, options: Sequence[str], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`triptych serve` in a process of its own, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "triptych", "serve", f"aa-bb={model}", "--port", str(port), *options]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file, env={**os.environ, "TRIPTYCH_API_KEY": ""})
+    try:
+        while b"serving aa-bb at" not in log.read_bytes():
+            if process.poll() is not None:
+                raise SystemExit(log.read_text(encoding="utf-8"))
+            time.sleep(0.1)
+        yield process, port
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def resident_bytes(process: int) -> int:
+    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+def translated(model: str, source: Path, options: Sequence[str]) -> tuple[list[str], float]:
+    """What `triptych translate` gives, and lines per second after the first batch."""
+    command = [sys.executable, "-m", "triptych", "translate", model, str(source), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found, times = list[str](), list[float]()
+    for line in process.stdout:
+        found.append(line.removesuffix("\n"))
+        times.append(time.perf_counter())
+    if process.wait():
+        raise SystemExit(f"{' '.join(command)} failed")
+    first = min(16, len(found) // 2)  # lines of the first batch
+    return found, (len(found) - first) / (times[-1] - times[first - 1])
+
+
+def one_by_one(model: str, engine: str, lines: Sequence[str]) -> float | str:
+    """Lines per second of a loop over the lines; or why there is none."""
+    import triptych
+
+    try:
+        translator = triptych.load(model, engine=engine).translator()
+        translator.translate(lines[0])
+    except triptych.TriptychError as error:
+        return str(error)
+    started = time.perf_counter()
+    for line in lines:
+        translator.translate(line)
+    return len(lines) / (time.perf_counter() - started)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("source", type=Path, help="a file of lines")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of the load")
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--lines", type=int, default=1000, help="so many lines of the file")
+    parser.add_argument("--texts", type=int, default=1, help="texts in a request")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    lines = [line for line in asked.source.read_text(encoding="utf-8").splitlines() if line][: asked.lines]
+    options = ("--precision", asked.precision)
+    rates: dict[str, float | str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        source, log = Path(folder, "lines"), Path(folder, "log")
+        source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        texts, rates["triptych translate"] = translated(asked.model, source, options)
+        _, rates["triptych translate --workers 1"] = translated(
+            asked.model, source, (*options, "--workers", "1")
+        )
+        for engine in ("triptych", "ctranslate2"):
+            rates[f"one after another, {engine}"] = one_by_one(asked.model, engine, lines)
+        with served(asked.model, options, log) as (process, port):
+            ready = resident_bytes(process.pid)
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            groups = [lines[place : place + asked.texts] for place in range(0, len(lines), asked.texts)]
+            requests, faults, started = [], [], time.perf_counter()
+            for group in groups:
+                fields = {"q": group, "source": "aa", "target": "bb", "details": True}
+                status, body = ask(connection, fields)
+                assert status == 200, body
+                requests.append((fields, body))
+            rates["triptych serve, one client"] = len(lines) / (time.perf_counter() - started)
+            alone = [text for _, body in requests for text in body["translatedText"]]
+            if alone != texts:
+                faults.append("the server's translations are others than those of `triptych translate`")
+            loads = {}
+            for name, share, rough in (("clients", 0.25, False), ("with neighbours", 0.75, True)):
+                loads[name] = load(
+                    port,
+                    requests,
+                    share * asked.seconds,
+                    clients=asked.clients,
+                    neighbours=rough,
+                    memory=lambda: resident_bytes(process.pid),
+                )
+                faults += loads[name].faults
+    print(f"{len(lines)} lines, {asked.clients} clients, {asked.texts} texts in a request, {asked.precision}")
+    for name, rate in rates.items():
+        print(f"  {name}: {rate if isinstance(rate, str) else f'{rate:.1f} lines/s'}")
+    for name, seen in loads.items():
+        rate = seen.num_texts / seen.seconds
+        p50, p99 = (1000 * seen.latency(share) for share in (0.5, 0.99))
+        print(f"triptych serve, {name}: {rate:.1f} lines/s; p50 {p50:.0f} ms, p99 {p99:.0f} ms")
+        for other, of_other in rates.items():
+            if not isinstance(of_other, str):
+                print(f"  {rate / of_other:.2f} of {other}")
+        sizes = " ".join(str(size >> 20) for size in seen.memory_bytes)
+        print(f"  memory of the server, MiB: {ready >> 20} when ready; {sizes}")
+        for what, count in sorted(seen.neighbours.items()):
+            print(f"  neighbour {what}: {count}")
+    print(f"{sum(len(seen.latencies) for seen in loads.values())} requests, {len(faults)} lost or different")
+    for fault in faults[:10]:
+        print(f"  {fault[:300]}")
+    if asked.json:
+        record = {"rates": rates, "loads": {name: vars(seen) for name, seen in loads.items()}, "ready": ready}
+        told = {**record, "machine": describe_machine(), "code": describe_code(_ROOT), "asked": vars(asked)}
+        asked.json.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
