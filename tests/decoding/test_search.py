@@ -64,7 +64,7 @@ def script(
         assert len(rows) == num_rows
         return torch.tensor([[row.get(token, 0.0) for token in range(width)] for row in rows]).log()
 
-    monkeypatch.setattr(model, "logits", lambda x: logits(6, len(x)))
+    monkeypatch.setattr(model.head, "forward", lambda x: logits(6, len(x)))
     monkeypatch.setattr(Engine, "step", lambda _, tokens, cache: logits(GROUP, len(tokens)))
 
 
@@ -272,7 +272,7 @@ def test_a_search_goes_on_while_the_longest_output_may_win_and_no_further(
         model, options = make_model(vocab_size=6), SearchOptions(2, alpha, MAX_EXTRA)
         if searched == "by modules":
             logits, steps = never_surprised(q, limit, 2, 6)
-            monkeypatch.setattr(model, "logits", logits)
+            monkeypatch.setattr(model.head, "forward", logits)
             ((best,),) = plain_search(model, pad([[4]]), options, BOS, EOS)
         else:
             engine = Engine(model, never=(PAD, BOS))
