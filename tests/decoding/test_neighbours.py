@@ -122,7 +122,7 @@ def test_a_small_translator_translates_a_sentence_as_if_it_were_alone(
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-gqa", marks=pytest.mark.slow)])
 def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
     name: str, precision: Precision, way: str
 ) -> None:

@@ -51,7 +51,7 @@ def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map() -> None:
     moved = 0
     for layer in range(6):
         rows = theirs.transformer.h[layer].attn.c_proj.weight
-        for head in (0, 3, 7):
+        for head in range(8):
             own, kept = slice(head * 32, head * 32 + 32), rows.data.clone()
             rows.data[own] = 0
             expected = float(theirs(ids, labels=ids).loss)
@@ -59,7 +59,7 @@ def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map() -> None:
             found = float(gpt2.ablate(f"{layer}.{head}").run(TEXT).loss)
             assert found == pytest.approx(expected, abs=1e-6)
             moved += abs(found - whole) > 1e-4
-    assert moved > 14
+    assert moved > 40
     assert float(gpt2.run(TEXT).loss) == whole
 
 
