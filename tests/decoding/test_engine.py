@@ -34,9 +34,10 @@ def make_model(
     positions: str = "sinusoidal",
     vocab: int = 90,
     sizes: dict[str, int] | None = None,
+    seed: int = 6,
 ) -> EncoderDecoder:
     """An untrained model in float64 that is sure of itself."""
-    torch.manual_seed(6)
+    torch.manual_seed(seed)
     site = AttentionConfig.model_validate(
         {"projections": projections, **(sizes or OPTIONS.get(projections, {}))}
     )

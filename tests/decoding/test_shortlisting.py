@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding.test_engine import make_model, pad
 from decoding.test_neighbours import assert_neighbours_change_nothing, texts_of
 from triptych.decoding import PRECISIONS, Engine, Hypothesis, Precision, SearchOptions, search
-from triptych.decoding.engine import DecodingEngine
+from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.shortlisting import ShortlistEngine
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules
@@ -24,7 +24,8 @@ TEXTS = texts_of(12, 19, 30)
 
 @pytest.fixture(scope="module")
 def model() -> EncoderDecoder:
-    return make_model(vocab=VOCAB).float()
+    # A seed without near ties: between these the rounding of a product decides, which has other shapes here.
+    return make_model(vocab=VOCAB, seed=3).float()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ class Hidden(DecodingEngine):
     def __init__(self, engine: Engine, allowed: Sequence[int]) -> None:
         self.engine, self.device, self.pad_id = engine, engine.device, engine.pad_id
         self.max_tokens = engine.max_tokens
-        self.hidden = torch.ones(engine.vocab, dtype=torch.bool)
+        self.hidden = torch.ones(math.ceil(engine.vocab_size / GROUP) * GROUP, dtype=torch.bool)
         self.hidden[list(allowed)] = False
 
     def start(self, src: Tensor, beam_size: int) -> Any:

@@ -206,7 +206,7 @@ def test_the_loss_of_every_head_is_that_of_its_logits(
         monkeypatch.setattr("triptych.training.losses.MAX_CHUNK_TOKENS", chunk)
     torch.manual_seed(0)
     table = torch.nn.Embedding(13, 6)
-    head = LanguageModelHead(config, 6, table).double()
+    head = LanguageModelHead(config, 6, table, std=0.02).double()
     if head.output.bias is not None:
         torch.nn.init.normal_(head.output.bias)
     x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)

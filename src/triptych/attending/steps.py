@@ -191,8 +191,8 @@ class HeadSteps:
         model = self._reader.model
         if self._kind == "encoder" and self._text.source is not None:
             return None  # the memory reaches the logits through cross-attention alone
-        head = getattr(model, "head", None)
-        if hasattr(model, "head") and (head is None or head.config.outputs not in (None, model.vocab_size)):
+        *_, stack = model.stacks.values()
+        if stack.head is None or stack.head.config.outputs not in (None, stack.vocab_size):
             return None
         with torch.no_grad():
             with_head, without = self._direct_logits()

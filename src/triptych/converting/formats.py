@@ -174,7 +174,7 @@ def _translator_names(
         for at in kinds:
             layer |= {f"{at}.{side}_proj": (d_model, _D) for side in "qkv"}
             layer |= {f"{at}.out_proj": (_D, d_model), f"{at}_layer_norm": (_D,)}
-        for number in range(len(getattr(model, stack))):
+        for number in range(len(getattr(model, stack).blocks)):
             found |= _maps(f"model.{stack}.layers.{number}", layer)
         if kind == "pegasus":
             found |= _maps(f"model.{stack}", {"layer_norm": (_D,)})
