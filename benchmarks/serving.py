@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("source", type=Path, help="a file of lines")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the load")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--lines", type=int, default=1000, help="so many lines of the file")
+    parser.add_argument("--lines", type=int, default=1000, help="lines of the file that are used")
     parser.add_argument("--texts", type=int, default=1, help="texts in a request")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--json", type=Path)
@@ -275,7 +275,7 @@ def main() -> int:
             rates["triptych serve, one client"] = len(lines) / (time.perf_counter() - started)
             alone = [text for _, body in requests for text in body["translatedText"]]
             if alone != texts:
-                faults.append("the server's translations are others than those of `triptych translate`")
+                faults.append("the server translates otherwise than `triptych translate`")
             loads = {}
             for name, share, rough in (("clients", 0.25, False), ("with neighbours", 0.75, True)):
                 loads[name] = load(

@@ -2,7 +2,7 @@
 
 import os
 
-# Read when torch loads OpenMP: threads that wait spin briefly, as those of the command. The cores are busy.
+# Read when torch loads OpenMP: threads that wait spin briefly, as the command's do. The cores are busy.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from collections.abc import Iterator

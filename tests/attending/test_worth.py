@@ -1,6 +1,7 @@
 """The loss without a head, against a model whose weights were changed by hand."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,11 @@ def test_an_encoder_predicts_tokens_that_are_hidden_the_same_ones_every_time() -
     assert sorted(batch.predicts.sum(dim=1).tolist()) == sorted(max(1, round(0.15 * n)) for n in lengths)
 
 
-def test_a_model_that_predicts_no_tokens_has_no_loss() -> None:
-    for reader, said in ((language_reader(kind="encoder"), "no mask token"), (masked_reader(), "no head")):
+def test_a_model_that_predicts_no_tokens_or_reads_more_than_the_stream_is_refused() -> None:
+    borrowing, encoder = language_reader(), language_reader(kind="encoder")
+    made = borrowing.model.architecture
+    borrowing.model.architecture = replace(made, blocks=tuple(replace(b, keys=0) for b in made.blocks))
+    for reader, said in ((encoder, "no mask"), (masked_reader(), "no head"), (borrowing, "than the stream")):
         if said == "no head":
             reader.model.head = None
         with pytest.raises(UsageError, match=said):

@@ -31,8 +31,6 @@ def test_a_translator_writes_target_tokens_and_its_encoder_none() -> None:
     found = attention.writes("cross.0", 1, k=2)
     assert [token for token, _ in found] == list(attention.of("cross").keys)
     target = set(reader.tokenizer.pieces(range(reader.tokenizer.vocab_size)))
-    for _, nearest in found:
-        assert len(nearest) == 2
-        assert set(nearest) <= target
+    assert all(len(nearest) == 2 and {*nearest} <= target for _, nearest in found)
     with pytest.raises(UsageError, match="no output table reads what encoder layers write"):
         attention.writes("encoder.0", 1)

@@ -1,4 +1,4 @@
-"""Families that `transformers` has no class of: their layers are those of another family by other names."""
+"""Families that `transformers` has no class of: they have another family's layers by other names."""
 
 import json
 from collections.abc import Callable

@@ -232,8 +232,7 @@ def test_a_refused_step_is_one_line_and_leaves_nothing(triptych: Command, tmp_pa
         (["--do", "gauge_fix", "--do", "fold_norm"], "fold_norm must come before gauge_fix"),
         (["--rank", "0"], "truncate.rank: Input should be greater than or equal to 1"),
         (["--rank", "9"], "truncate: rank is 9, and the widest head has 8 channels"),
-        (["--energy", "1.5"], "--energy is a share above 0 and up to 1"),
-        (["--budget", "50"], "--budget is a share above 0 and up to 1, such as 0.5: it is 50"),
+        (["--energy", "1.5"], "truncate.energy: it is a share above 0 and up to 1, such as 0.5, and not 1.5"),
         (["--do", "truncate(rank=3, forms=['qk', 'vo'])"], "truncate.forms.1: Input should be 'qk' or 'ov'"),
         (["--do", "truncate(rank=3, forms=['qk', 'qk'])"], "truncate: forms is qk,qk: give qk, ov or both"),
         (

@@ -294,7 +294,7 @@ class Semantics:
         return "none" if self.bias is None else self.bias.scheme
 
     def regained(self, q: Tensor) -> Tensor:
-        """Turned queries times what weights of norms wait for it: those of keys give the same scores here."""
+        """Turned queries times the weights that wait for them; a key norm's gives the same scores here."""
         for norm in (self.q_norm, self.k_norm):
             q = q if norm is None else norm.regained(q)
         return q

@@ -471,7 +471,7 @@ class ModelSpec(Spec):
     # says
     attention_norm: tuple[NormSpec, ...] = ()
     attention_out_norm: tuple[NormSpec, ...] = ()  # of what the attention adds, before the sum
-    cross_norm: tuple[NormSpec, ...] = ()  # of the attention to the encoder's output; likewise after it
+    cross_norm: tuple[NormSpec, ...] = ()  # before the attention to the encoder's output
     cross_out_norm: tuple[NormSpec, ...] = ()
     # the same for the feed-forward layer; where blocks are parallel and it has none, it reads the attention's
     feed_forward_norm: tuple[NormSpec, ...] = ()

@@ -76,9 +76,6 @@ def rewrite(
     text, compare = rewriting.pop("text"), rewriting.pop("compare")
     opened = open_model(model, opening={"device": "cpu", **opening})
     sizes = {"rank": rank, "energy": energy, "budget": budget}
-    for name, share in (("energy", energy), ("budget", budget)):
-        if share is not None and not 0 < share <= 1:
-            raise UsageError(f"--{name} is a share above 0 and up to 1, such as 0.5: it is {share:g}")
     cut = {name: size for name, size in sizes.items() if size is not None}
     steps = _steps(exact, do, cut, on_text=rewriting["calibration"] is not None)
     chosen = numbers(layers, "--layers")

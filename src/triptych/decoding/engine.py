@@ -19,7 +19,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.experts import Experts
 from triptych.models.sites import blocks_of
 
-# The vocabulary is looked through in groups of so many tokens: first the best of each group, then
+# The vocabulary is looked through in groups of this many tokens: first the best of each group, then
 # only the groups that can hold one of the best.
 GROUP = 64
 
@@ -66,7 +66,7 @@ class Engine(DecodingEngine):
         self,
         model: LanguageModel | EncoderDecoder,
         precision: Precision = "fp32",
-        num_choices: int | None = None,  # so many tokens, from the first, may be chosen; None for all
+        num_choices: int | None = None,  # number of tokens, from the first, that may be chosen; None for all
         *,
         never: Sequence[int] = (),  # tokens of an encoder-decoder whose logits are −inf
         direct: bool = True,  # whether modules call each other without hooks; a traced model does not
@@ -91,7 +91,7 @@ class Engine(DecodingEngine):
             self.pad_id, self.fixed = model.pad_id, self.device.type == "cuda"
         self.joins = not self.fixed
         rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
-        # A text that grows past so many tokens is read again from its first.
+        # A text that grows past this many tokens is read again from its first.
         again = any(of is not None and of.reads_again for of in rotary)
         self._starts_anew = self.rotary_limit if again else None
         # Products of int8 give float32 alone. A traced model keeps maps that every runtime knows.
@@ -231,7 +231,7 @@ def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles) -> None:
     cast_parameters(table, maps.dtype)
     if head.config.tied:
         head.output.weight = table.weight
-    # The largest map first: beside the fewest others, for it is there twice for a moment.
+    # The largest map first, while the fewest others are there: for a moment it is there twice.
     for parent, name in ((head, "output"), (head, "map"), (own.embeddings, "map")):
         layer = getattr(parent, name)
         if layer is not None:

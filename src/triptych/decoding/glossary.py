@@ -52,11 +52,8 @@ class Glossary:
         """The tokens of a text, and of the translations of the terms that occur in it."""
         places = [match.lastindex for match in self._pattern.finditer(text)]
         terms = dict.fromkeys(self._ids[place - 1] for place in places if place)
-        found = Sentence(ids)
-        if terms:
-            found.terms = Terms([one for one in terms if not any(_has(other, one) for other in terms)])
-            found.terms.lengthening = self._lengthening
-        return found
+        whole = [one for one in terms if not any(_has(other, one) for other in terms)]
+        return Sentence(ids, Terms(whole, self._lengthening) if whole else None)
 
 
 @lru_cache(maxsize=8)
@@ -99,11 +96,12 @@ def _end_of(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
 class Terms:
     """What an output must have: terms, each a sequence of tokens."""
 
-    lengthening = b""  # for every token, 1 if it goes on with the word before it
+    def __init__(self, terms: Sequence[tuple[int, ...]], lengthening: bytes = b"") -> None:
+        """Terms of which none is part of another.
 
-    def __init__(self, terms: Sequence[tuple[int, ...]]) -> None:
-        """Terms of which none is part of another."""
-        self._terms = tuple(terms)
+        `lengthening` has 1 for every token that goes on with the word before it.
+        """
+        self._terms, self._lengthening = tuple(terms), lengthening
         self.num_tokens = sum(map(len, terms))
         self.tokens = frozenset(token for term in terms for token in term)
 
@@ -124,7 +122,7 @@ class Terms:
 
         Each is a total, a row, a token and its log-probability.
         """
-        lengthening = torch.from_numpy(np.frombuffer(self.lengthening, dtype=bool).copy())
+        lengthening = torch.from_numpy(np.frombuffer(self._lengthening, dtype=bool).copy())
         for row, (ids, _) in enumerate(beam):
             if any(ids and ids[-len(term) :] == term for term in self._terms):
                 log_probs[row, : len(lengthening)][lengthening.to(log_probs.device)] = -math.inf
@@ -153,4 +151,6 @@ class Terms:
 class Sentence(list[int]):
     """Token ids of a sentence, and the terms of its translation."""
 
-    terms: Terms | None = None
+    def __init__(self, ids: Sequence[int], terms: Terms | None = None) -> None:
+        super().__init__(ids)
+        self.terms = terms

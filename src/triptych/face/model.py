@@ -643,11 +643,9 @@ class Model:
             DataError: there is nothing to score.
         """
         if references is not None:
-            sources = (
-                read_lines(text) if isinstance(text, Path) else [text] if isinstance(text, str) else text
-            )
-            right = read_lines(references) if isinstance(references, Path) else references
             translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
+            sources = given_texts(self.reader, text)
+            right = read_lines(references) if isinstance(references, Path) else references
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
         documents = given_texts(self.reader, text)
         options = self._opened.options
@@ -1170,7 +1168,7 @@ class Model:
     def _continued(
         self, generator: TextGenerator, prompts: Sequence[str], options: GenerationOptions, chat: bool
     ) -> list[list[Continuation]]:
-        """Texts that change values by position run without padding, those of one length together."""
+        """Texts that change values by position run without padding, texts of equal length together."""
         if not any(isinstance(change, ValueChange) for change in self._changes):
             return generator.generate(prompts, options, chat=chat)
         ids = [generator.encode(prompt, chat=chat) for prompt in prompts]

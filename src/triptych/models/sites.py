@@ -44,7 +44,7 @@ class AttentionSite(NamedTuple):
 
 
 def blocks_of(model: AnyModel, stack: str) -> list[Block]:
-    """The blocks of a stack; those of the decoder for "cross"."""
+    """The blocks of a stack; for "cross" the decoder's."""
     return list(cast(Iterable[Block], model.stacks["encoder" if stack == "encoder" else "decoder"].blocks))
 
 

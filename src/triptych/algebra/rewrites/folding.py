@@ -38,7 +38,7 @@ class Fold(LayerRewrite):
     name = "fold"
     tier = "rounding-exact"
     requires = (_FORM_FOLDED,)
-    besides = "a norm stands between the maps"
+    besides = "a norm is between the maps"
     place = 0
     why_here = "products of maps are folded while they are products"
     resizes = True

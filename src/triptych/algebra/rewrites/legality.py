@@ -12,7 +12,7 @@ INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
 
 class Trait(NamedTuple):
-    """Something that a layer may do, and that stands against some rewrites."""
+    """Something that a layer may do, for which some rewrites are refused."""
 
     words: str
     there: Callable[[AttentionWeights], bool]

@@ -22,8 +22,8 @@ from triptych.algebra.rewrites.legality import CHANNELS_FREE, Need
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Side
 
-# Weight of inputs without preferred direction beside those of the text: just enough to decide on channels
-# that the text never uses.
+# Weight of inputs without preferred direction, next to the text's: just enough to decide on channels that
+# the text never uses.
 PRIOR = 1e-12
 
 
@@ -167,7 +167,7 @@ class FormMetric(Metric):
 
 
 def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, forms: Sequence[Form]) -> None:
-    """Refuse moments of a layer with other heads or channels, where those of some forms are looked at."""
+    """Refuse moments of another number of heads or channels than these forms have."""
     q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
     for form, what, found, wanted in (
         ("qk", "queries", moments.q, (weights.num_heads, q.d_out)),

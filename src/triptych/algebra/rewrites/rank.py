@@ -38,8 +38,7 @@ def truncate(
     *,
     qk_rank: Ranks | None = None,  # with rotary="pairs" a number of pairs
     ov_rank: Ranks | None = None,
-    centred: bool
-    | None = None,  # whether the means over the text are taken off first; None: where it is free
+    centred: bool | None = None,  # whether means over the text are taken off first; None: where it is free
     rotary: Rotary | None = None,  # what rotary heads lose of W_QK; None refuses them
     longest: int | None = None,  # tokens of the longest text of rotary heads; None: without end
     prior: float = PRIOR,
@@ -79,9 +78,8 @@ def truncate(
     for form, change in changes.items():
         result = _changed(result, form, change, notes)
     exact, bound, cuts = True, 0.0, list[Cut]()
-    for form, (own, common, lost, whole, *_) in changes.items():
-        del own, common
-        metric, shares = metrics[form], Cut.shares(lost, whole)
+    for form, change in changes.items():
+        metric, shares = metrics[form], Cut.shares(change.lost, change.whole)
         moved, sized = move(start, result, form), size(start, form)
         worst, most, far = max(shares), metric.said.most, Cut.shares(moved.form.square(), sized.form.square())
         if moments is None:
@@ -90,7 +88,7 @@ def truncate(
             worst, most = float(moved.form.max()), metric.num_needed()
         cuts.append(Cut(metric.said.cut, tuple(ranks[form]), most, worst, shares))
         # With the mean taken off, what is lost of the value bias is in the output's, if all comes through.
-        in_output = changes[form].output is not None and not VALUE_BIAS_PASSES.why_not(weights)
+        in_output = change.output is not None and not VALUE_BIAS_PASSES.why_not(weights)
         counted = moved.form if in_output else moved.whole
         exact &= bool((counted <= _ROUNDING * weights.d_model * sized.whole).all())
         bound = max(bound, float(counted.max()))
@@ -122,7 +120,7 @@ def measure_energies(
 
     Σ of those left out is what a rank loses: of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, of the mean
     square scores q kᵀ (outputs) on the text with them; but of outputs of heads that read one value head, as
-    if they all mixed its values alike. Of rotary heads they are those of keys alone, or of rotary pairs.
+    if they all mixed its values alike. Rotary heads give the energies of keys alone, or of rotary pairs.
     """
     return _metric_of(weights.to(torch.float64), form, moments, centred, rotary, longest).energies()
 

@@ -53,6 +53,13 @@ class Truncate(LayerRewrite):
     )
     ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(default_factory=dict, exclude=True)
 
+    @field_validator("energy", "budget", mode="before")
+    @classmethod
+    def _require_share(cls, share: Any) -> Any:
+        if isinstance(share, int | float) and not 0 < share <= 1:
+            raise ValueError(f"it is a share above 0 and up to 1, such as 0.5, and not {share:g}")
+        return share
+
     @field_validator("rotary", mode="before")
     @classmethod
     def _no_old_name(cls, given: object) -> object:
