@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import triptych
+from decoding.plain_search import search
 from heads import with_semantics
 from tolerances import assert_same
 from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention, rewriting
@@ -22,7 +23,7 @@ from triptych.algebra.semantics import HeadGate, HeadNorm, Temperature
 from triptych.algebra.weights import Norm
 from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions, Stacked
 from triptych.attention.checks import HELD
-from triptych.decoding import Engine, SearchOptions, search
+from triptych.decoding import Engine, SearchOptions
 from triptych.models import (
     LanguageModel,
     LanguageModelConfig,
