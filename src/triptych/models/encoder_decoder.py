@@ -116,6 +116,11 @@ class EncoderDecoder(nn.Module):
         return {"encoder": self.encoder, "decoder": self.decoder}
 
     @property
+    def blocks(self) -> list[nn.Module]:
+        """Of both, the encoder's first."""
+        return [*self.encoder.blocks, *self.decoder.blocks]
+
+    @property
     def head(self) -> LanguageModelHead:
         """The decoder's."""
         assert self.decoder.head is not None, "a decoder predicts tokens"

@@ -122,7 +122,7 @@ class Shards(_Spread):
         super().__init__(objective, world)
         self._mesh, self._tied = mesh, _tied(objective.model)
         self._blank = _without_values(objective.model)
-        policy, blocks = MixedPrecisionPolicy(), list(objective.blocks(objective.model))
+        policy, blocks = MixedPrecisionPolicy(), list(objective.model.blocks)
         if precision == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             for stack in objective.model.stacks.values():
