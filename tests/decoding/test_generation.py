@@ -322,13 +322,13 @@ def test_weights_are_packed_only_where_a_copy_is_a_small_part_of_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed: list[bool] = []
-    of = Maps.of
+    make = Maps.__init__
 
-    def watched(*arguments: Any, **options: Any) -> Maps:
+    def watched(maps: Maps, *arguments: Any, **options: Any) -> None:
         packed.append(options["packed"])
-        return of(*arguments, **options)
+        make(maps, *arguments, **options)
 
-    monkeypatch.setattr(Maps, "of", watched)
+    monkeypatch.setattr(Maps, "__init__", watched)
     Engine(make())
     monkeypatch.setattr(thresholds, "SHARE_PACKED", 1e-9)
     Engine(make())

@@ -93,7 +93,7 @@ class Engine(DecodingEngine):
         self._starts_anew = self.rotary_limit if again else None
         # Products of int8 give float32 alone. A traced model keeps maps that every runtime knows.
         dtype = torch.float32 if precision == "int8" else table.dtype
-        maps = Maps.of(precision, dtype, packed=direct and has_room_for_another(model))
+        maps = Maps(precision, dtype, packed=direct and has_room_for_another(model))
         self.dtype, self.model, files = maps.dtype, evaluating_copy(model), MappedFiles()
         *_, self._decoder = self.model.stacks.values()
         self._num_layers = len(self._decoder.new_cache().own)

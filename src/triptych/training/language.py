@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from triptych.decoding.engine import Engine
 from triptych.decoding.generation import GenerationOptions, generate_tokens
@@ -196,28 +197,18 @@ def tokens_of_text(
 def _batches(
     recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
 ) -> Batches[LanguageBatch]:
-    context, within = recipe.model.context, recipe.data.within_documents
-    # A validation has batches of about 8,192 tokens. Larger ones are no faster.
-    rows = recipe.training.batch_size if shuffle else max(8192 // context, 1)
+    context = recipe.model.context
+    cut: dict[str, Any] = {
+        "context": context,
+        # A validation has batches of about 8,192 tokens. Larger ones are no faster.
+        "batch_size": recipe.training.batch_size if shuffle else max(8192 // context, 1),
+        "seed": recipe.order_seed,
+        "within_documents": recipe.data.within_documents,
+        "shuffle": shuffle,
+    }
     if recipe.task == "language-model":
-        return PackedBatches(
-            shards,
-            context=context,
-            batch_size=rows,
-            seed=recipe.order_seed,
-            within_documents=within,
-            shuffle=shuffle,
-        )
-    return MaskedBatches(
-        shards,
-        tokenizer,
-        recipe.masking,
-        context=context,
-        batch_size=rows,
-        seed=recipe.order_seed,
-        within_documents=within,
-        shuffle=shuffle,
-    )
+        return PackedBatches(shards, **cut)
+    return MaskedBatches(shards, tokenizer, recipe.masking, **cut)
 
 
 def fingerprints_of(recipe: TextRecipe, text: TextOfRun, tokenizer: Tokenizer, model: str) -> dict[str, str]:
