@@ -63,14 +63,13 @@ from triptych.face.engines import (
     require_ctranslate2,
 )
 from triptych.face.heads import Head, Layer, Layers, Stack
-from triptych.face.opened import ChangedSource, Opened, Options, open_source, summary_of
-from triptych.face.places import Places, stack_of
+from triptych.face.opened import ChangedSource, Opened, Options, open_source, stack_of, summary_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.files import write_text
 from triptych.inspection import Inspection, inspect
-from triptych.opening import OpenedModel, Reader
+from triptych.opening import OpenedModel, Places, Reader
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
@@ -79,6 +78,7 @@ from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import CorpusSpec, TokenSequences, read_lines, read_parallel
+from triptych.text.documents import Documents
 from triptych.text.shortlists import Coverage, learn_shortlist
 from triptych.training import Recipe, read_recipe, require_translation
 from triptych.training.distilling import Distilled, distil_text
@@ -252,13 +252,8 @@ class Model:
         Raises:
             UsageError: there is no such place, or several; the message lists them.
         """
-        if isinstance(place, tuple):
-            layer, head = place
-            return self.layers[self._places.layer(layer)][head]
-        if isinstance(place, int):
-            return self.layers[self._places.layer(place)]
-        number, of_head = self._places.split(place)
-        return self.layers[number] if of_head is None else self.layers[number][of_head]
+        number, head = self._places.find(place)
+        return self.layers[number] if head is None else self.layers[number][head]
 
     def composition(self, into: Into, stack: Literal["encoder", "decoder"] | None = None) -> Composition:
         """How much each head reads of what earlier heads of its stack wrote, with the chance level.
@@ -729,6 +724,7 @@ class Model:
         text: str | Path | Sequence[str],
         targets: Sequence[str] | Path | None = None,
         *,
+        documents: Documents = "file",
         worth: Instead | None = None,
         explain: bool = False,
         context: int | None = None,
@@ -740,6 +736,8 @@ class Model:
         Args:
             text: a text, the file of one, or several documents.
             targets: of translators: the translations, line by line. Default: the model's own.
+            documents: what a document is in a plain text file: the whole file, each line, or the lines
+                between blank lines. Intervals are over documents.
             worth: measure the loss without each head: its output becomes zero, its mean over the text, or
                 what it would be if it looked evenly.
             explain: how well W_QK, cut to several ranks, explains where heads look, and whether they write
@@ -755,6 +753,7 @@ class Model:
             self.reader,
             text,
             targets,
+            documents=documents,
             worth=worth,
             explain=explain,
             context=context,
@@ -920,7 +919,7 @@ class Model:
         Raises:
             UsageError: another shape, a map that heads share, or no such place.
         """
-        number, head = self._places.split(str(place))
+        number, head = self._places.find(place)
         if unknown := [name for name in maps if name not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
         changed = self._changed(
@@ -1141,7 +1140,8 @@ class Model:
 
     @cached_property
     def _places(self) -> Places:
-        return Places(self._opened.attention.sites, self.name)
+        sites = self._opened.attention.sites
+        return Places([(stack_of(site), site.layer) for site in sites], self.name)
 
     @cached_property
     def _attention(self) -> AttentionSource:
