@@ -1005,15 +1005,22 @@ class Model:
             progress,
         )
 
-    def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
+    def plan(
+        self,
+        *steps: Step,
+        layers: Sequence[int] | None = None,
+        calibration: str | Path | None = None,
+        skip_refused: bool = False,
+    ) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as in `rewrite`."""
-        recipe = recipe_of(steps, calibration, skip_refused=skip_refused)
+        recipe = recipe_of(steps, calibration, layers=layers, skip_refused=skip_refused)
         with self._files() as source:
             return plan_rewrite(source, recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
         *steps: Step,
+        layers: Sequence[int] | None = None,
         out: str | Path | None = None,
         calibration: str | Path | None = None,
         skip_refused: bool = False,
@@ -1028,6 +1035,7 @@ class Model:
         Args:
             steps: rewrites, as calls or as records, in order; "exact" for all exact ones; or a recipe, or its
                 file.
+            layers: numbers of the layers that steps without layers of their own rewrite; all if None.
             out: the folder to write; a temporary one, which `save` copies, if None.
             calibration: a text to run the model on first, for the rewrites that look at one; of translators
                 source, tab, target.
@@ -1045,21 +1053,23 @@ class Model:
         target = Path(name) if temporary is None else temporary / "rewritten"
         try:
             with self._files() as source:
-                rewrite_checkpoint(
+                certificate = rewrite_checkpoint(
                     source,
                     target,
-                    recipe_of(steps, calibration, skip_refused=skip_refused),
+                    recipe_of(steps, calibration, layers=layers, skip_refused=skip_refused),
                     family=self._opened.options.family,
                     text=None if text is None else Path(text),
                     compare=compare,
                     progress=progress,
                 )
-            rewritten = find_source(target)
+            files = find_source(target)
         except BaseException:  # an interruption too leaves nothing behind
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return Model(Opened(name, rewritten, self._opened.options, temporary=temporary))
+        rewritten = Model(Opened(name, files, self._opened.options, temporary=temporary))
+        rewritten.certificate = certificate
+        return rewritten
 
     # Keeping.
 
