@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoding.plain_search import plain_search
+from decoding.plain_search import plain_search, search
 from triptych.attention.projections import PARAMETERISATIONS
-from triptych.decoding import Engine, Hypothesis, SearchOptions, search
+from triptych.decoding import Engine, Hypothesis, SearchOptions
 from triptych.decoding.engine import GROUP
 from triptych.decoding.maps import unsupported_precision
 from triptych.models import (
