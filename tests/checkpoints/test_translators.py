@@ -14,8 +14,9 @@ import triptych
 from checkpoints.oracle import in_float64
 from checkpoints.test_encoder_decoders_run import made
 from checkpoints.tiny_translators import WORDS, translator_folder, write_tokenizer
+from decoding.plain_search import search
 from triptych.checkpoints.models import load_encoder_decoder
-from triptych.decoding import Engine, Hypothesis, SearchOptions, search
+from triptych.decoding import Engine, Hypothesis, SearchOptions
 from triptych.errors import TriptychError, UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules

@@ -1,6 +1,6 @@
 """Greedy and beam search, step by step through the model's own modules: the slow reference.
 
-`triptych.decoding.search` follows the same rules faster.
+`search` follows the same rules faster, by an engine.
 """
 
 from typing import final
@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from triptych.attention import DecoderCache
+from triptych.decoding.engine import DecodingEngine
+from triptych.decoding.loop import Loop
 from triptych.decoding.search import (
     Hypothesis,
     SearchOptions,
@@ -17,8 +19,20 @@ from triptych.decoding.search import (
     enough_finished,
     length_penalty,
     limit_of,
+    sentence_text,
 )
 from triptych.models import EncoderDecoder
+from triptych.text import OutputRules
+
+
+def search(
+    engine: DecodingEngine, src: Int[Tensor, "batch src_len"], options: SearchOptions, rules: OutputRules
+) -> list[list[Hypothesis]]:
+    """The best outputs for each source sentence of a batch that is padded, best first."""
+    given = [row[row != engine.pad_id].tolist() for row in src]
+    texts = [sentence_text(engine, ids, options, rules) for ids in given]
+    Loop(engine).run(texts)
+    return [text.best[: options.num_best] for text in texts]
 
 
 @torch.no_grad()

@@ -13,14 +13,11 @@ from triptych.algebra.semantics import Temperature
 from triptych.attention import MultiHeadAttention
 from triptych.decoding.batches import LONGEST_PROMPT
 from triptych.decoding.engine import Engine
-from triptych.decoding.generation import (
-    Generated,
-    GenerationOptions,
-    generate_stream,
-    generate_tokens,
-)
+from triptych.decoding.generation import GenerationOptions, begin, generate_tokens
+from triptych.decoding.loop import Loop
 from triptych.decoding.maps import PRECISIONS, Maps, Precision
 from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.search import Hypothesis
 from triptych.errors import UsageError
 from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
 
@@ -61,7 +58,7 @@ def plain(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
     return new
 
 
-def ids_of(found: list[list[Generated]]) -> list[list[tuple[int, ...]]]:
+def ids_of(found: list[list[Hypothesis]]) -> list[list[tuple[int, ...]]]:
     return [[one.ids for one in of_prompt] for of_prompt in found]
 
 
@@ -157,7 +154,7 @@ def test_a_text_ends_at_the_last_position_and_longer_prompts_are_refused_with_th
     with pytest.raises(UsageError, match=r"prompt 2 has 25 tokens.* positions for 24"):
         generate_tokens(engine, [[1], [1] * 25], GenerationOptions(50))
     with pytest.raises(UsageError, match="empty"):
-        list(generate_stream(engine, [[]], GenerationOptions(5)))
+        generate_tokens(engine, [[]], GenerationOptions(5))
 
 
 @pytest.mark.parametrize("scheme", ["learned", "rotary"])
@@ -193,11 +190,11 @@ def test_short_prompts_go_on_when_a_long_one_is_at_the_last_position() -> None:
 
 
 def test_tokens_are_there_as_they_come() -> None:
-    engine = Engine(make())
-    stream = generate_stream(engine, [PROMPTS[0]], GenerationOptions(5))
-    first = next(stream)
-    assert (first.row, first.token, first.finish) == (0, plain(make(), PROMPTS[0], 1)[0], None)
-    assert [new.finish for new in stream] == [None, None, None, "length"]
+    engine, told = Engine(make()), list[tuple[int, int]]()
+    (asked,) = begin(engine, PROMPTS[:1], GenerationOptions(5), lambda *new: bool(told.append(new)))
+    counts = [len(told) for _ in Loop(engine).steps(asked.texts)]
+    assert counts == [1, 2, 3, 4, 5]
+    assert told == [(0, token) for token in plain(make(), PROMPTS[0], 5)]
 
 
 def best_of_all(
@@ -325,13 +322,12 @@ def test_weights_are_packed_only_where_a_copy_is_a_small_part_of_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed: list[bool] = []
-    of = Maps.of
 
     def watched(*arguments: Any, **options: Any) -> Maps:
         packed.append(options["packed"])
-        return of(*arguments, **options)
+        return Maps(*arguments, **options)
 
-    monkeypatch.setattr(Maps, "of", watched)
+    monkeypatch.setattr("triptych.decoding.engine.Maps", watched)
     Engine(make())
     monkeypatch.setattr(thresholds, "SHARE_PACKED", 1e-9)
     Engine(make())
@@ -379,4 +375,4 @@ def test_a_prompt_is_no_longer_than_is_asked_or_than_can_be_read() -> None:
     windowed = Engine(make("rotary"))  # of a recipe: reads the end of a prompt
     assert generate_tokens(windowed, [long], GenerationOptions(1))[0]
     with pytest.raises(UsageError, match="at most 4"):
-        list(generate_stream(windowed, PROMPTS, options))
+        begin(windowed, PROMPTS, options)

@@ -11,7 +11,7 @@ from decoding.test_translator import ENGLISH, GERMAN, tokenizers, translator  # 
 from triptych.decoding import Engine, SearchOptions, Translator, length_penalty
 from triptych.decoding.glossary import Glossary, Sentence, Terms
 from triptych.decoding.loop import Loop
-from triptych.decoding.search import hypotheses_of, sentence_text
+from triptych.decoding.search import sentence_text
 from triptych.errors import UsageError
 from triptych.text import ByteLevelTokenizer, TokenizerPair
 
@@ -34,7 +34,7 @@ def test_a_beam_as_large_as_the_search_space_finds_the_best_output_with_the_term
     engine = Engine(model, never=(PAD, BOS))
     text = sentence_text(engine, [*source, EOS], options, RULES, Terms(terms))
     Loop(engine).run([text])
-    found = {one.ids: one.score for one in hypotheses_of(text, options)}
+    found = {one.ids: one.score for one in text.best[: options.num_best]}
     assert found == pytest.approx(scores, abs=1e-5)
 
 
@@ -46,7 +46,7 @@ def test_a_small_beam_ends_with_all_terms_though_they_share_tokens(beam_size: in
     options = SearchOptions(beam_size=beam_size, max_extra_tokens=6)
     text = sentence_text(engine, [9, 4, 10, 11, EOS], options, RULES, Terms(terms))
     Loop(engine).run([text])
-    ids = hypotheses_of(text, options)[0].ids
+    ids = text.best[0].ids
     assert all(any(ids[place : place + len(term)] == term for place in range(len(ids))) for term in terms)
     short = SearchOptions(max_extra_tokens=1)
     with pytest.raises(UsageError, match="need 10 tokens, and its translation may have 5"):

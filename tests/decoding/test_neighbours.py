@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from decoding.plain_search import search
 from decoding.test_engine import make_model
 from triptych.decoding import (
     PRECISIONS,
@@ -17,11 +18,10 @@ from triptych.decoding import (
     SamplingOptions,
     SearchOptions,
     generate_tokens,
-    search,
 )
-from triptych.decoding.generation import Sample, beam_text, collected, continuations_of
+from triptych.decoding.generation import begin
 from triptych.decoding.loop import Loop, Text
-from triptych.decoding.search import hypotheses_of, sentence_text
+from triptych.decoding.search import sentence_text
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import open_model
 from triptych.text import OutputRules
@@ -82,19 +82,9 @@ def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
     engine = Engine(model, precision)
     texts = texts_of(9, 90, 301)
     assert_neighbours_change_nothing(lambda texts: generate_tokens(engine, texts, WAYS[way]), texts)
-    options = WAYS[way]
-    if way == "beam":
-        beams = [beam_text(engine, ids, options) for ids in texts]
-        joining(engine, beams)
-        found = [continuations_of(beam, options) for beam in beams]
-    else:
-        samples = [
-            Sample(engine, ids, options, number * options.num_samples) for number, ids in enumerate(texts)
-        ]
-        joining(engine, samples)
-        found = [[collected(sample.new)] if sample.new[-1].finish else [] for sample in samples]
-    expected = generate_tokens(engine, texts, options)
-    assert found[1:] == [of_text[: len(found[1])] for of_text in expected[1:]]
+    asked = begin(engine, texts, WAYS[way])
+    joining(engine, [text for one in asked for text in one.texts])
+    assert [one.result() for one in asked[1:]] == generate_tokens(engine, texts, WAYS[way])[1:]
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])
@@ -116,7 +106,7 @@ def test_a_small_translator_translates_a_sentence_as_if_it_were_alone(
     assert_neighbours_change_nothing(found, texts)
     sentences = [sentence_text(engine, [*ids, 2], options, OutputRules((1,), 2, (0, 1))) for ids in texts]
     joining(engine, sentences)
-    assert [hypotheses_of(text, options) for text in sentences[1:]] == found(texts)[1:]
+    assert [text.best[:beam_size] for text in sentences[1:]] == found(texts)[1:]
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoding.plain_search import plain_search
-from triptych.decoding import Engine, Hypothesis, SearchOptions, length_penalty, search
+from decoding.plain_search import plain_search, search
+from triptych.decoding import Engine, Hypothesis, SearchOptions, length_penalty
 from triptych.decoding.engine import GROUP
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.text import OutputRules

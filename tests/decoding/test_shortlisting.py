@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding.plain_search import search
 from decoding.test_engine import make_model, pad
 from decoding.test_neighbours import assert_neighbours_change_nothing, texts_of
-from triptych.decoding import PRECISIONS, Engine, Hypothesis, Precision, SearchOptions, search
+from triptych.decoding import PRECISIONS, Engine, Hypothesis, Precision, SearchOptions
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.shortlisting import ShortlistEngine
 from triptych.models import EncoderDecoder

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from decoding.plain_search import search
 from tolerances import assert_same
 from triptych.attending import attend
-from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator, search
+from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator
 from triptych.decoding.batches import LONGEST_LINE
 from triptych.decoding.translator import split_line
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig

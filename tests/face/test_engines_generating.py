@@ -8,8 +8,9 @@ import torch
 
 from triptych.checkpoints.models import load_language_model
 from triptych.decoding.engine import Engine
-from triptych.decoding.generation import Generated, GenerationOptions, generate_tokens
+from triptych.decoding.generation import GenerationOptions, generate_tokens
 from triptych.decoding.sampling import SamplingOptions
+from triptych.decoding.search import Hypothesis
 from triptych.errors import UsageError
 from triptych.face.engines import CTranslate2Generator
 from triptych.files import cache_folder
@@ -41,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_alike(found: list[list[Generated]], expected: list[list[Generated]]) -> None:
+def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:
     for theirs, ours in zip(found, expected, strict=True):
         assert [one.ids for one in theirs] == [one.ids for one in ours]
         assert [one.finish for one in theirs] == [one.finish for one in ours]

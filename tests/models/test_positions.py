@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.plain_search import plain_search
+from decoding.plain_search import plain_search, search
 from tolerances import assert_same
 from triptych.attention import DecoderCache
-from triptych.decoding import Engine, SearchOptions, search
+from triptych.decoding import Engine, SearchOptions
 from triptych.models import (
     DecoderConfig,
     EncoderConfig,

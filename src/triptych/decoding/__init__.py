@@ -29,7 +29,6 @@ from triptych.decoding.search import Hypothesis as Hypothesis
 from triptych.decoding.search import SearchOptions as SearchOptions
 from triptych.decoding.search import Stop as Stop
 from triptych.decoding.search import length_penalty as length_penalty
-from triptych.decoding.search import search as search
 from triptych.decoding.text_generator import Continuation as Continuation
 from triptych.decoding.text_generator import TextGenerator as TextGenerator
 from triptych.decoding.translator import Candidate as Candidate

@@ -10,7 +10,7 @@ from triptych.decoding.glossary import Sentence
 from triptych.decoding.loop import Loop
 from triptych.decoding.maps import Precision
 from triptych.decoding.plain_engine import PlainEngine, needs_plain
-from triptych.decoding.search import BeamText, Hypothesis, SearchOptions, hypotheses_of, sentence_text
+from triptych.decoding.search import BeamText, Hypothesis, SearchOptions, sentence_text
 from triptych.decoding.shortlisting import ShortlistEngine
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
@@ -78,7 +78,7 @@ class BatchSearcher:
         """Search for all of them together."""
         texts = [self.text(ids) for ids in sentences]
         Loop(self.engine).run(texts)
-        return [hypotheses_of(text, self._options) for text in texts]
+        return [text.best[: self._options.num_best] for text in texts]
 
 
 def batches_of_like_length(

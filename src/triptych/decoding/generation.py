@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,18 +11,18 @@ from torch import Tensor
 from triptych.decoding.batches import LONGEST_PROMPT, check_length
 from triptych.decoding.cache import TextCache
 from triptych.decoding.engine import Engine
-from triptych.decoding.loop import Batch, Loop, Text, require_finite_logits
+from triptych.decoding.loop import Asked, Batch, Loop, Text, require_finite_logits
 from triptych.decoding.sampling import Draws, SamplingOptions, choose
 from triptych.decoding.search import (
     LARGEST_BEAM,
     MOST_TOKENS,
     BeamKind,
     BeamText,
+    Finish,
+    Hypothesis,
     require_alpha,
     require_count,
 )
-
-Finish = Literal["token", "text", "length", "positions"]
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,7 @@ class NewToken(NamedTuple):
     token: int
     # natural logarithm of the probability that the model gave it, before temperature, penalty and filters
     log_prob: float
-    # why the continuation ends here: a stop "token", which is this one and no part of it, a stop "text", the
-    # "length" asked for, or the model's "positions"; None where it goes on
-    finish: Finish | None
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A continuation.
-
-    Attributes:
-        ids: its tokens, without prompt and stop token.
-        log_probs: of every token, as in `NewToken`, and of the stop token if there is one.
-        finish: why it ended.
-        score: of beam search, the sum of `log_probs` over the length penalty; otherwise their sum.
-    """
-
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    finish: Finish
-    score: float
+    finish: Finish | None  # why the continuation ends here (a stop token is no part of it), or None
 
 
 class OtherEngine(ABC):
@@ -100,14 +81,14 @@ class OtherEngine(ABC):
         options: GenerationOptions,
         ends: Callable[[int, int], bool],
         batch_rows: int = 32,
-    ) -> list[list[Generated]]:
+    ) -> list[list[Hypothesis]]:
         """Continue prompts; see `generate_tokens`."""
 
     @abstractmethod
     def stream(
         self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
     ) -> Iterator[NewToken]:
-        """Continue a prompt without a beam, token by token; see `generate_stream`."""
+        """Continue a prompt without a beam, token by token."""
 
 
 def _never(row: int, token: int) -> bool:
@@ -157,7 +138,7 @@ class Sample(Text):
         prompt: Sequence[int],
         options: GenerationOptions,
         row: int,
-        ends: Callable[[int, int], bool] = _never,
+        ends: Callable[[int, int], bool],
     ) -> None:
         """Begin; `row` is the number of its prompt times `num_samples`, plus its own."""
         self.row, self.new = row, list[NewToken]()
@@ -245,56 +226,41 @@ class Samples(Batch[Sample]):
         return again
 
 
-def beam_text(engine: Engine, prompt: Sequence[int], options: GenerationOptions) -> BeamText:
-    """A prompt whose most probable continuations a beam looks for.
-
-    The search is over when `beam_size` have ended or at the limit, where the open ones count as they are. No
-    text goes on past what the model reads at once.
-    """
-    prompt = prompt if engine.context is None else prompt[-engine.context :]
-    limit = limit_of_prompt(len(prompt), options.max_new_tokens, engine.context)
-    k, closed = options.beam_size, _closed(engine, prompt, limit)
-    return BeamText(prompt, BeamKind(k, options.alpha, options.stop_ids, float(k), closed=closed), limit)
-
-
-def continuations_of(text: BeamText, options: GenerationOptions) -> list[Generated]:
-    """What a beam found."""
-    at_limit: Finish = "length" if text.limit == options.max_new_tokens else "positions"
-    best = text.best[: options.num_samples]
-    return [Generated(one.ids, one.log_probs, at_limit if one.is_cut else "token", one.score) for one in best]
-
-
-def generate_stream(
+def begin(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     ends: Callable[[int, int], bool] = _never,
-) -> Iterator[NewToken]:
-    """Continue prompts together, token by token."""
+) -> list[Asked[list[Hypothesis]]]:
+    """Prompts, to be continued by a `Loop`."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
-    samples = _samples(engine, prompts, options, ends)
-    loop = Loop(engine)
-    loop.waiting.extend(samples)
-    is_open = True
-    while is_open:
-        counts = [len(sample.new) for sample in samples]
-        is_open = loop.step()
-        for sample, count in zip(samples, counts, strict=True):
-            yield from sample.new[count:]
+    return [_begun(engine, ids, number, options, ends) for number, ids in enumerate(prompts)]
 
 
-def _samples(
+def _begun(
     engine: Engine,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
+    number: int,
     options: GenerationOptions,
     ends: Callable[[int, int], bool],
-) -> list[Sample]:
-    count = options.num_samples
-    return [
-        Sample(engine, ids, options, number * count + sample, ends)
-        for number, ids in enumerate(prompts)
-        for sample in range(count)
-    ]
+) -> Asked[list[Hypothesis]]:
+    """A prompt of this number among others.
+
+    A beam search is over when `beam_size` texts have ended or at the limit, where the open ones count as they
+    are. None goes on past what the model reads at once.
+    """
+    k, count = options.beam_size, options.num_samples
+    if k == 1:
+        rows = range(number * count, (number + 1) * count)
+        samples = [Sample(engine, prompt, options, row, ends) for row in rows]
+        return Asked(samples, lambda: [collected(sample.new) for sample in samples])
+    prompt = prompt if engine.context is None else prompt[-engine.context :]
+    limit = limit_of_prompt(len(prompt), options.max_new_tokens, engine.context)
+    closed = _closed(engine, prompt, limit)
+    kind = BeamKind(k, options.alpha, options.stop_ids, float(k), closed=closed)
+    at_limit: Finish = "length" if limit == options.max_new_tokens else "positions"
+    beam = BeamText(prompt, kind, limit, at_limit=at_limit)
+    return Asked([beam], lambda: beam.best[:count])
 
 
 def generate_tokens(
@@ -304,24 +270,18 @@ def generate_tokens(
     *,
     ends: Callable[[int, int], bool] = _never,
     batch_rows: int = 32,
-) -> list[list[Generated]]:
+) -> list[list[Hypothesis]]:
     """Continue prompts, at most `batch_rows` texts at a time, the longest first."""
-    check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
-    loop = Loop(engine, most_rows=batch_rows)
-    if options.beam_size > 1:
-        texts = [beam_text(engine, ids, options) for ids in prompts]
-        loop.run(sorted(texts, key=lambda text: -text.size))
-        return [continuations_of(text, options) for text in texts]
-    samples = _samples(engine, prompts, options, ends)
-    loop.run(sorted(samples, key=lambda sample: -sample.size))
-    found, count = [collected(sample.new) for sample in samples], options.num_samples
-    return [found[number * count : (number + 1) * count] for number in range(len(prompts))]
+    asked = begin(engine, prompts, options, ends)
+    texts = [text for one in asked for text in one.texts]
+    Loop(engine, most_rows=batch_rows).run(sorted(texts, key=lambda text: -text.size))
+    return [one.result() for one in asked]
 
 
-def collected(tokens: Sequence[NewToken]) -> Generated:
+def collected(tokens: Sequence[NewToken]) -> Hypothesis:
     """A continuation of its tokens."""
     finish = tokens[-1].finish
     assert finish is not None
     own = tokens[:-1] if finish == "token" else tokens
     log_probs = tuple(new.log_prob for new in tokens)
-    return Generated(tuple(new.token for new in own), log_probs, finish, sum(log_probs))
+    return Hypothesis(tuple(new.token for new in own), sum(log_probs), sum(log_probs), log_probs, finish)

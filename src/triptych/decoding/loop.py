@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
@@ -135,9 +135,16 @@ class Loop:
 
     def run(self, texts: Sequence[Text]) -> None:
         """Decode texts to their ends; those before others are begun first."""
-        self.waiting.extend(texts)
-        while self.step():
+        for _ in self.steps(texts):
             pass
+
+    def steps(self, texts: Sequence[Text]) -> Iterator[None]:
+        """As `run`, step by step."""
+        self.waiting.extend(texts)
+        goes_on = True
+        while goes_on:
+            goes_on = self.step()
+            yield
 
     @torch.inference_mode()
     def step(self) -> bool:

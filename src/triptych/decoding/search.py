@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.glossary import Terms
-from triptych.decoding.loop import Batch, Loop, Text, require_finite_logits
+from triptych.decoding.loop import Batch, Text, require_finite_logits
 from triptych.errors import UsageError
 from triptych.text import OutputRules
 
 Stop = Literal["certain", "full"]
+# A "token" that ends it, a stop "text", the "length" asked for, or the model's "positions".
+Finish = Literal["token", "text", "length", "positions"]
 
 # Far more than anybody searches with; what is larger ends in numbers that do not fit.
 LARGEST_BEAM, MOST_TOKENS = 10_000, 10**9
@@ -70,13 +72,14 @@ class SearchOptions:
             require_count("max_source_tokens", self.max_source_tokens, MOST_TOKENS)
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """A finished output."""
+class Hypothesis(NamedTuple):
+    """An output, open or finished."""
 
-    ids: tuple[int, ...]  # its tokens, without beginning and end of sentence
-    log_prob: float  # natural logarithm of its probability, the end of sentence included
-    score: float  # log_prob over the length penalty
+    ids: tuple[int, ...]  # its tokens, without what it goes on from and the token that ends it
+    log_prob: float  # natural logarithm of its probability, the end included
+    score: float = 0.0  # of a finished one: log_prob over the length penalty, if it was searched for
+    log_probs: tuple[float, ...] = ()  # of its tokens and of the token that ends it
+    finish: Finish | None = None  # why it ended
 
 
 def length_penalty(length: int, alpha: float) -> float:
@@ -117,17 +120,7 @@ class BeamKind:
     closed: int | None = None  # the length of texts that share a batch only with others as long
 
 
-class Branch(NamedTuple):
-    """A hypothesis, open or ended."""
-
-    ids: tuple[int, ...]
-    log_probs: tuple[float, ...]  # of its tokens and of its end
-    total: float  # the sum of `log_probs`
-    score: float = 0.0  # `total` over the length penalty
-    is_cut: bool = False  # it ends at the limit, without a token that ends it
-
-
-_NOTHING = Branch((), (), -math.inf)
+_NOTHING = Hypothesis((), -math.inf)
 
 
 @final
@@ -136,13 +129,20 @@ class BeamText(Text):
 
     kind: BeamKind
 
-    def __init__(self, given: Sequence[int], kind: BeamKind, limit: int, terms: Terms | None = None) -> None:
+    def __init__(
+        self,
+        given: Sequence[int],
+        kind: BeamKind,
+        limit: int,
+        terms: Terms | None = None,
+        at_limit: Finish = "token",
+    ) -> None:
         """`limit` is of the tokens of an output. By `rules` it ends with an end token even there."""
-        self.given, self.kind, self.limit, self.terms = given, kind, limit, terms
+        self.given, self.kind, self.limit, self.terms, self._at_limit = given, kind, limit, terms, at_limit
         self.num_rows, self.size = kind.size, len(given) + (0 if kind.rules else limit)
         # All rows of a text begin alike: only the first may be continued, or all would be copies.
-        self.open = [Branch((), (), 0.0), *[_NOTHING] * (kind.size - 1)]
-        self.ended: list[Branch] = []
+        self.open = [Hypothesis((), 0.0), *[_NOTHING] * (kind.size - 1)]
+        self.ended: list[Hypothesis] = []
         # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
         # that an open hypothesis may end at, the longest bounds its score from above.
         self.kindest = length_penalty(limit + 1, kind.alpha)
@@ -153,9 +153,9 @@ class BeamText(Text):
         return len(self.open[0].ids)
 
     @property
-    def best(self) -> list[Branch]:
+    def best(self) -> list[Hypothesis]:
         """The hypotheses that have ended, best first."""
-        return sorted(self.ended, key=lambda one: -one.score)
+        return best_first(self.ended)
 
     def batch(self, engine: Any) -> "Beams":
         return Beams(engine, self.kind)
@@ -166,26 +166,30 @@ class BeamText(Text):
         Returns the row that each row goes on from, and its token.
         """
         kind, length, going = self.kind, self.length + 1, list[tuple[int, int]]()
-        open_: list[Branch] = []
+        open_: list[Hypothesis] = []
         for rank, (total, parent, token, log_prob) in enumerate(candidates):
             if total == -math.inf or len(open_) == kind.size:
                 break
             before = self.open[parent]
             log_probs = (*before.log_probs, log_prob)
             if token not in kind.ends:
-                open_.append(Branch((*before.ids, token), log_probs, total))
+                open_.append(Hypothesis((*before.ids, token), total, 0.0, log_probs))
                 going.append((parent, token))
             elif rank < kind.size:
-                self.ended.append(self._closed(Branch(before.ids, log_probs, total)))
+                self._close(before.ids, total, log_probs, "token")
         if open_ and length == self.limit and kind.rules is None and len(self.ended) < kind.enough:
-            self.ended += [self._closed(one._replace(is_cut=True)) for one in open_]
+            for one in open_:
+                self._close(one.ids, one.log_prob, one.log_probs, self._at_limit)
             open_ = []
-        self.is_over = not open_ or len(self.ended) >= kind.enough or self._is_certain(open_[0].total)
+        self.is_over = not open_ or len(self.ended) >= kind.enough or self._is_certain(open_[0].log_prob)
         self.open = [*open_, *[_NOTHING] * (kind.size - len(open_))]
         return [*going, *[(0, 0)] * (kind.size - len(going))]
 
-    def _closed(self, one: Branch) -> Branch:
-        return one._replace(score=one.total / length_penalty(len(one.log_probs), self.kind.alpha))
+    def _close(
+        self, ids: tuple[int, ...], total: float, log_probs: tuple[float, ...], finish: Finish
+    ) -> None:
+        score = total / length_penalty(len(log_probs), self.kind.alpha)
+        self.ended.append(Hypothesis(ids, total, score, log_probs, finish))
 
     def _is_certain(self, best_open: float) -> bool:
         """Whether no open hypothesis can overtake the last finished one wanted."""
@@ -193,24 +197,6 @@ class BeamText(Text):
         if wanted is None or len(self.ended) < wanted:
             return False
         return self.best[wanted - 1].score >= best_open / self.kindest
-
-
-@torch.inference_mode()
-def search(
-    engine: DecodingEngine,
-    src: Int[Tensor, "batch src_len"],
-    options: SearchOptions,
-    rules: OutputRules,
-) -> list[list[Hypothesis]]:
-    """The best outputs for each source sentence, best first.
-
-    Sentences do not influence each other: each has its own limit and its own end. When a sentence
-    is done, `SearchOptions.stop` says.
-    """
-    given = [row[row != engine.pad_id].tolist() for row in src]
-    texts = [sentence_text(engine, ids, options, rules) for ids in given]
-    Loop(engine).run(texts)
-    return [hypotheses_of(text, options) for text in texts]
 
 
 def sentence_text(
@@ -235,11 +221,6 @@ def sentence_text(
             f"{limit}: leave out some, or raise --max-extra-tokens"
         )
     return BeamText(ids, kind, limit, terms)
-
-
-def hypotheses_of(text: BeamText, options: SearchOptions) -> list[Hypothesis]:
-    """What was found for a sentence."""
-    return [Hypothesis(one.ids, one.total, one.score) for one in text.best[: options.num_best]]
 
 
 @final
@@ -272,7 +253,7 @@ class Beams(Batch[BeamText]):
         for place in self.open_places:
             text = texts[place]
             if text is not None and text.terms is not None:
-                beam = [(branch.ids, branch.total) for branch in text.open]
+                beam = [(one.ids, one.log_prob) for one in text.open]
                 best[place] = text.terms.best(log_probs[place], beam, self.kind.ends[0])
         chosen = [
             stays if text is None or text.is_over else text.take(found)
@@ -296,8 +277,8 @@ class Beams(Batch[BeamText]):
             if length < rules.min_length:
                 own[:, end] = -torch.inf
             if 0 < rules.no_repeat <= length:
-                for row, branch in enumerate(text.open):
-                    repeating = {*_repeating([*rules.start, *branch.ids], rules.no_repeat - 1)}
+                for row, one in enumerate(text.open):
+                    repeating = {*_repeating([*rules.start, *one.ids], rules.no_repeat - 1)}
                     own[row, [*repeating - (text.terms.tokens if text.terms else set())]] = -torch.inf
             if of_end is not None:
                 own.fill_(-torch.inf)
@@ -313,7 +294,7 @@ class Beams(Batch[BeamText]):
         groups = log_probs.shape[2] // GROUP
         # Even if as many end here as the beam holds, a full beam stays open.
         count = k * (1 + len(self.kind.ends)) if k > 1 else 1
-        sums = [[branch.total for branch in text.open] if text else [0.0] * k for text in self.texts]
+        sums = [[one.log_prob for one in text.open] if text else [0.0] * k for text in self.texts]
         precise = torch.float64 if self.kind.rules is None else torch.float32
         totals = torch.tensor(sums, dtype=precise, device=log_probs.device)
         grouped = log_probs.view(batch, k * groups, GROUP)

@@ -1,25 +1,20 @@
 """Continuations of texts, text in and text out."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, final
 
 from triptych.decoding.engine import Engine
 from triptych.decoding.generation import (
-    Finish,
-    Generated,
     GenerationOptions,
     OtherEngine,
-    Sample,
-    beam_text,
-    check_prompts,
-    collected,
-    continuations_of,
-    generate_stream,
+    begin,
     generate_tokens,
 )
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision
+from triptych.decoding.search import Finish, Hypothesis
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
@@ -38,7 +33,7 @@ class Continuation:
     pieces: tuple[str, ...]  # its tokens, readable
     log_probs: tuple[float, ...]  # of every token, and of the stop token if one ended it; see `NewToken`
     finish: Finish  # why it ended; see `NewToken`
-    score: float  # see `Generated`
+    score: float  # of beam search, the sum of `log_probs` over the length penalty; otherwise their sum
 
 
 @final
@@ -145,14 +140,8 @@ class TextGenerator:
         Without a beam, `tell` gets the text that each token makes certain, with the number of its text times
         `num_samples` plus that of the sample.
         """
-        options = self._with_ends(options)
-        count = options.num_samples
-        streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in texts for _ in range(count)]
-
-        def ends(row: int, token: int) -> bool:
-            tell(row, streams[row].push(token))
-            return streams[row].is_over
-
+        options, count = self._with_ends(options), options.num_samples
+        streams, ends = self._streams(texts, options, tell)
         if self._other is not None:
             found = self._other.generate(texts, options, ends, self._batch_rows)
         else:
@@ -173,72 +162,66 @@ class TextGenerator:
         tell: Callable[[int, str], None] = lambda sample, text: None,
     ) -> Asked[list[Continuation]]:
         """A text, to be continued by a loop; `tell` gets numbers of samples and what their texts grow by."""
-        engine, options = self._engine, self._with_ends(options)
-        check_prompts([ids], engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
-        streams = [TextStream(self.tokenizer, ids, options.stop_texts) for _ in range(options.num_samples)]
-
-        def ends(sample: int, token: int) -> bool:
-            tell(sample, streams[sample].push(token))
-            return streams[sample].is_over
-
-        if options.beam_size > 1:
-            beam = beam_text(engine, ids, options)
-            return Asked(
-                [beam], lambda: self._continuations(continuations_of(beam, options), streams, options)
-            )
-        samples = [Sample(engine, ids, options, number, ends) for number in range(options.num_samples)]
-        return Asked(
-            samples,
-            lambda: self._continuations([collected(one.new) for one in samples], streams, options),
-        )
+        options = self._with_ends(options)
+        streams, ends = self._streams([ids], options, tell)
+        (asked,) = begin(self._engine, [ids], options, ends)
+        return Asked(asked.texts, lambda: self._continuations(asked.result(), streams, options))
 
     def stream(self, prompt: str, options: GenerationOptions, *, chat: bool = False) -> Iterator[str]:
         """Continue a prompt, giving out the text as it comes."""
         if options.beam_size > 1 or options.num_samples > 1:
             raise ValueError("one sample without a beam comes token by token")
-        ids = self.encode(prompt, chat=chat)
-        text = TextStream(self.tokenizer, ids, options.stop_texts)
-        given = ""
-
-        def ends(row: int, token: int) -> bool:
-            nonlocal given
-            given = text.push(token)
-            return text.is_over
-
-        options = self._with_ends(options)
+        ids, options, new = self.encode(prompt, chat=chat), self._with_ends(options), deque[str]()
+        (text,), ends = self._streams([ids], options, lambda row, text: new.append(text))
         if self._other is not None:
-            tokens = self._other.stream(ids, options, ends)
+            steps: Iterator[object] = self._other.stream(ids, options, ends)
         else:
-            tokens = generate_stream(self._engine, [ids], options, ends)
-        for new in tokens:
-            if new.finish != "token" and given:
-                yield given
+            (asked,) = begin(self._engine, [ids], options, ends)
+            steps = Loop(self._engine).steps(asked.texts)
+        for _ in steps:
+            while new:
+                if part := new.popleft():
+                    yield part
         if rest := text.finish():
             yield rest
 
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
         return replace(options, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
 
+    def _streams(
+        self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]
+    ) -> tuple[list[TextStream], Callable[[int, int], bool]]:
+        """The text of every sample, and what takes a sample's token and says whether its text is over."""
+        every = [ids for ids in texts for _ in range(options.num_samples)]
+        streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in every]
+
+        def ends(row: int, token: int) -> bool:
+            tell(row, streams[row].push(token))
+            return streams[row].is_over
+
+        return streams, ends
+
     def _continuations(
-        self, found: Sequence[Generated], streams: Sequence[TextStream], options: GenerationOptions
+        self, found: Sequence[Hypothesis], streams: Sequence[TextStream], options: GenerationOptions
     ) -> list[Continuation]:
         """Of one prompt."""
         continuations = []
         for one, text in zip(found, streams, strict=False):
             own = _cut(one, text) if options.beam_size > 1 else one
             text.finish()
-            finish: Finish = "text" if text.is_over else own.finish
+            finish = "text" if text.is_over else own.finish
+            assert finish is not None, "it has ended"
             pieces = tuple(self.tokenizer.pieces(own.ids))
             continuations.append(Continuation(text.text, own.ids, pieces, own.log_probs, finish, own.score))
         return continuations
 
 
-def _cut(found: Generated, text: TextStream) -> Generated:
+def _cut(found: Hypothesis, text: TextStream) -> Hypothesis:
     """A text of a beam up to a stop string, which the search did not look for."""
     for count, token in enumerate(found.ids, start=1):
         text.push(token)
         if text.is_over:
-            return replace(found, ids=found.ids[:count], log_probs=found.log_probs[:count])
+            return found._replace(ids=found.ids[:count], log_probs=found.log_probs[:count])
     return found
 
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import count
+from itertools import islice
 from typing import final, overload
 
 from triptych import thresholds
@@ -13,7 +13,7 @@ from triptych.decoding.batches import LONGEST_LINE, BatchSearcher, batches_of_li
 from triptych.decoding.glossary import Glossary
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision, unsupported_precision
-from triptych.decoding.search import Hypothesis, SearchOptions, hypotheses_of
+from triptych.decoding.search import Hypothesis, SearchOptions
 from triptych.decoding.workers import Ahead, Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
@@ -120,8 +120,9 @@ class Translator:
         if self.workers > 1:
             yield from self._translated_side_by_side(several)
         else:
-            for lines in several:
-                yield from self._translated(lines)
+            for group in map(self._group, several):
+                group.found = self.search_tokens(group.sentences)
+                yield from self._finished(group)
 
     def loop(self, most_rows: int) -> Loop | None:
         """What decodes lines that come one by one (`begin`); None where another library searches."""
@@ -131,8 +132,8 @@ class Translator:
 
     def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
         """A line, to be translated by a loop."""
-        texts = [self._ready_searcher().text(ids, options) for _, ids in self._pieces(line)]
-        return Asked(texts, lambda: self._assemble(line, [hypotheses_of(text, options) for text in texts]))
+        texts = [self._ready_searcher().text(ids, options) for ids in self._pieces(line)]
+        return Asked(texts, lambda: self._assemble(line, [text.best[: options.num_best] for text in texts]))
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
         """The same translator, held to a glossary: terms of the source language and their translations."""
@@ -161,21 +162,10 @@ class Translator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _translated(self, lines: Sequence[str]) -> list[Translation]:
-        pieces_of = [self._pieces(line) for line in lines]
-        flat = [piece for pieces in pieces_of for piece in pieces]
-        found = iter(self.search_tokens([ids for _, ids in flat]))
-        return [
-            self._assemble(line, [next(found) for _ in pieces])
-            for line, pieces in zip(lines, pieces_of, strict=True)
-        ]
-
     def _translated_side_by_side(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
         pool = self._ready_pool()
         arriving = Ahead(batches, depth=_GROUPS_READ_AHEAD)
         groups: deque[_Group] = deque()
-        parts: dict[int, tuple[_Group, list[int]]] = {}
-        keys = count()
         failure: Exception | None = None
         try:
             while True:
@@ -190,9 +180,7 @@ class Translator:
                             break
                         groups.append(self._group(lines))
                         for part in self._batches(groups[-1].sentences):
-                            key = next(keys)
-                            parts[key] = groups[-1], part
-                            pool.submit(key, [groups[-1].sentences[i] for i in part])
+                            pool.submit((groups[-1], part), [groups[-1].sentences[i] for i in part])
                     if not groups:
                         if failure is not None:
                             raise failure
@@ -200,27 +188,30 @@ class Translator:
                     if sum(group.missing for group in groups) >= thresholds.SENTENCES_WORTH_A_WORKER:
                         pool.start(self.workers - 1)
                     while groups[0].missing:
-                        key, results = pool.next()
-                        group, part = parts.pop(key)
+                        (group, part), results = pool.next()
                         for i, hypotheses in zip(part, results, strict=True):
                             group.found[i] = hypotheses
                         group.missing -= len(part)
                         if arriving.has_more and len(groups) < _GROUPS_IN_HAND:
                             break
                 while groups and not groups[0].missing:
-                    group = groups.popleft()
-                    found = iter(group.found)
-                    for line, pieces in zip(group.lines, group.pieces, strict=True):
-                        yield self._assemble(line, [next(found) for _ in pieces])
+                    yield from self._finished(groups.popleft())
         finally:
             arriving.close()
-            if parts:  # left before the end: what the workers have in hand is of no use
-                self.close()
+            if any(group.missing for group in groups):
+                self.close()  # left before the end: what the workers have in hand is of no use
 
     def _group(self, lines: Sequence[str]) -> "_Group":
         pieces = [self._pieces(line) for line in lines]
-        sentences = [ids for of_line in pieces for _, ids in of_line]
-        return _Group(lines, pieces, sentences, [[] for _ in sentences], len(sentences))
+        sentences = [ids for of_line in pieces for ids in of_line]
+        return _Group(lines, [*map(len, pieces)], sentences, [[] for _ in sentences], len(sentences))
+
+    def _finished(self, group: "_Group") -> list[Translation]:
+        found = iter(group.found)
+        return [
+            self._assemble(line, [*islice(found, count)])
+            for line, count in zip(group.lines, group.num_pieces, strict=True)
+        ]
 
     def _ready_pool(self) -> WorkerPool:
         self._forget_what_is_stale()
@@ -247,9 +238,9 @@ class Translator:
         src, tgt = self.tokenizers.source, self.tokenizers.target
         return self.model, src.eos_id, self.options, self.precision, tgt.rules, self.shortlist
 
-    def _pieces(self, line: str) -> list[tuple[str, list[int]]]:
-        pieces, glossary = self._cut(line), self._glossary
-        return pieces if glossary is None else [(text, glossary.sentence(text, ids)) for text, ids in pieces]
+    def _pieces(self, line: str) -> list[list[int]]:
+        glossary = self._glossary
+        return [ids if glossary is None else glossary.sentence(text, ids) for text, ids in self._cut(line)]
 
     def _cut(self, line: str) -> list[tuple[str, list[int]]]:
         line = line.strip()
@@ -304,7 +295,7 @@ class _Group:
     """Lines that came together, on their way."""
 
     lines: Sequence[str]
-    pieces: list[list[tuple[str, list[int]]]]
+    num_pieces: list[int]  # of each line
     sentences: list[list[int]]
     found: list[list[Hypothesis]]
     missing: int

@@ -39,7 +39,7 @@ class _Worker:
     connection: Connection
     sender: threading.Thread
     ready: bool
-    in_hand: deque[tuple[int, Sentences]]
+    in_hand: deque[tuple[Any, Sentences]]
 
 
 @final
@@ -55,8 +55,8 @@ class WorkerPool:
         self._make_searcher = make_searcher
         self._arguments = arguments
         self._workers: list[_Worker] = []
-        self._waiting: deque[tuple[int, Sentences]] = deque()
-        self._found: deque[tuple[int, Hypotheses]] = deque()
+        self._waiting: deque[tuple[Any, Sentences]] = deque()
+        self._found: deque[tuple[Any, Hypotheses]] = deque()
         self._own: Searcher | None = None
 
     def start(self, count: int) -> None:
@@ -82,8 +82,8 @@ class WorkerPool:
         while any(not worker.ready for worker in self._workers):
             self._listen(timeout=None)
 
-    def submit(self, key: int, sentences: Sentences) -> None:
-        """Ask for a batch; `key` comes back with its results."""
+    def submit(self, key: Any, sentences: Sentences) -> None:
+        """Ask for a batch; `key`, which stays in this process, comes back with its results."""
         self._waiting.append((key, sentences))
 
     @property
@@ -91,7 +91,7 @@ class WorkerPool:
         """Whether something asked for has not come back."""
         return bool(self._waiting or self._found or any(worker.in_hand for worker in self._workers))
 
-    def next(self) -> tuple[int, Hypotheses]:
+    def next(self) -> tuple[Any, Hypotheses]:
         """The results of a batch asked for; searches here too while there is something to do."""
         while not self._found:
             self._hand_out()
@@ -125,7 +125,7 @@ class WorkerPool:
                     task = self._waiting.popleft()
                     worker.in_hand.append(task)
                     with contextlib.suppress(OSError):  # one that has died is noticed when listened to
-                        worker.connection.send(task)
+                        worker.connection.send(task[1])
 
     def _listen(self, timeout: float | None) -> None:
         by_connection = {worker.connection: worker for worker in self._workers}
@@ -162,8 +162,7 @@ def _serve(connection: Connection, make_searcher: Callable[..., Searcher], code:
             searcher = make_searcher(*pickle.loads(connection.recv_bytes()))
             connection.send(None)
             while True:
-                _, sentences = connection.recv()
-                connection.send(searcher(sentences))
+                connection.send(searcher(connection.recv()))
         except (EOFError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 (raised again by the process that asked)

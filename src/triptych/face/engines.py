@@ -36,8 +36,6 @@ from triptych.decoding import (
 )
 from triptych.decoding.batches import batches_of_like_length
 from triptych.decoding.generation import (
-    Finish,
-    Generated,
     GenerationOptions,
     NewToken,
     OtherEngine,
@@ -46,7 +44,7 @@ from triptych.decoding.generation import (
     limit_of_prompt,
 )
 from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.search import best_first, limit_of
+from triptych.decoding.search import Finish, best_first, limit_of
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.decoding.workers import Hypotheses, Sentences
 from triptych.errors import DataError, UsageError
@@ -286,12 +284,12 @@ class CTranslate2Generator(OtherEngine):
         options: GenerationOptions,
         ends: _Ends = lambda row, token: False,
         batch_rows: int = 32,
-    ) -> list[list[Generated]]:
+    ) -> list[list[Hypothesis]]:
         """Continue prompts, in batches of one length."""
         self._check(prompts, options)
         if options.beam_size > 1:
             return [self._beam_search(ids, options) for ids in prompts]
-        found: list[list[Generated]] = [[] for _ in prompts]
+        found: list[list[Hypothesis]] = [[] for _ in prompts]
         # Of prompts of several lengths CTranslate2 takes the ends of the longer ones for tokens that it made.
         for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
             grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
@@ -347,7 +345,7 @@ class CTranslate2Generator(OtherEngine):
         self._ask([ids for _, ids in prompts], max(limits), options, callback=take)
         return grown
 
-    def _beam_search(self, prompt: Sequence[int], options: GenerationOptions) -> list[Generated]:
+    def _beam_search(self, prompt: Sequence[int], options: GenerationOptions) -> list[Hypothesis]:
         limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
         k = options.beam_size
         (result,) = self._ask([prompt], limit, options, beam_size=k, num_hypotheses=k, length_penalty=0)
@@ -357,11 +355,11 @@ class CTranslate2Generator(OtherEngine):
             texts = [[str(token) for token in (*prompt, *ids)]]
             (scored,) = self._generator.score_batch(texts, max_input_length=0)
             log_probs = tuple(scored.log_probs[-len(ids) :])
-            score = sum(log_probs) / length_penalty(len(log_probs), options.alpha)
+            total, own = sum(log_probs), tuple(ids[:-1] if ended else ids)
+            score = total / length_penalty(len(log_probs), options.alpha)
             finish: Finish = "length" if limit == options.max_new_tokens else "positions"
-            own = tuple(ids[:-1] if ended else ids)
-            found.append(Generated(own, log_probs, "token" if ended else finish, score))
-        return sorted(found, key=lambda one: -one.score)[: options.num_samples]
+            found.append(Hypothesis(own, total, score, log_probs, "token" if ended else finish))
+        return best_first(found)[: options.num_samples]
 
     def _ask(
         self, prompts: Sequence[Sequence[int]], limit: int, options: GenerationOptions, **more: Any
