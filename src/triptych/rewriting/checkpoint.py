@@ -67,7 +67,7 @@ def rewrite_checkpoint(
         read_whole_text(text)
     source = open_checkpoint(folder, family)
     rewriting = Rewriting(source, folder, recipe)
-    request = _Request(files.name, folder, target, recipe, text, compare, progress or _tell_nobody)
+    request = _Request(files.name, folder, target, recipe, text, compare, progress or (lambda *_: None))
     if isinstance(source, OwnModel):
         return _Writing(source, rewriting, request, _RunSink(source, rewriting, request)).write()
     assert isinstance(source, Checkpoint)
@@ -84,10 +84,6 @@ class _Request:
     text: Path | None
     compare: bool
     progress: Progress
-
-
-def _tell_nobody(what: str, done: int | float, of: int | float) -> None:
-    del what, done, of
 
 
 @final

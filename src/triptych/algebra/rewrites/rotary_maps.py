@@ -24,7 +24,6 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
 from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said, side_moments
 from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, mean_turn
-from triptych.algebra.weights import Chain
 
 _Turned = Literal["q", "k"]
 # How often both sides are fitted to each other: most is won by the first, next to nothing by the last.
@@ -103,7 +102,9 @@ class _Scores:
         return cls(
             q=q.unflatten(0, (weights.num_key_heads, -1)),  # type: ignore[no-untyped-call]
             k=k[:, None],
-            free=frozenset(side for side in ("q", "k") if _holds_bias(weights.chain(side))),
+            free=frozenset(
+                side for side in ("q", "k") if (chain := weights.chain(side)) and chain[-1].bias is not None
+            ),
             basis=basis,
             phases=mean_turn(turns - turns[:, None], heads.longest, weights.semantics.kind == "causal"),
             factor=factor,
@@ -131,8 +132,11 @@ class _Scores:
         values, vectors = torch.linalg.eigh(self.seen(side, moments))
         alive = values > values[..., -1:] * self.width * torch.finfo(values.dtype).eps
         back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
-        into = self.seen(side, cross) @ back.mT
-        energies, directions = torch.linalg.eigh(into.mT @ self._varying(side) @ into)
+        into, gram = self.seen(side, cross) @ back.mT, self.q if side == "q" else self.k
+        # What has to be cut: about the mean where a bias may hold that.
+        mean = gram[..., -1:, :-1]
+        varying = gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
+        energies, directions = torch.linalg.eigh(into.mT @ varying @ into)
         return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
 
     def cut(self, side: _Turned, maps: _Maps, kept: Float[Tensor, "groups d"]) -> _Maps:
@@ -180,12 +184,6 @@ class _Scores:
         """E[(q R(m) kᵀ)(q' R(m) k'ᵀ)], from E[qᵀq'] and E[kᵀk']."""
         return (q * self.seen("q", k)).sum(dim=(-2, -1))
 
-    def _varying(self, side: _Turned) -> Float[Tensor, "groups members d d"]:
-        """What has to be cut: about the mean where a bias may hold that."""
-        gram = self.q if side == "q" else self.k
-        mean = gram[..., -1:, :-1]
-        return gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
-
 
 def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
     """Both sides fitted in turn, from the best keys and from rotary pairs; of each group the better end."""
@@ -220,7 +218,3 @@ def _strongest_pairs(
         turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))
-
-
-def _holds_bias(chain: Chain) -> bool:
-    return bool(chain) and chain[-1].bias is not None
