@@ -21,7 +21,7 @@ class Products(Engine):
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options["precision"]]
         model = load_language_model(options["checkpoint"], dtype=dtype).model
         assert model.head is not None
-        self.dtype, packing = dtype, Maps.of("fp32", dtype, packed=True)
+        self.dtype, packing = dtype, Maps("fp32", dtype, packed=True)
         weights = [p.detach() for b in model.blocks for p in b.parameters() if p.ndim == 2]
         *self.maps, self.table = (
             (packing.linear(weight, None), weight.shape[1])

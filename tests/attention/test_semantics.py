@@ -156,7 +156,7 @@ def test_keys_of_a_text_that_grows_past_the_limit_stay_as_they_were_turned(
     semantics = replace(weights.semantics, rotary=rotary, q_norm=norm, k_norm=norm)
     once = replace(weights, semantics=semantics)
     twice = replace(once, v=tuple(replace(link) for link in weights.v))
-    maps = Maps.of("fp32", torch.float64)
+    maps = Maps("fp32", torch.float64)
     layers = [MultiHeadAttention.from_weights(written) for written in (twice, once)]
     layers += [FusedAttention(written, maps, False, once=True) for written in (twice, once)]  # type: ignore[list-item]
     x, padding = random_input(N), torch.tensor([0, 3])

@@ -90,9 +90,9 @@ def test_what_the_configuration_says_is_what_the_model_is(tmp_path: Path) -> Non
     config = model.config
     assert (config.dropout, config.activation_dropout, config.norm) == (0.2, 0.05, "post")
     assert (config.tie_embeddings, config.output_bias) == ("all", True)
-    assert [site.num_heads for site in config.encoder_sites()] == [3, 3]
-    assert [site.num_heads for site in config.cross_sites()] == [2, 2, 2]
-    assert {site.dropout for site in config.decoder_sites()} == {0.1}
+    assert [site.num_heads for site in config.sites("encoder")] == [3, 3]
+    assert [site.num_heads for site in config.sites("cross")] == [2, 2, 2]
+    assert {site.dropout for site in config.sites("decoder")} == {0.1}
     assert (model.pad_id, config.max_source_tokens) == (PAD, 19)
 
 

@@ -155,7 +155,7 @@ def test_heads_written_plainly_compute_the_same(site: dict[str, Any], norm: str)
         plain = plain_model(model, "it")
         assert difference(plain.model(src, tgt_in), expected) < 1e-9
         assert difference(model(src, tgt_in), expected) == 0
-    sites = (*plain.model.config.encoder_sites(), *plain.model.config.cross_sites())
+    sites = (*plain.model.config.sites("encoder"), *plain.model.config.sites("cross"))
     assert {found.projections for found in sites} == {"factored"}
     assert {found.num_heads for found in sites} == set(plain.num_heads.values())
     assert {found.options["d_k"] for found in sites} == {24 // plain.num_heads["encoder"]}

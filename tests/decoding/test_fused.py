@@ -117,7 +117,7 @@ def test_a_fused_model_is_the_model_token_by_token(
 ) -> None:
     monkeypatch.setattr(thresholds, "SCORES_AT_A_TIME", scores)
     model = decoder(part)
-    quick = fuse(evaluating_copy(model), Maps.of("fp32", torch.float64))
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
     assert all(isinstance(block.self_attention, FusedAttention) for block in quick.blocks)
     ids = torch.randint(VOCAB, (2, LENGTH))
     expected = model(ids).logits
@@ -137,7 +137,7 @@ def test_a_long_text_is_read_in_memory_linear_in_its_length(
 ) -> None:
     monkeypatch.setattr(thresholds, "SCORES_AT_A_TIME", 1 << 10)
     monkeypatch.setattr(thresholds, "BYTES_OF_A_PIECE", 1 << 13)
-    quick = fuse(evaluating_copy(decoder(part)), Maps.of("fp32", torch.float64))
+    quick = fuse(evaluating_copy(decoder(part)), Maps("fp32", torch.float64))
 
     class LargestMade(TorchDispatchMode):
         numbers = 0
@@ -166,7 +166,7 @@ def test_key_heads_that_are_repeated_for_more_values_take_their_norms_along(part
     weights = make_layer("grouped", biased=True).weights("causal")
     values = (weights.v[0].of_heads(NUM_HEADS),)
     model = model_with(replace(weights, v=values, semantics=replace(weights.semantics, **parts()[part])))
-    quick = fuse(evaluating_copy(model), Maps.of("fp32", torch.float64))
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
 
@@ -175,7 +175,7 @@ def test_key_heads_that_are_repeated_for_more_values_take_their_norms_along(part
 def test_sandwich_norms_relative_to_one_and_a_capped_head_are_fused() -> None:
     weights = make_layer("factored", biased=False).weights("causal")
     model = model_with(weights, framed=True)
-    quick = fuse(evaluating_copy(model), Maps.of("fp32", torch.float64))
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
 
@@ -190,7 +190,7 @@ def test_a_layer_with_norms_between_its_maps_stays_as_it_is_written() -> None:
     q, o = (Link(drawn(4, 24, 7) / 5),), (Link(drawn(4, 5, 24) / 5),)
     weights = AttentionWeights(24, 4, q, (first, Link(k_up)), (first, Link(v_up)), o, semantics)
     model = model_with(weights)
-    maps = Maps.of("fp32", torch.float64)
+    maps = Maps("fp32", torch.float64)
     with pytest.raises(ValueError, match="a layer with a norm between two maps cannot be fused"):
         fuse(evaluating_copy(model), maps)
     quick = fuse(evaluating_copy(model), maps, small_cache=True)
@@ -203,7 +203,7 @@ def test_an_encoder_is_fused() -> None:
     weights = make_layer("factored", biased=True).weights("self")
     bias = RelativePositionBias(drawn(6, NUM_HEADS), both_ways=True, max_distance=16)
     model = model_with(replace(weights, semantics=replace(weights.semantics, bias=bias)), "encoder")
-    quick = fuse(evaluating_copy(model), Maps.of("fp32", torch.float64))
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
     ids = torch.randint(VOCAB, (2, LENGTH))
     seen = torch.arange(LENGTH) < torch.tensor([[LENGTH], [14]])
     for mask in (None, seen[:, None, None, :]):
@@ -215,14 +215,14 @@ def test_a_packed_map_computes_what_the_map_does_for_any_number_of_rows(dtype: t
     if not PackedLinear.serves(torch.device("cpu"), dtype):
         pytest.skip("this processor has no such products")
     weight, bias = torch.randn(70, 33).to(dtype), torch.randn(70).to(dtype)
-    maps = Maps.of("fp32", dtype, packed=True)
+    maps = Maps("fp32", dtype, packed=True)
     for given in (bias, None):
         made = maps.linear(weight, given)
         assert isinstance(made, PackedLinear)
         for rows in (1, 3, 40):
             x = torch.randn(2, rows, 33).to(dtype)
             assert_same(made(x), nn.functional.linear(x, weight, given), kind="output")
-    assert not isinstance(Maps.of("fp32", torch.float64, packed=True).linear(weight, bias), PackedLinear)
+    assert not isinstance(Maps("fp32", torch.float64, packed=True).linear(weight, bias), PackedLinear)
 
 
 def drawn_anew(written: str, scheme: str) -> LanguageModel:
@@ -247,7 +247,7 @@ SMALL += [("shared", "rotary"), ("latent", "learned"), ("latent", "alibi")]
 @torch.no_grad()
 def test_a_small_cache_holds_what_cost_counts_and_gives_the_same_logits(written: str, scheme: str) -> None:
     model = drawn_anew(written, scheme)
-    quick = fuse(evaluating_copy(model), Maps.of("fp32", torch.float64), small_cache=True)
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
     assert all(isinstance(block.self_attention, FusedAttention) for block in quick.blocks)
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
@@ -265,7 +265,7 @@ def test_latents_are_kept_where_no_bias_of_values_is_weighed(part: str, biased: 
         "sinks": {"sinks": drawn(NUM_HEADS)},
     }
     model = model_with(replace(weights, semantics=replace(weights.semantics, **given[part])))
-    quick = fuse(evaluating_copy(model), Maps.of("fp32", torch.float64), small_cache=True)
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
     assert isinstance(quick.blocks[0].self_attention, FusedAttention) is not biased
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
@@ -277,7 +277,7 @@ def test_queries_alone_are_normalised_where_keys_are_the_values(written: str) ->
     weights = make_layer(written, biased=True).weights("causal")
     norms = {"q_norm": HeadNorm(1e-6, drawn(NUM_HEADS, WIDTH))}
     model = model_with(replace(weights, semantics=replace(weights.semantics, rotary=ROTARY, **norms)))
-    quick = fuse(evaluating_copy(model), Maps.of("fp32", torch.float64), small_cache=True)
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
     assert quick.blocks[0].self_attention.same
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")

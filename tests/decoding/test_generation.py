@@ -322,13 +322,12 @@ def test_weights_are_packed_only_where_a_copy_is_a_small_part_of_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed: list[bool] = []
-    of = Maps.of
 
     def watched(*arguments: Any, **options: Any) -> Maps:
         packed.append(options["packed"])
-        return of(*arguments, **options)
+        return Maps(*arguments, **options)
 
-    monkeypatch.setattr(Maps, "of", watched)
+    monkeypatch.setattr("triptych.decoding.engine.Maps", watched)
     Engine(make())
     monkeypatch.setattr(thresholds, "SHARE_PACKED", 1e-9)
     Engine(make())

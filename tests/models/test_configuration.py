@@ -206,7 +206,7 @@ def test_positions_that_a_site_cannot_have_are_refused_with_the_reason(name: str
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_cross_attention_may_be_anything_under_rotary_positions(name: str) -> None:
     config = make(decoder={"cross_attention": AttentionConfig(projections=name)}, positions=ROTARY)
-    assert EncoderDecoder.of(config, 11, 11).config.cross_sites()[0].projections == name
+    assert EncoderDecoder.of(config, 11, 11).config.sites("cross")[0].projections == name
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_configuration_with_sites_of_its_own_survives_json_and_toml() -> None:
     assert "[decoder.attention_in_layer.1]" in toml
     again = ModelConfig.model_validate(tomllib.loads(toml))
     assert again == MIXED
-    assert again.decoder_sites()[1].parameterisation() == Grouped(num_kv_heads=2, d_k=3, d_v=5)
+    assert again.sites("decoder")[1].parameterisation() == Grouped(num_kv_heads=2, d_k=3, d_v=5)
 
 
 def test_one_word_changes_the_parameterisation_of_a_site(tmp_path: Path) -> None:
@@ -283,12 +283,12 @@ def test_one_word_changes_the_parameterisation_of_a_site(tmp_path: Path) -> None
             "model.decoder.cross_attention_in_layer.3.projections=symmetric",
         ],
     )
-    sites = recipe.model.encoder_sites()
+    sites = recipe.model.sites("encoder")
     assert [site.parameterisation() for site in sites] == [Stacked(first_bias=True)] * 6
     crosses: list[Parameterisation] = [Factored()] * 6
     crosses[3] = Symmetric()
-    assert [site.parameterisation() for site in recipe.model.cross_sites()] == crosses
-    assert recipe.model.decoder_sites()[3].parameterisation() == Factored()
+    assert [site.parameterisation() for site in recipe.model.sites("cross")] == crosses
+    assert recipe.model.sites("decoder")[3].parameterisation() == Factored()
     (tmp_path / "again.toml").write_text(recipe.to_toml())
     assert read_recipe(tmp_path / "again.toml") == recipe
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych.attention import MultiHeadAttention
 from triptych.decoding.fused import evaluating_copy, fuse
-from triptych.decoding.maps import DenseMaps
+from triptych.decoding.maps import Maps
 from triptych.models.architecture import (
     BlockConfig,
     EmbeddingsConfig,
@@ -256,7 +256,7 @@ def test_sizes_that_do_not_fit_are_refused_with_their_numbers(options: dict[str,
 
 def test_a_mixture_made_ready_for_decoding_in_bf16_gives_that_of_rounded_weights() -> None:
     experts = made(FAMILIES["gpt_oss"].ours)
-    ready = fuse(evaluating_copy(torch.nn.Sequential(experts)), DenseMaps(torch.bfloat16))
+    ready = fuse(evaluating_copy(torch.nn.Sequential(experts)), Maps("bf16", torch.float32))
     rounded = made(FAMILIES["gpt_oss"].ours).bfloat16()
     x = inputs(torch.bfloat16)
     assert ready(x).dtype == torch.bfloat16

@@ -310,7 +310,7 @@ def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
     latent = MultiHeadAttention(16, 4, parameterisation("latent")).double().weights()
     with pytest.raises(ValueError, match="latent cannot have rotary positions"):
         with_attention(model, {"encoder.0": latent})
-    assert with_attention(model, {"cross.0": latent}).config.cross_sites()[0].projections == "latent"
+    assert with_attention(model, {"cross.0": latent}).config.sites("cross")[0].projections == "latent"
 
 
 # Files

@@ -19,7 +19,7 @@ from triptych.models import (
     read_model,
     write_model,
 )
-from triptych.models.storage import read_weights
+from triptych.models.storage import load_tensors, read_tensors
 
 CONFIG = ModelConfig(
     d_model=8,
@@ -167,7 +167,7 @@ def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
     tensors = load_file(saved / WEIGHTS)
     save_file({**tensors, "tgt_embedding.weight": torch.zeros(2, 8)}, saved / WEIGHTS)
     with pytest.raises(DataError):
-        read_weights(from_file, saved / WEIGHTS)
+        load_tensors(from_file, read_tensors(saved / WEIGHTS), str(saved / WEIGHTS))
     for name, parameter in from_file.named_parameters():
         assert_same(parameter.detach(), before[name], kind="exact")
 

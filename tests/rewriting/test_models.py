@@ -193,8 +193,8 @@ def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() ->
 
 def test_a_rewritten_model_is_saved_and_read_like_any_other(tmp_path: Any) -> None:
     folded = triptych.rewrite(make_model("mixed"), rewrites.fold, sites=["encoder.1"]).result
-    assert folded.config.encoder_sites()[0].projections == "stacked"
-    assert folded.config.encoder_sites()[1].projections == "factored"
+    assert folded.config.sites("encoder")[0].projections == "stacked"
+    assert folded.config.sites("encoder")[1].projections == "factored"
     write_model(folded, tmp_path)
     again = read_model(tmp_path)
     assert again.config == folded.config
@@ -374,7 +374,7 @@ def test_bounded_rewrites_move_a_model_and_say_how_far(norm: str) -> None:
     assert merged.config.encoder.attention.projections == "grouped"
     prune = partial(rewrites.prune_heads, heads=[1], bounded=True)
     pruned = triptych.rewrite(model, prune, sites=["encoder.0"]).result
-    assert pruned.config.encoder_sites()[0].num_heads == 3
+    assert pruned.config.sites("encoder")[0].num_heads == 3
     assert pruned(src, tgt_in).shape == (3, 6, VOCAB)
 
 

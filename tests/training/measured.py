@@ -86,7 +86,7 @@ def _learn(recipe: AnyRecipe, kind: str, world: World) -> int:
     config = recipe.training
     objective = objective_of(recipe)
     if config.activation_checkpointing:
-        recompute_activations(objective.blocks(objective.model))
+        recompute_activations(objective.model.blocks)
     computing: Computing
     if kind == "none":
         computing = OneProcess(objective, config.precision)

@@ -242,7 +242,7 @@ def blocks_that_compute_again(world: World, arguments: Sequence[str]) -> None:
                 torch.manual_seed(3)
                 objective = make(dropout=0.2)
                 if recompute:
-                    recompute_activations(objective.blocks(objective.model))
+                    recompute_activations(objective.model.blocks)
                 found.append(learn(spread(objective, kind, precision, world), objective, world, 2))  # type: ignore[arg-type]
             assert found[0][:2] == found[1][:2]
             assert all(torch.equal(found[1][2][name], value) for name, value in found[0][2].items())

@@ -25,7 +25,7 @@ def learned(kind: str, precision: str, *, recompute: bool) -> tuple[Tensor, dict
     torch.manual_seed(2)
     objective = KINDS[kind]()
     if recompute:
-        recompute_activations(objective.blocks(objective.model))
+        recompute_activations(objective.model.blocks)
     computing = OneProcess(objective, precision)
     computing.set_mode(training=True)
     kept = 0
@@ -62,7 +62,7 @@ def test_a_block_that_computes_again_leaves_decoding_and_validation_alone() -> N
     model = objective.model
     ids = torch.arange(6)[None]
     expected = model.eval()(ids).logits
-    recompute_activations(objective.blocks(model))
+    recompute_activations(model.blocks)
     cache = model.new_cache()
     model.train()
     halves = [model(half, cache=cache).logits.shape for half in ids.chunk(2, dim=1)]

@@ -241,10 +241,7 @@ class MultiHeadAttention(nn.Module):
         self._semantics = semantics.with_learned(
             {name: tensor.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
         )
-        self._look_at_semantics()
-
-    def _look_at_semantics(self) -> None:
-        """Find what turns stored keys."""
+        # What every call asks.
         semantics, projections = self._semantics, self.projections
         changed = semantics.k_norm is not None or semantics.clip is not None
         late = semantics.rotary is None or (changed and not projections.caches_keys)
@@ -254,6 +251,18 @@ class MultiHeadAttention(nn.Module):
         self._turned_late = semantics.rotary if self._turned_when_stored is None else None
         # Of a text that grows past the limit, keys stay as they were turned: they are kept besides.
         self._keeps_keys = self._turned_late is not None and self._turned_late.long is not None
+        # Later queries must know the position of a key.
+        self._compares_positions = semantics.bias is not None or semantics.is_local
+        self._compares_positions |= self._turned_late is not None and not self._keeps_keys
+        # Queries, keys or values are changed between their maps and their product.
+        between = semantics.k_norm, semantics.v_norm, semantics.clip
+        of_queries = semantics.q_norm, semantics.rotary, semantics.temperature
+        self._changes = any(part is not None for part in (*between, *of_queries))
+        # Keys and values are no product of a map and what is cached, keys are compared and not the cache,
+        # or the key bias counts, which the absorbed route leaves out.
+        on_scores = self._turned_late, semantics.soft_cap, semantics.sinks, semantics.scores
+        self._expands = any(part is not None for part in (*between, *on_scores))
+        self._expands |= semantics.bias is not None and semantics.bias.reads_content
 
     @property
     def _key_width(self) -> int:
@@ -500,17 +509,13 @@ class MultiHeadAttention(nn.Module):
             added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
             q = self.projections.queries(x)
         places = _FROM_THE_START if memory is not None else Places.of(cache, positions)
-        added = self._stored(semantics, added, places)
+        if self._changes:
+            added = self._stored(semantics, added, places)
         if cache is None:
             return q, places, added
-        if memory is not None or not self._compares_positions(semantics):
+        if memory is not None or not self._compares_positions:
             return q, places, cache.append(added)
         return q, *places.kept(cache, added)
-
-    def _compares_positions(self, semantics: Semantics) -> bool:
-        """Whether later queries must know the position of a key."""
-        turned_late = self._turned_late is not None and not self._keeps_keys
-        return turned_late or semantics.bias is not None or semantics.is_local
 
     def _stored(
         self, semantics: Semantics, added: tuple[Tensor, ...], places: Places | None
@@ -544,22 +549,16 @@ class MultiHeadAttention(nn.Module):
         # Under a causal mask the first of more queries than keys see nothing.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
         whole = sums_to_one and semantics.gate is None  # a bias of the values comes out as it is
-        if path == "reference" or not (whole or self.projections.absorbs_biases):
+        if path == "reference" or self._expands or not (whole or self.projections.absorbs_biases):
             route = "expanded"
-        if semantics.k_norm is not None or semantics.v_norm is not None or semantics.clip is not None:
-            route = "expanded"  # keys and values are no product of a map and what is cached
-        if semantics.soft_cap is not None or semantics.sinks is not None or semantics.scores is not None:
-            route = "expanded"  # the key bias, which the absorbed route leaves out, counts
-        bias = semantics.bias
-        if self._turned_late is not None or (bias is not None and bias.reads_content):
-            route = "expanded"  # what is compared is keys, and not what is cached
-        q = self._compared_queries(semantics, q, places)
+        if self._changes:
+            q = self._compared_queries(semantics, q, places)
         if route == "absorbed":
             q, k, v = self.projections.absorbed(q, remembered)
         else:
             k, v = self._compared_keys(semantics, places, remembered)
         added = None
-        if bias is not None or semantics.is_local:
+        if semantics.bias is not None or semantics.is_local:
             near, added = by_position(semantics, q, k, *_positions_of(places, q, k))
             mask = near if mask is None else mask if near is None else mask & near
         return Inputs(q, k, v, mask, added, causal, semantics, dropout), route
@@ -582,7 +581,7 @@ class MultiHeadAttention(nn.Module):
     def _made_keys(self, semantics: Semantics, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Keys before they turn late, and values, of what is kept."""
         k, v = self.projections.keys_values(remembered)
-        if not self.projections.caches_keys:
+        if self._changes and not self.projections.caches_keys:
             k = prepared(k, semantics, semantics.k_norm)
             v = prepared(v, semantics, semantics.v_norm)
         return k, v

@@ -118,7 +118,7 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
         "decoder_ffn_dim": config.d_ff,
         "activation_function": names[config.activation],
         "dropout": config.dropout,
-        "attention_dropout": config.encoder_sites()[0].dropout,
+        "attention_dropout": config.sites("encoder")[0].dropout,
         "activation_dropout": config.activation_dropout,
         "max_position_embeddings": length,
         "scale_embedding": True,

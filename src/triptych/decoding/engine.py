@@ -1,6 +1,7 @@
 """Decoding step by step: a decoder made ready."""
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -87,36 +88,30 @@ class Engine(DecodingEngine):
             decoder.rotary_limit,
         )
         self.reads_again, self.vocab_size = decoder.config is not None, decoder.head.output.out_features
-        if isinstance(model, EncoderDecoder):
-            self.pad_id, self.fixed = model.pad_id, self.device.type == "cuda"
-        self.joins = not self.fixed
         rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
         # A text that grows past this many tokens is read again from its first.
         again = any(of is not None and of.reads_again for of in rotary)
         self._starts_anew = self.rotary_limit if again else None
         # Products of int8 give float32 alone. A traced model keeps maps that every runtime knows.
         dtype = torch.float32 if precision == "int8" else table.dtype
-        maps = Maps.of(precision, dtype, packed=direct and has_room_for_another(model))
+        maps = Maps(precision, dtype, packed=direct and has_room_for_another(model))
         self.dtype, self.model, files = maps.dtype, evaluating_copy(model), MappedFiles()
         *_, self._decoder = self.model.stacks.values()
         self._num_layers = len(self._decoder.new_cache().own)
         if isinstance(model, EncoderDecoder):
+            self.pad_id, self.fixed = model.pad_id, self.device.type == "cuda"
+            fuse(self.model, maps, files=files)
             self._fill_up(model, maps, never)
+            self._join_memory_maps(maps)
         else:
             _map_tables(self._decoder, maps, files)
-        fuse(self.model, maps, small_cache=isinstance(model, LanguageModel), files=files)
+            fuse(self.model, maps, small_cache=True, files=files)
+        self.joins = not self.fixed
         for module in self.model.modules():
             cast_parameters(module, maps.dtype)
         modules = [*self.model.modules()]
         # A layer left as it is takes no mask of numbers.
         self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in modules)
-        if isinstance(model, EncoderDecoder):
-            cross = [cast(FusedAttention, block.cross_attention) for block in blocks_of(self.model, "cross")]
-            weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
-            self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
-            self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
-            for layer in cross:
-                del layer.memory_rows
         for stack in self.model.stacks.values():
             stack.embeddings.stream_dtype = None
             # A layer that was left as it is reads parameters of its parts, which calling directly hides.
@@ -139,6 +134,15 @@ class Engine(DecodingEngine):
         bias[list(never)] = -math.inf
         rows = F.pad(weight, (0, 0, 0, missing))
         cast(EncoderDecoder, own).head.output = maps.linear(rows, bias)  # type: ignore[assignment]
+
+    def _join_memory_maps(self, maps: Maps) -> None:
+        """One map to what all layers read of the memory."""
+        cross = [cast(FusedAttention, block.cross_attention) for block in blocks_of(self.model, "cross")]
+        weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
+        self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
+        self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
+        for layer in cross:
+            del layer.memory_rows
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> TextCache:
         """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
@@ -248,7 +252,8 @@ class FixedSteps:
     """The steps of one batch, always the same work on the same memory: a GPU replays a recorded one."""
 
     def __init__(self, engine: Engine, cache: TextCache) -> None:
-        self._engine, self._cache = engine, cache
+        self._engine = engine
+        self._cache: TextCache = weakref.proxy(cache)  # which holds these steps
         self._tokens: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -7,7 +7,6 @@ import platform
 import re
 import sys
 import warnings
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,7 +39,8 @@ def unsupported_precision(precision: Precision, device: torch.device) -> str:
     return ""
 
 
-class Maps(ABC):
+@final
+class Maps:
     """Makes linear maps of a precision.
 
     Attributes:
@@ -48,12 +48,22 @@ class Maps(ABC):
         packed: whether they are copies laid out for their products.
     """
 
-    dtype: torch.dtype
-    packed: bool
+    def __init__(self, precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> None:
+        """For a model of this dtype: "fp32" leaves it as it is, and shares its memory where it can."""
+        self.dtype = torch.bfloat16 if precision == "bf16" else dtype
+        self.packed, self._is_int8 = packed or precision == "int8", precision == "int8"
 
-    @abstractmethod
     def linear(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> nn.Module:
         """`x Wᵀ + b`."""
+        if self._is_int8:
+            return Int8Linear(weight.detach(), bias)
+        if self.packed and PackedLinear.serves(weight.device, self.dtype):
+            return PackedLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        made.weight = constant(weight, self.dtype)
+        if bias is not None:
+            made.bias = constant(bias, self.dtype)
+        return made
 
     def feed_forward(self, layer: FeedForward) -> None:
         """Replace the maps of a feed-forward layer."""
@@ -75,30 +85,6 @@ class Maps(ABC):
                 stacked.weight = constant(stacked.weight, self.dtype)
                 if stacked.bias is not None:
                     stacked.bias = constant(stacked.bias, self.dtype)
-
-    @staticmethod
-    def of(precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> "Maps":
-        """For a model of this dtype: "fp32" leaves it as it is."""
-        if precision == "int8":
-            return Int8Maps(dtype)
-        return DenseMaps(torch.bfloat16 if precision == "bf16" else dtype, packed)
-
-
-@final
-class DenseMaps(Maps):
-    """Maps of a floating dtype, which share memory with the model's own where they can."""
-
-    def __init__(self, dtype: torch.dtype, packed: bool = False) -> None:
-        self.dtype, self.packed = dtype, packed
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        if self.packed and PackedLinear.serves(weight.device, self.dtype):
-            return PackedLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        made.weight = constant(weight, self.dtype)
-        if bias is not None:
-            made.bias = constant(bias, self.dtype)
-        return made
 
 
 @final
@@ -131,22 +117,11 @@ class PackedLinear(nn.Module):
 
 
 @final
-class Int8Maps(Maps):
-    """Weights with a scale for each output channel, activations with one for each row.
+class Int8Linear(nn.Module):
+    """A map of int8 weights with a scale for each output channel; activations have one for each row.
 
     Sums are exact, so that a row's result does not depend on the other rows.
     """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.packed = dtype, True
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        return Int8Linear(weight.detach(), bias)
-
-
-@final
-class Int8Linear(nn.Module):
-    """A map of int8 weights."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ class ShortlistEngine(DecodingEngine):
         self.max_tokens = self._engine.max_tokens
         output = model.head.output
         weight, bias = output.weight.detach(), output.bias
-        self._maps = Maps.of(precision, weight.dtype, packed=has_room_for_another(model))
+        self._maps = Maps(precision, weight.dtype, packed=has_room_for_another(model))
         self._weight = weight * model.head.config.input_scale
         self._bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().clone()
         self._bias[list(rules.never)] = -math.inf

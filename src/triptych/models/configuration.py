@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -49,6 +49,7 @@ Width = int | None
 # are counted in 64 bits.
 _MOST_LAYERS, _WIDEST, _LONGEST = 10_000, 1 << 24, 10**9
 Option = int | bool | None
+StackName = Literal["encoder", "decoder", "cross"]
 
 
 class _Config(BaseModel):
@@ -377,13 +378,9 @@ class ModelConfig(_Config):
             self.decoder.num_layers,
         )
         positions = self.positions.in_attention()
-        for stack, places in (
-            (self.encoder_sites(), positions),
-            (self.decoder_sites(), positions),
-            (self.cross_sites(), None),
-        ):
-            for site in stack:
-                site.check(self.d_model, self.num_heads, places)
+        for stack in get_args(StackName):
+            for site in self.sites(stack):
+                site.check(self.d_model, self.num_heads, None if stack == "cross" else positions)
                 for name in ("qk_norm", "output_gate"):
                     if getattr(site, name):
                         reason = "and encoder-decoder models have none: leave it out"
@@ -396,29 +393,12 @@ class ModelConfig(_Config):
             )
         return self
 
-    def encoder_sites(self) -> list[AttentionConfig]:
-        """Self-attention of every encoder layer, sizes filled in."""
-        own = self.encoder
-        return self._sites(own.num_layers, own.attention, own.attention_in_layer)
-
-    def decoder_sites(self) -> list[AttentionConfig]:
-        """Self-attention of every decoder layer, sizes filled in."""
-        own = self.decoder
-        return self._sites(own.num_layers, own.attention, own.attention_in_layer)
-
-    def cross_sites(self) -> list[AttentionConfig]:
-        """Attention of every decoder layer to the memory, sizes filled in."""
-        own = self.decoder
-        return self._sites(own.num_layers, own.cross_attention, own.cross_attention_in_layer)
-
-    def _sites(
-        self, count: int, usual: AttentionConfig, unusual: dict[int, AttentionConfig]
-    ) -> list[AttentionConfig]:
-        return [self.site(unusual.get(i, usual)) for i in range(count)]
-
-    def site(self, attention: AttentionConfig) -> AttentionConfig:
-        """An attention site with the sizes it left out filled in, as far as it has such sizes."""
-        return _filled_in(attention, num_heads=self.num_heads, d_k=self.d_k, d_v=self.d_v)
+    def sites(self, stack: StackName) -> list[AttentionConfig]:
+        """The attention of every layer of a stack ("cross" reads the memory), sizes filled in."""
+        own, kind = (self.encoder if stack == "encoder" else self.decoder), "attention"
+        kind = "cross_attention" if stack == "cross" else kind
+        usual, unusual = getattr(own, kind), getattr(own, f"{kind}_in_layer")
+        return [_filled_in(unusual.get(i, usual), self) for i in range(own.num_layers)]
 
     def architecture(self, src_vocab_size: int, tgt_vocab_size: int) -> EncoderDecoderArchitecture:
         """What the model is made of, for vocabularies of these sizes."""
@@ -515,15 +495,8 @@ class LanguageModelConfig(_Config):
 
     def sites(self) -> list[AttentionConfig]:
         """The attention of every layer, sizes filled in."""
-        return [
-            _filled_in(
-                self.attention_in_layer.get(i, self.attention),
-                num_heads=self.num_heads,
-                d_k=self.d_k,
-                d_v=self.d_v,
-            )
-            for i in range(self.num_layers)
-        ]
+        of_layer = self.attention_in_layer
+        return [_filled_in(of_layer.get(i, self.attention), self) for i in range(self.num_layers)]
 
     def architecture(self, kind: Literal["decoder", "encoder"], vocab_size: int) -> LanguageModelArchitecture:
         """What the model is made of, for a vocabulary of this size."""
@@ -546,9 +519,11 @@ class LanguageModelConfig(_Config):
         )
 
 
-def _filled_in(attention: AttentionConfig, **model: int | None) -> AttentionConfig:
+def _filled_in(attention: AttentionConfig, model: ModelConfig | LanguageModelConfig) -> AttentionConfig:
+    """An attention site with the sizes that it left out, as far as it has such sizes."""
     own = ("num_heads", *_options(attention.projections))
-    filled = {name: size for name, size in model.items() if name in own and size is not None}
+    sizes = {"num_heads": model.num_heads, "d_k": model.d_k, "d_v": model.d_v}
+    filled = {name: size for name, size in sizes.items() if name in own and size is not None}
     return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})
 
 

@@ -86,9 +86,9 @@ class EncoderDecoder(nn.Module):
         # Made one by one while the model is, so that a seed gives the same numbers as ever.
         model = cls(
             config.architecture(src_vocab_size, tgt_vocab_size),
-            (site.layer(d_model, heads, own) for site in config.encoder_sites()),
-            (site.layer(d_model, heads, own) for site in config.decoder_sites()),
-            (site.layer(d_model, heads) for site in config.cross_sites()),
+            (site.layer(d_model, heads, own) for site in config.sites("encoder")),
+            (site.layer(d_model, heads, own) for site in config.sites("decoder")),
+            (site.layer(d_model, heads) for site in config.sites("cross")),
             pad_id,
             config,
         )
@@ -114,6 +114,11 @@ class EncoderDecoder(nn.Module):
     def stacks(self) -> dict[Literal["encoder", "decoder"], LanguageModel]:
         """Both, the encoder first."""
         return {"encoder": self.encoder, "decoder": self.decoder}
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Of both, the encoder's first."""
+        return [*self.encoder.blocks, *self.decoder.blocks]
 
     @property
     def head(self) -> LanguageModelHead:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 import torch
@@ -20,6 +20,7 @@ from triptych.models.language_model import LanguageModel
 from triptych.storage.untrusted import LONGEST_JSON, read_limited, require_regular
 
 OwnModel = EncoderDecoder | LanguageModel
+ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel)
 
 _FORMAT = 1
 _ENCODER_DECODER = "encoder-decoder"
@@ -142,8 +143,7 @@ def _encoder_decoder(
         return EncoderDecoder.of(config, src_size, tgt_size, pad_id)
 
     layers = {"encoder": config.encoder.num_layers, "decoder": config.decoder.num_layers}
-    _require_sizes(make, layers, held, path)
-    return make()
+    return _made(make, layers, held, path)
 
 
 def _whole_number(record: dict[str, Any], name: str, path: Path) -> int:
@@ -164,19 +164,18 @@ def _language_model(
     def make() -> LanguageModel:
         return LanguageModel.of(config, kind, vocab_size)
 
-    _require_sizes(make, {"blocks": config.num_layers}, held, path)
-    return make()
+    return _made(make, {"blocks": config.num_layers}, held, path)
 
 
-def _require_sizes(
-    make: Callable[[], nn.Module],
+def _made(
+    make: Callable[[], ModelT],
     stacks: Mapping[str, int],
     held: Mapping[str, Sequence[int]] | None,
     path: Path,
-) -> None:
-    """What a configuration calls for is what there is."""
+) -> ModelT:
+    """The model, if what its configuration calls for is what there is."""
     if held is None:
-        return
+        return make()
     for name, layers in stacks.items():
         found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
         if layers > len(found):
@@ -188,6 +187,7 @@ def _require_sizes(
     with torch.device("meta"):
         wanted = stored_parameters(make())
     _require_fit(_shapes(wanted), held, str(path.parent / _WEIGHTS))
+    return make()
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
@@ -210,11 +210,6 @@ def _require_fit(wanted: Mapping[str, Sequence[int]], held: Mapping[str, Sequenc
 
 def _one_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
-def read_weights(model: nn.Module, path: Path) -> None:
-    """Put the weights of a file into a model."""
-    load_tensors(model, read_tensors(path), str(path))
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -268,5 +263,5 @@ def read_own_model(folder: Path) -> OwnModel:
         if (folder / "config.json").exists():
             read_tensors(path)  # which says what is wrong with it
     model = read_config(folder, held)
-    read_weights(model, folder / _WEIGHTS)
+    load_tensors(model, read_tensors(path), str(path))
     return model.eval()

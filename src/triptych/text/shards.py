@@ -119,8 +119,8 @@ class TokenShards:
         """Tokens and starts of a shard, mapped into memory."""
         record = self.index.shards[shard]
         return (
-            _map_file(_tokens_path(self.folder, shard), self.index.dtype, record.num_tokens),
-            _map_file(_starts_path(self.folder, shard), "<i8", record.num_documents),
+            _map_file(_path(self.folder, shard, "tokens"), self.index.dtype, record.num_tokens),
+            _map_file(_path(self.folder, shard, "starts"), "<i8", record.num_documents),
         )
 
 
@@ -221,9 +221,9 @@ class _Shard:
                     if self._num_tokens >= tokens_per_shard:
                         return
 
-        write_atomically(_tokens_path(folder, number), write_tokens)
-        write_bytes(_starts_path(folder, number), np.array(self._starts, dtype="<i8").tobytes())
-        write_text(_record_path(folder, number), self.record.model_dump_json())
+        write_atomically(_path(folder, number, "tokens"), write_tokens)
+        write_bytes(_path(folder, number, "starts"), np.array(self._starts, dtype="<i8").tobytes())
+        write_text(_path(folder, number, "json"), self.record.model_dump_json())
 
     def _encode(self, group: list[TextPart]) -> np.ndarray:
         sequences = []
@@ -269,7 +269,7 @@ def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:
     records: list[ShardRecord] = []
     while True:
         try:
-            record = ShardRecord.model_validate_json(_record_path(folder, len(records)).read_bytes())
+            record = ShardRecord.model_validate_json(_path(folder, len(records), "json").read_bytes())
         except (OSError, ValidationError):
             return records
         if _damage(folder, len(records), record, dtype):
@@ -280,8 +280,8 @@ def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:
 def _damage(folder: Path, shard: int, record: ShardRecord, dtype: str) -> str | None:
     """What is wrong with the files of a shard."""
     wanted = {
-        _tokens_path(folder, shard): record.num_tokens * np.dtype(dtype).itemsize,
-        _starts_path(folder, shard): record.num_documents * 8,
+        _path(folder, shard, "tokens"): record.num_tokens * np.dtype(dtype).itemsize,
+        _path(folder, shard, "starts"): record.num_documents * 8,
     }
     for path, size in wanted.items():
         try:
@@ -302,13 +302,5 @@ def _map_file(path: Path, dtype: str, count: int) -> np.ndarray:
         raise DataError(f"{path} cannot be mapped into memory: {error}") from None
 
 
-def _tokens_path(folder: Path, shard: int) -> Path:
-    return folder / f"{shard:05d}.tokens"
-
-
-def _starts_path(folder: Path, shard: int) -> Path:
-    return folder / f"{shard:05d}.starts"
-
-
-def _record_path(folder: Path, shard: int) -> Path:
-    return folder / f"{shard:05d}.json"
+def _path(folder: Path, shard: int, ending: Literal["tokens", "starts", "json"]) -> Path:
+    return folder / f"{shard:05d}.{ending}"

@@ -4,10 +4,10 @@ import hashlib
 from pathlib import Path
 
 from triptych.files import write_text
-from triptych.models import LanguageModelConfig
+from triptych.models import LanguageModelConfig, ModelConfig
 from triptych.printable import printable
 from triptych.storage.untrusted import LONGEST_TEXT, read_limited
-from triptych.training import AnyRecipe, Recipe, TextRecipe, TrainingResult
+from triptych.training import AnyRecipe, TextRecipe, TrainingResult
 from triptych.training.objectives import LEAST_BLEU
 from triptych.training.progress import Display
 from triptych.training.sections import ContinuedModelConfig
@@ -21,11 +21,7 @@ def write_card(
 ) -> None:
     """Write the card of a finished run, unless somebody wrote one in its place."""
     path = folder / "README.md"
-    if isinstance(recipe, TextRecipe):
-        written = _language_card(recipe, outcome, num_parameters)
-    else:
-        written = _translation_card(recipe, outcome, num_parameters)
-    text = printable(written, lines=True)
+    text = printable(_card(recipe, outcome, num_parameters), lines=True)
     if path.exists():
         old = read_limited(path, LONGEST_TEXT).decode(errors="replace")
         body, _, end = old.rpartition(_CARD_END)
@@ -39,13 +35,23 @@ def _text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _language_card(recipe: TextRecipe, outcome: TrainingResult, num_parameters: int) -> str:
-    counters, scores = outcome.counters, outcome.scores or {}
-    writes = recipe.task == "language-model"
-    tag, kind = ("text-generation", "decoder") if writes else ("fill-mask", "encoder")
-    of_tokens = "the next token" if writes else f"masked tokens ({recipe.masking.share:.0%} of the text)"
-    command = "triptych generate path/to/this/folder" if writes else "triptych fill path/to/this/folder"
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+def _card(recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int) -> str:
+    counters, best = outcome.counters, f"{abs(outcome.counters.best_score or 0.0):.4f}"
+    if isinstance(recipe, TextRecipe):
+        writes, tokens = recipe.task == "language-model", "tokens"
+        tag, kind = ("text-generation", "decoder") if writes else ("fill-mask", "encoder")
+        of_tokens = "the next token" if writes else f"masked tokens ({recipe.masking.share:.0%} of the text)"
+        about = f"A Transformer {kind} that predicts {of_tokens}, trained"
+        judged = f": {best} nats per token"
+        use = f"sh\ntriptych {'generate' if writes else 'fill'} path/to/this/folder"
+    else:
+        about, tag, tokens = "An encoder-decoder Transformer trained", "translation", "target tokens"
+        noise = recipe.validation.metric == "bleu" and counters.best_by == "loss"
+        why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if noise else ""
+        judged = f", chosen by {counters.best_by}{why}: {best}"
+        load = 'load("path/to/this/folder").translate(["A sentence."])[0].text'
+        use = f"python\nfrom triptych import load\n\n{load}"
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in (outcome.scores or {}).items())
     return f"""---
 library_name: triptych
 tags: [{tag}]
@@ -53,54 +59,28 @@ tags: [{tag}]
 
 # {recipe.name}
 
-A Transformer {kind} that predicts {of_tokens}, trained with triptych: {_made_of(recipe.model)},
+{about} with triptych: {_made_of(recipe.model)},
 {num_parameters:,} parameters.
 
-- Training: {counters.step:,} steps, {counters.tokens:,} tokens, {counters.seconds / 60:.1f} minutes.
-- Best validation: {abs(counters.best_score or 0.0):.4f} nats per token at step {counters.best_step:,}.
-- Average of the last checkpoints: {figures}. `model.safetensors` holds the {outcome.chosen} model.
+- Training: {counters.step:,} steps, {counters.tokens:,} {tokens}, {counters.seconds / 60:.1f} minutes.
+- Best validation{judged} at step {counters.best_step:,}.
+- Average of the last checkpoints: {scores}. `model.safetensors` holds the {outcome.chosen} model.
 - `recipe.toml` is the whole recipe; `metrics.jsonl` has the curves.
 
-```sh
-{command}
+```{use}
 ```
 """
 
 
-def _made_of(model: LanguageModelConfig | ContinuedModelConfig) -> str:
+def _made_of(model: ModelConfig | LanguageModelConfig | ContinuedModelConfig) -> str:
+    if isinstance(model, ModelConfig):
+        return (
+            f"d_model {model.d_model}, d_ff {model.d_ff},\n{model.num_heads} heads, "
+            f"{model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm"
+        )
     if isinstance(model, ContinuedModelConfig):
         return f"begun as\n`{printable(model.checkpoint)}`, in its format, context {model.context}"
     return (
         f"{model.num_layers} layers, d_model\n{model.d_model}, {model.num_heads} heads, context "
         f"{model.context}, {model.norm}-norm ({model.norm_kind}),\n{model.positions.scheme} positions"
     )
-
-
-def _translation_card(recipe: Recipe, outcome: TrainingResult, num_parameters: int) -> str:
-    counters, model = outcome.counters, recipe.model
-    best = abs(counters.best_score or 0.0)
-    noise = recipe.validation.metric == "bleu" and counters.best_by == "loss"
-    why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if noise else ""
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in (outcome.scores or {}).items())
-    return f"""---
-library_name: triptych
-tags: [translation]
----
-
-# {recipe.name}
-
-An encoder-decoder Transformer trained with triptych: d_model {model.d_model}, d_ff {model.d_ff},
-{model.num_heads} heads, {model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm,
-{num_parameters:,} parameters.
-
-- Training: {counters.step:,} steps, {counters.tokens:,} target tokens, {counters.seconds / 60:.1f} minutes.
-- Best validation, chosen by {counters.best_by}{why}: {best:.4f} at step {counters.best_step:,}.
-- Average of the last checkpoints: {scores}. `model.safetensors` holds the {outcome.chosen} model.
-- `recipe.toml` is the whole recipe; `metrics.jsonl` has the curves.
-
-```python
-from triptych import load
-
-load("path/to/this/folder").translate(["A sentence."])[0].text
-```
-"""

@@ -53,7 +53,7 @@ class Computing(ABC):
 
     def __init__(self, objective: Objective[Any, Any], world: World) -> None:
         # What is learned; its model's parameters are what the optimizer changes.
-        self.objective, self._world = objective, world
+        self.objective, self._world, self._seed = objective, world, torch.initial_seed()
 
     @property
     def model(self) -> OwnModel:
@@ -61,9 +61,11 @@ class Computing(ABC):
         model: OwnModel = self.objective.model
         return model
 
-    @abstractmethod
     def begin_update(self, step: int) -> None:
         """Before the first batch of update number `step`."""
+        # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
+        drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
+        torch.manual_seed(int(drawn[0]))
 
     @abstractmethod
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
@@ -139,7 +141,7 @@ class OneProcess(Computing):
         return super().model if self._twin is None else self._twin.model
 
     def begin_update(self, step: int) -> None:
-        del step
+        del step  # the state of the one generator is saved
 
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
         del last

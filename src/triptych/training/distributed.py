@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -70,21 +69,8 @@ def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = N
             return size // shards, shards
 
 
-class _Spread(Computing):
-    """What copies and shards have in common."""
-
-    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
-        super().__init__(objective, world)
-        self._seed = torch.initial_seed()
-
-    def begin_update(self, step: int) -> None:
-        # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
-        drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
-        torch.manual_seed(int(drawn[0]))
-
-
 @final
-class Copies(_Spread):
+class Copies(Computing):
     """Every process has the whole model; gradients are summed while they are made (DDP)."""
 
     def __init__(self, objective: Objective[Any, Any], world: World) -> None:
@@ -109,7 +95,7 @@ class Copies(_Spread):
 
 
 @final
-class Shards(_Spread):
+class Shards(Computing):
     """Every process has a part of each parameter, and gathers a block's while it computes (FSDP2)."""
 
     # A block is a group. The root is another: embeddings, positions and output table are in it together, so
@@ -122,7 +108,7 @@ class Shards(_Spread):
         super().__init__(objective, world)
         self._mesh, self._tied = mesh, _tied(objective.model)
         self._blank = _without_values(objective.model)
-        policy, blocks = MixedPrecisionPolicy(), list(objective.blocks(objective.model))
+        policy, blocks = MixedPrecisionPolicy(), list(objective.model.blocks)
         if precision == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             for stack in objective.model.stacks.values():

@@ -89,6 +89,8 @@ class Trainer:
         self.validate_every = validate_every
         self.objective = objective
         self.model: OwnModel = objective.model
+        (first, *_) = self.model.stacks.values()
+        self.width = first.architecture.d_model
         self.steps_per_epoch = -(-len(objective.train.plan(0)) // config.accumulate_batches)
         self.folder, self._publish = folder, publish
         self.state_folder = folder / "state"
@@ -254,7 +256,7 @@ class Trainer:
     def _update(self, batches: Sequence[TrainingBatch]) -> tuple[float, int]:
         """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
         step = self.counters.step + 1
-        rate = learning_rate(step, self.config, self.objective.d_model)
+        rate = learning_rate(step, self.config, self.width)
         tokens = int(self.world.sum([float(sum(batch.num_target_tokens for batch in batches))])[0])
         self.optimizer.zero_grad()
         self.computing.begin_update(step)
@@ -447,14 +449,14 @@ def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layou
         next(objective.model.parameters()).device if layout.parameters is None else layout.parameters.device
     )
     if config.activation_checkpointing:
-        recompute_activations(objective.blocks(objective.model))
+        recompute_activations(objective.model.blocks)
     if layout.kind is None:
         alone = OneProcess(objective, config.precision)
         if config.compile:
-            compile_blocks(list(objective.blocks(alone.model)), device)
+            compile_blocks(alone.model.blocks, device)
         return alone
     if config.compile:
-        compile_blocks(list(objective.blocks(objective.model)), device)
+        compile_blocks(objective.model.blocks, device)
     spread: Callable[..., Computing] = import_module(_SPREADING).spread
     return spread(
         objective, layout.kind, config.precision, layout.world, config.shard_size, layout.parameters

@@ -7,13 +7,11 @@ better than all before it. Until then the loss decides.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, final, runtime_checkable
 
 import numpy as np
-import torch
 from jaxtyping import Int64
-from torch import nn
 
 from triptych.attention import PositionIds
 from triptych.models import EncoderDecoder, LanguageModel
@@ -96,18 +94,9 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         self.train, self.valid, self.bytes_per_token = train, valid, bytes_per_token
 
     @property
-    @abstractmethod
-    def d_model(self) -> int:
-        """Width of the model's stream."""
-
-    @property
     def uses_whole_model(self) -> bool:
         """Whether `figures` or `sample` call the model."""
         return False
-
-    @abstractmethod
-    def blocks(self, model: ModelT) -> Iterator[nn.Module]:
-        """The parts of a model that repeat, which are compiled each."""
 
     def training_loss(self, model: ModelT, batch: BatchT, step: int) -> Loss:
         """What update number `step` minimises, of the model or of its twin in bfloat16."""
@@ -178,35 +167,30 @@ class Translation(Objective[EncoderDecoder, Batch]):
         self.config, self.validation, self.score = config, validation, score
 
     @property
-    def d_model(self) -> int:
-        return self.model.config.d_model
-
-    @property
     def uses_whole_model(self) -> bool:
         return self.score is not None
 
-    def blocks(self, model: EncoderDecoder) -> Iterator[nn.Module]:
-        yield from (*model.encoder.blocks, *model.decoder.blocks)
-
     def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:
-        label_smoothing = self.config.label_smoothing
-        if not self.config.rdrop or step <= self.config.rdrop_after:
-            return self._loss(model, batch, label_smoothing)
-        src, tgt_in, tgt_out = _sides(model, batch)
-        real = tgt_out != model.pad_id
-        # Both passes as one batch: dropout draws for every row.
-        first, second = _decode(model, src.repeat(2, 1), tgt_in.repeat(2, 1)).chunk(2)
-        weight, said = model.head.output.weight, tgt_out[real]
-        return rdrop_loss(first[real], second[real], weight, said, label_smoothing, self.config.rdrop)
+        rdrop = self.config.rdrop if step > self.config.rdrop_after else 0.0
+        return self._loss(model, batch, self.config.label_smoothing, rdrop)
 
     def loss(self, model: EncoderDecoder, batch: Batch) -> Loss:
-        return self._loss(model, batch, 0.0)
+        return self._loss(model, batch, 0.0, 0.0)
 
-    def _loss(self, model: EncoderDecoder, batch: Batch, label_smoothing: float) -> Loss:
-        src, tgt_in, tgt_out = _sides(model, batch)
+    def _loss(self, model: EncoderDecoder, batch: Batch, label_smoothing: float, rdrop: float) -> Loss:
+        device, weight = model.decoder.embeddings.table.weight.device, model.head.output.weight
+        src, tgt_in, tgt_out = (
+            side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
+        )
         real = tgt_out != model.pad_id
-        x = _decode(model, src, tgt_in)[real]
-        return output_loss(x, model.head.output.weight, tgt_out[real], label_smoothing)
+        said = tgt_out[real]
+        if rdrop:  # both passes as one batch: dropout draws for every row
+            src, tgt_in = src.repeat(2, 1), tgt_in.repeat(2, 1)
+        x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
+        if not rdrop:
+            return output_loss(x[real], weight, said, label_smoothing)
+        first, second = x.chunk(2)
+        return rdrop_loss(first[real], second[real], weight, said, label_smoothing, rdrop)
 
     def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
         batch = self.train.collate(indices)
@@ -234,19 +218,6 @@ class Translation(Objective[EncoderDecoder, Batch]):
         return super().describe(figures) + bleu
 
 
-def _sides(model: EncoderDecoder, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Source, decoder input and decoder target, on the model's device."""
-    device = model.decoder.embeddings.table.weight.device
-    src, tgt_in, tgt_out = (
-        side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
-    )
-    return src, tgt_in, tgt_out
-
-
-def _decode(model: EncoderDecoder, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
-    return model.decode(tgt_in, model.encode(src), model.memory_mask(src))
-
-
 @final
 class TokensOfText(Objective[LanguageModel, LanguageBatch]):
     """Tokens of a packed text: the next ones for a decoder, hidden ones for an encoder."""
@@ -263,15 +234,8 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
         self._sample = sample
 
     @property
-    def d_model(self) -> int:
-        return self.model.architecture.d_model
-
-    @property
     def uses_whole_model(self) -> bool:
         return self._sample is not None
-
-    def blocks(self, model: LanguageModel) -> Iterator[nn.Module]:
-        yield from model.blocks
 
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> Loss:
         device = model.embeddings.table.weight.device

@@ -23,12 +23,11 @@ Held = nn.Module | nn.Parameter | None
 class HeadMap(ABC):
     """One map of a chain."""
 
-    @abstractmethod
     def make(self) -> Held:
         """What a layer stores; None if the map has no numbers of its own."""
+        return None
 
-    @abstractmethod
-    def initialise(self, held: Held) -> None:
+    def initialise(self, held: Held) -> None:  # noqa: B027 - nothing to draw where there are none
         """Draw the numbers."""
 
     @abstractmethod
@@ -194,19 +193,9 @@ class Mixing(HeadMap):
         return Link(_parameter(held))
 
 
-class _Fixed(HeadMap):
-    """A map without numbers of its own."""
-
-    def make(self) -> None:
-        return None
-
-    def initialise(self, held: Held) -> None:
-        return None
-
-
 @final
 @dataclass(frozen=True)
-class ConstantFactor(_Fixed):
+class ConstantFactor(HeadMap):
     """One factor for all channels of all heads."""
 
     factor: float
@@ -221,7 +210,7 @@ class ConstantFactor(_Fixed):
 
 @final
 @dataclass(frozen=True)
-class Slices(_Fixed):
+class Slices(HeadMap):
     """Head i takes the i-th slice of the stream."""
 
     num_heads: int  # how many there are
