@@ -1,6 +1,6 @@
 """The first pages and the tutorials as notebooks, where they have Python.
 
-`python docs/notebooks.py site` (`make docs`) writes them next to the pages. A block that a reader saves becomes
+`python docs/notebooks.py site` (`make docs`) writes them next to the pages. What a reader saves becomes
 `%%writefile`, a command `!triptych …`. The tests run the blocks of the pages.
 """
 
