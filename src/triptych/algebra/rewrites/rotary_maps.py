@@ -20,12 +20,11 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
 from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said, side_moments
-from triptych.algebra.rewrites.rotary_pairs import mean_turn
-from triptych.algebra.weights import AttentionWeights, Chain
+from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, mean_turn
+from triptych.algebra.weights import Chain
 
 _Turned = Literal["q", "k"]
 # How often both sides are fitted to each other: most is won by the first, next to nothing by the last.
@@ -37,14 +36,11 @@ _ROUNDS = 5
 class RotaryMaps(Metric):
     """The mean square of scores over queries, keys and distances."""
 
-    weights: AttentionWeights
-    rotation: RotaryEmbedding
-    moments: Moments | None = None
-    longest: int | None = None
+    heads: RotaryHeads
 
     @property
     def said(self) -> Said:
-        width = self.weights.multiplied("q").d_out
+        width = self.heads.weights.multiplied("q").d_out
         words = (
             "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
             "{worst:.3g} of the mean square of a head's scores"
@@ -52,17 +48,15 @@ class RotaryMaps(Metric):
         return Said(ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words)
 
     def energies(self) -> Float[Tensor, "groups d_k"]:
-        scores = self._scores(PRIOR)
+        scores = _Scores.of(self.heads, PRIOR)
         return scores.best("k", scores.identity).energies[:, 0]
 
     def change(self, ranks: Sequence[int]) -> Change:
-        maps, true = _fitted(self._scores(PRIOR), self.rotation, ranks), self._scores(0.0)
+        maps = _fitted(_Scores.of(self.heads, PRIOR), self.heads.rotation, ranks)
+        true = _Scores.of(self.heads, 0.0)
         q, k = maps.q.flatten(0, 1), maps.k.flatten(0, 1)
         lost, whole = true.error(maps).flatten(), true.mean_square().flatten()
         return Change(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
-
-    def _scores(self, prior: float) -> "_Scores":
-        return _Scores.of(self.weights, self.rotation, self.moments, self.longest, prior)
 
 
 class _Maps(NamedTuple):
@@ -94,16 +88,9 @@ class _Scores:
     factor: Float[Tensor, " d"]  # the square of what the rotation multiplies each channel by besides
 
     @classmethod
-    def of(
-        cls,
-        weights: AttentionWeights,
-        rotation: RotaryEmbedding,
-        moments: Moments | None,
-        longest: int | None,
-        prior: float,
-    ) -> "_Scores":
-        """Of a layer in float64."""
-        q, k = (side_moments(weights, side, moments, prior) for side in ("q", "k"))
+    def of(cls, heads: RotaryHeads, prior: float) -> "_Scores":
+        weights, rotation = heads.weights, heads.rotation
+        q, k = (side_moments(weights, side, heads.moments, prior) for side in ("q", "k"))
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
         factor[first + second] = rotation.factor**2
@@ -118,7 +105,7 @@ class _Scores:
             k=k[:, None],
             free=frozenset(side for side in ("q", "k") if _holds_bias(weights.chain(side))),
             basis=basis,
-            phases=mean_turn(turns - turns[:, None], longest, weights.semantics.kind == "causal"),
+            phases=mean_turn(turns - turns[:, None], heads.longest, weights.semantics.kind == "causal"),
             factor=factor,
         )
 
