@@ -175,7 +175,7 @@ class Translator:
                     # More is read while there is something to do; without, whatever comes is waited for.
                     while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
                         try:
-                            lines = arriving.next()
+                            lines = next(arriving, None)
                         except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
                             failure, lines = error, None
                         if lines is None:
@@ -199,7 +199,7 @@ class Translator:
                 while groups and not groups[0].missing:
                     yield from self._finished(groups.popleft())
         finally:
-            arriving.close()
+            arriving.close(waits=False)  # a line may never come
             if any(group.missing for group in groups):
                 self.close()  # left before the end: what the workers have in hand is of no use
 

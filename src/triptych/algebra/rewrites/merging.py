@@ -31,7 +31,7 @@ from triptych.algebra.rewrites.legality import (
 )
 from triptych.algebra.rewrites.moves import Move, bias_row, move, size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, LayerRewrite
 from triptych.algebra.rewrites.rotary_pairs import (
     merge_rotary_pairs,
     require_rotary,
@@ -46,7 +46,7 @@ class MergeKVHeads(LayerRewrite):
     name = "merge_kv_heads"
     tier = "bounded unless they are equal"
     requires = (CHANNELS_OR_PAIRS, CHANNELS_FREE["ov"])
-    besides = "the number does not divide"
+    besides = f"the number does not divide; {BETWEEN}"
     place = 5
     why_here = "heads are merged while all their channels are there"
     resizes = True
