@@ -104,7 +104,7 @@ class _RunSink:
             read = source.read(site)
             done = self._rewriting.layer(source, read)
             self.records[site.name] = done.record
-            if done.layer.changed:
+            if done.record.changed:
                 changed[site.module] = done.layer.weights.to(read.weights.dtype)
         new = with_rewritten(source.model, changed)
         self.folder = within.enter_context(self._made).path
@@ -189,8 +189,8 @@ class _FolderSink:
         held = self._source.holding({name: self._source.tensors.read(name) for name in names})
         read = held.read(site)
         done = self._rewriting.layer(held, read)
-        written, bounded = done.written, done.layer.bounded
-        if done.layer.changed and not written.settings:
+        written, bounded = done.written, done.record.tier == "bounded"
+        if done.record.changed and not written.settings:
             wait(self._measured.values())  # one beside this thread, so that two layers are in memory
             saved = held.holding(written.tensors).read(site)
             self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=bounded)
