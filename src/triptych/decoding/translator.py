@@ -132,7 +132,9 @@ class Translator:
 
     def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
         """A line, to be translated by a loop."""
-        texts = [self._ready_searcher().text(ids, options) for ids in self._pieces(line)]
+        # Whether weights changed was looked at when the loop was made: that takes as long as a small step.
+        searcher = self._searcher or self._ready_searcher()
+        texts = [searcher.text(ids, options) for ids in self._pieces(line)]
         return Asked(texts, lambda: self._assemble(line, [text.best[: options.num_best] for text in texts]))
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":

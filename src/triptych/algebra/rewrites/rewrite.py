@@ -112,6 +112,7 @@ class LayerRewrite(Rewrite, ABC):
 
 
 APART = "shared maps would come apart"
+BETWEEN = "a norm is between the maps"
 
 
 def still_tied(layer: Layer, done: Rewritten) -> Rewritten:

@@ -24,7 +24,6 @@ from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
 from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said, side_moments
 from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, mean_turn
-from triptych.algebra.weights import Chain
 
 _Turned = Literal["q", "k"]
 # How often both sides are fitted to each other: most is won by the first, next to nothing by the last.
@@ -103,7 +102,9 @@ class _Scores:
         return cls(
             q=q.unflatten(0, (weights.num_key_heads, -1)),  # type: ignore[no-untyped-call]
             k=k[:, None],
-            free=frozenset(side for side in ("q", "k") if _holds_bias(weights.chain(side))),
+            free=frozenset(
+                side for side in ("q", "k") if (chain := weights.chain(side)) and chain[-1].bias is not None
+            ),
             basis=basis,
             phases=mean_turn(turns - turns[:, None], heads.longest, weights.semantics.kind == "causal"),
             factor=factor,
@@ -131,8 +132,11 @@ class _Scores:
         values, vectors = torch.linalg.eigh(self.seen(side, moments))
         alive = values > values[..., -1:] * self.width * torch.finfo(values.dtype).eps
         back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
-        into = self.seen(side, cross) @ back.mT
-        energies, directions = torch.linalg.eigh(into.mT @ self._varying(side) @ into)
+        into, gram = self.seen(side, cross) @ back.mT, self.q if side == "q" else self.k
+        # What has to be cut: about the mean where a bias may hold that.
+        mean = gram[..., -1:, :-1]
+        varying = gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
+        energies, directions = torch.linalg.eigh(into.mT @ varying @ into)
         return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
 
     def cut(self, side: _Turned, maps: _Maps, kept: Float[Tensor, "groups d"]) -> _Maps:
@@ -154,11 +158,6 @@ class _Scores:
         c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
         return self.identity._replace(k=torch.cat([P, c], dim=-2))
 
-    def pair_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups pairs"]:
-        """½ E|q_f|² E|k_f|² of every pair, of all heads of a group."""
-        q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (self.q, self.k))
-        return ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
-
     def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
         """Mean square of what the scores of every head lose."""
         q, k = self.q, self.k
@@ -179,12 +178,6 @@ class _Scores:
     def _product(self, q: Tensor, k: Tensor) -> Float[Tensor, "groups members"]:
         """E[(q R(m) kᵀ)(q' R(m) k'ᵀ)], from E[qᵀq'] and E[kᵀk']."""
         return (q * self.seen("q", k)).sum(dim=(-2, -1))
-
-    def _varying(self, side: _Turned) -> Float[Tensor, "groups members d d"]:
-        """What has to be cut: about the mean where a bias may hold that."""
-        gram = self.q if side == "q" else self.k
-        mean = gram[..., -1:, :-1]
-        return gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
 
 
 def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
@@ -212,7 +205,10 @@ def _strongest_pairs(
 ) -> Float[Tensor, "groups d d"]:
     """The projection on as many pairs of a group as a rank has room for, then on channels that stay."""
     first, second = rotation.pairs
-    order = scores.pair_energies(first, second).argsort(dim=-1, descending=True, stable=True)
+    q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (scores.q, scores.k))
+    # ½ E|q_f|² E|k_f|² of every pair, of all heads of a group.
+    energies = ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
+    order = energies.argsort(dim=-1, descending=True, stable=True)
     stays = sorted(set(range(scores.width)) - {*first, *second})
     kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
     for group, rank in enumerate(ranks):
@@ -220,7 +216,3 @@ def _strongest_pairs(
         turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))
-
-
-def _holds_bias(chain: Chain) -> bool:
-    return bool(chain) and chain[-1].bias is not None
