@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, final
+from typing import final
 
 from triptych.decoding.engine import Engine
 from triptych.decoding.generation import (
@@ -17,7 +17,6 @@ from triptych.decoding.maps import Precision
 from triptych.decoding.search import Finish, Hypothesis
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
-from triptych.models.blocks import Block
 from triptych.text import StreamDecoder, Tokenizer
 
 # Tokens of the prompt that are decoded before the first new one: they say whether it begins with a space.
@@ -104,13 +103,6 @@ class TextGenerator:
             self._engine = Engine(model, precision, tokenizer.vocab_size)
         except ValueError as error:
             raise UsageError(f"this model cannot be run: {error}") from None
-
-    @property
-    def heads_by_layer(self) -> list[int]:
-        """The number of query heads of every layer, in the order in which they run."""
-        order = self.model.architecture.order or range(len(self.model.blocks))
-        layers = [cast(Block, self.model.blocks[number]).self_attention for number in order]
-        return [layer.num_heads for layer in layers]
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
         """The token ids of a prompt."""
