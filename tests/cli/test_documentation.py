@@ -23,7 +23,10 @@ README, TRAINING, ATTENTION = (
 )
 
 # Pages of the small GPT-2 of ../shared, whose outputs are compared; and those that train, whose outputs vary.
-OF_GPT2 = ("start/your-checkpoint", "start/exact", "tutorials/inside-gpt2", "tutorials/smaller")
+OF_GPT2 = (
+    *("start/your-checkpoint", "start/exact", "tutorials/inside-gpt2", "tutorials/smaller"),
+    *("how-to/ablate", "how-to/rank"),
+)
 THAT_TRAIN = ("start/your-text", "tutorials/translator", "tutorials/own-attention")
 SHARED = ROOT.parent / "shared"
 

@@ -1,6 +1,8 @@
 """The engine against the model's own modules: the same outputs from every kind of model."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -201,6 +203,21 @@ def test_fixed_steps_stay_on_their_memory() -> None:
             each.reorder(parents)
         assert addresses() == first
         assert cache.longest == changing.longest == step + 2
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_batch_that_has_ended_is_given_back_without_waiting_for_the_collector(fixed: bool) -> None:
+    engine = Engine(make_model(), never=(PAD, BOS))
+    engine.fixed = fixed
+    gc.disable()
+    try:
+        cache = engine.start(pad(SOURCES), 2)
+        engine.step(torch.full((len(SOURCES) * 2,), BOS), cache)
+        store = weakref.ref(cache.layers.own[0].entries[0])
+        del cache
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

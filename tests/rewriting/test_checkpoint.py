@@ -19,6 +19,7 @@ from triptych.algebra.rewrites import (
     FoldNorm,
     FoldValueBias,
     GaugeFix,
+    Layer,
     MergeKVHeads,
     PruneHeads,
     RepeatKVHeads,
@@ -26,6 +27,7 @@ from triptych.algebra.rewrites import (
     RewriteRefusedError,
     SortHeads,
     Truncate,
+    fold_norm,
     require_order,
 )
 from triptych.attending.over import attend_over
@@ -35,8 +37,7 @@ from triptych.errors import DataError, TriptychError, UsageError
 from triptych.opening import Reader, open_model
 from triptych.rewriting.certificate import MODEL_CARD, Certificate, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.layers import rewrite_layer
-from triptych.rewriting.planning import plan_rewrite, prepare
+from triptych.rewriting.planning import Rewriting, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
@@ -187,9 +188,8 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     source = open_checkpoint(folder)
     assert isinstance(source, Checkpoint)
     read = source.read(source.sites[0])
-    done = rewrite_layer(read, (FoldNorm(),), skip_refused=False)
     with pytest.raises(RewriteRefusedError, match=r"c_attn.weight: numbers .* do not fit float16"):
-        write_layer(source, read, done.weights)
+        write_layer(source, read, fold_norm(read.weights.to(torch.float64)).weights)
 
 
 @pytest.mark.parametrize("criterion", ["free", "uncentred"])
@@ -236,8 +236,7 @@ def test_a_bound_of_rotary_scores_that_is_too_low_is_noticed(tmp_path: Path) -> 
 
 def test_a_budget_is_spread_by_what_directions_are_worth(tmp_path: Path) -> None:
     source = open_checkpoint(small_gpt2(tmp_path / "source"))
-    prepared = prepare(source, tmp_path / "source", recipe(Truncate(budget=0.5)))
-    (step,) = prepared.steps
+    (step,) = Rewriting(source, tmp_path / "source", recipe(Truncate(budget=0.5))).driver.steps
     assert isinstance(step, Truncate)
     ranks = [rank for forms in step.ranks.values() for found in forms.values() for rank in found]
     assert len(ranks) == 2 * 2 * 4
@@ -257,10 +256,10 @@ def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_i
         PruneHeads(number=1, on_text=True),
         Truncate(forms=("ov",), rank=3, criterion="uncentred"),
     )
-    prepared = prepare(source, folder, recipe(*steps, calibration=text))
+    rewriting = Rewriting(source, folder, recipe(*steps, calibration=text))
     for site in source.sites:
-        first, second = (prepared.moments[site.name][number] for number in (0, 1))
-        kept = prepared.through(source, source.read(site)).kept
+        first, second = (moments[site.name] for moments in rewriting.driver.moments)
+        kept = rewriting.driver.rewritten(Layer(site.name, source.read(site).weights.to(torch.float64))).kept
         assert first.mixed.shape == (4, 6, 6)
         assert kept is not None
         assert len(kept) == 3
@@ -272,16 +271,16 @@ def test_heads_go_in_the_order_of_the_loss_without_them(tmp_path: Path) -> None:
     with_tokenizer(folder)
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
-    prepared = prepare(source, folder, recipe(PruneHeads(number=1, by_loss=True), calibration=text))
+    rewriting = Rewriting(source, folder, recipe(PruneHeads(number=1, by_loss=True), calibration=text))
     worth = attend_over(Reader(open_model(folder, "cpu")), [text.read_text()], worth="zero").worth
     assert worth is not None
     for site in source.sites:
         order = worth.of(site.stack, site.layer)
-        kept = prepared.through(source, source.read(site)).kept
+        kept = rewriting.driver.rewritten(Layer(site.name, source.read(site).weights.to(torch.float64))).kept
         assert kept == tuple(head for head in range(4) if order[head] != min(order))
     twice = recipe(PruneHeads(number=1), PruneHeads(number=1, by_loss=True), calibration=text)
     with pytest.raises(UsageError, match="put the step that looks at the loss first"):
-        prepare(source, folder, twice)
+        Rewriting(source, folder, twice)
 
 
 def test_the_mean_of_a_value_bias_that_went_before_is_not_seen_by_a_later_step(tmp_path: Path) -> None:
@@ -290,10 +289,10 @@ def test_the_mean_of_a_value_bias_that_went_before_is_not_seen_by_a_later_step(t
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
     cut = Truncate(forms=("ov",), rank=3, criterion="uncentred")
-    alone = prepare(source, folder, recipe(cut, calibration=text))
-    after = prepare(source, folder, recipe(FoldValueBias(), cut, calibration=text))
+    alone = Rewriting(source, folder, recipe(cut, calibration=text)).driver
+    after = Rewriting(source, folder, recipe(FoldValueBias(), cut, calibration=text)).driver
     for site in source.sites:
-        with_bias, without = alone.moments[site.name][0], after.moments[site.name][1]
+        with_bias, without = alone.moments[0][site.name], after.moments[1][site.name]
         assert (with_bias.mixed - without.mixed).abs().max() > 1e-3
         # The centred moments do not see a constant.
         torch.testing.assert_close(with_bias.mixed_centred, without.mixed_centred)

@@ -55,6 +55,24 @@ def test_some_layers_alone_are_rewritten_and_the_configuration_says_which(tmp_pa
     assert read_own_model(tmp_path).config == changed.config
 
 
+@pytest.mark.parametrize("call", ["fold_norm", "truncate(rank=4)", "truncate(budget=0.6, rotary='pairs')"])
+def test_a_model_in_memory_and_its_run_are_rewritten_alike(call: str, tmp_path: Path) -> None:
+    model = make_model().float()
+    (tmp_path / "run").mkdir()
+    write_model(model, tmp_path / "run")
+    made = triptych.rewrite(model, call)
+    out = tmp_path / "out"
+    certificate = triptych.load(tmp_path / "run").rewrite(call, out=out, compare=False).certificate
+    assert certificate is not None
+    written = read_own_model(out).state_dict()
+    for name, tensor in made.result.state_dict().items():
+        assert torch.equal(written[name], tensor), name
+    for layer in certificate.layers:
+        (record,) = made.records[layer.module]
+        (step,) = layer.steps
+        assert (step.bound, step.choice, step.notes) == (record.bound, record.choice, record.notes)
+
+
 def test_a_bound_on_forms_holds_where_heads_of_fewer_channels_have_another_scale(tmp_path: Path) -> None:
     """Trained queries and keys are larger than values, so that their bound is the one that counts."""
     model = make_model(positions={"scheme": "learned", "max_tokens": 8}).float()

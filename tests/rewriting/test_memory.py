@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from triptych.rewriting.layers import give_back_memory
+from triptych.rewriting.driver import give_back_memory
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="peak memory and malloc_trim are those of Linux")
 
@@ -30,8 +30,8 @@ REWRITE = """
 import resource, sys, torch
 from triptych.algebra.rewrites import EXACT, PruneHeads, Truncate
 from triptych.attention import MultiHeadAttention
-from triptych.checkpoints.layer import AttentionLayer, Site
-from triptych.rewriting.layers import rewrite_layer
+from triptych.algebra.rewrites import Layer
+from triptych.rewriting.driver import Driver
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -39,9 +39,8 @@ def peak():
 steps = {"exact": EXACT, "rank": (Truncate(rank=32),), "prune": (PruneHeads(number=4),)}[sys.argv[1]]
 torch.set_num_threads(1)
 weights = MultiHeadAttention(1536, 24).weights().mapped(torch.Tensor.detach)
-layer = AttentionLayer(Site("decoder", 0, "causal", "layer"), weights, ())
-before = peak()
-rewrite_layer(layer, steps, skip_refused=True)
+driver, before = Driver((), steps, skip_refused=True), peak()
+driver.rewritten(Layer("layer", weights.to(torch.float64)))
 print((peak() - before) / (8 * weights.num_parameters))
 """
 

@@ -11,7 +11,6 @@ from triptych.models import PRESETS
 from triptych.training import AnyRecipe, LanguageRecipe, Recipe, read_recipe, resolve
 from triptych.training.fitting import (
     choices,
-    fit_language_tokenizer,
     fit_language_training,
     fit_tokenizer,
     fit_training,
@@ -29,7 +28,7 @@ def fit(recipe: AnyRecipe, num_tokens: int, device: str = "cpu") -> AnyRecipe:
         return max(round(num_tokens / (0.9 * of_update)), 1)
 
     if isinstance(recipe, LanguageRecipe):
-        fitted = fit_language_tokenizer(recipe, 5 * num_tokens, device)
+        fitted = fit_tokenizer(recipe, 5 * num_tokens, device)
         return fit_language_training(fitted, num_tokens, device)
     fitted = fit_tokenizer(recipe, 10 * num_tokens, device)
     return fit_training(fitted, num_tokens, device, steps_per_epoch)

@@ -1,4 +1,4 @@
-"""docs/reference/recipes.md: its samples read what they say, and its tables are the models'."""
+"""The samples of docs/how-to/text.md, and the tables of docs/reference/recipes.md."""
 
 import json
 import re
@@ -16,11 +16,10 @@ from triptych.training import read_recipe, resolve
 from triptych.training.recipe import ContinuedRecipe, LanguageRecipe, Recipe
 from triptych.training.reference import keys, with_keys
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "recipes.md"
-SAMPLES = {
-    tomllib.loads(text)["name"]: text
-    for text in re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-}
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE, TEXT = DOCS / "reference" / "recipes.md", (DOCS / "how-to" / "text.md").read_text(encoding="utf-8")
+*_PARALLEL, PLAIN = re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+SAMPLES = {tomllib.loads(text)["name"]: text for text in _PARALLEL}
 PAIRS = generate_pairs(5, "train", seed=1)
 
 
@@ -69,6 +68,7 @@ def _write(path: Path) -> None:
 
 def test_there_is_a_sample_for_every_way_to_give_a_corpus() -> None:
     assert {*SAMPLES} == {"two-files", "tsv", "jsonl", "parquet", "hub", "generated"}
+    assert isinstance(resolve(tomllib.loads(PLAIN)), LanguageRecipe)
 
 
 @pytest.fixture

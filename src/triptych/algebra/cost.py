@@ -116,7 +116,8 @@ def pass_cost(
     if memory_len is not None and cached > memory_len:
         raise ValueError(f"{cached} tokens are cached, but the memory has {memory_len}")
     expanded = _Pass(weights, query_len, cached, memory_len, "expanded").cost()
-    if not _has_absorbed_route(weights):
+    stored = (_applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v))
+    if not any(link.learned for chain in stored for link in chain):
         if route == "absorbed":
             raise ValueError("these weights make keys and values before they are stored: nothing to absorb")
         return expanded
@@ -124,11 +125,6 @@ def pass_cost(
     if route is None:
         return absorbed if absorbed.flops < expanded.flops else expanded
     return absorbed if route == "absorbed" else expanded
-
-
-def _has_absorbed_route(weights: AttentionWeights) -> bool:
-    chains = (_applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v))
-    return any(link.learned for chain in chains for link in chain)
 
 
 @dataclass(frozen=True)

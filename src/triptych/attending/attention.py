@@ -6,10 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final, overload
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.attending.alignment import align_words, words_of
+from triptych.attending.alignment import AlignedWords, word_weights, words_of
 from triptych.attending.layers import LayerAttention, Part, Stack, read_stacks
 from triptych.attending.looks import Look, strongest_looks
 from triptych.attending.over import OverText, attend_over
@@ -119,17 +120,32 @@ class Attention:
             UsageError: no such layer or head, or no cross-attention.
         """
         stack, found, _ = self._place((layer, head))
-        if stack.kind != "cross" or self.source_ids is None:
+        if stack.kind != "cross":
             raise UsageError(f"{self.model}: layer {layer} is no cross-attention, which aligns words")
+        words = self._words(found.weights(heads=[head])[0])
+        return [(word.text, words.source[i].text) for word, i in zip(words.target, words.links, strict=False)]
+
+    def words(self) -> AlignedWords:
+        """The words of source and translation, aligned by the mean of all heads of the last two layers.
+
+        Each source word's weights are divided by their sum: otherwise a few words get the most of all. Source
+        of the layers: Garg et al. 2019, arXiv 1909.02074, who take the last but one.
+        """
+        layers = self.of("cross").layers[-2:]
+        words = self._words(torch.stack([of.weights().mean(dim=0) for of in layers]).mean(dim=0))
+        totals = words.weights.sum(dim=0).clamp_min(torch.finfo(words.weights.dtype).tiny)
+        return words._replace(weights=words.weights / totals)
+
+    def _words(self, weights: Float[Tensor, "queries keys"]) -> AlignedWords:
+        stack = self.of("cross")
         source, target = (
             words_of(pieces, [token in tokenizer.special_ids for token in ids])
             for pieces, ids, tokenizer in (
-                (stack.keys, self.source_ids, self._reader.source_tokenizer),
+                (stack.keys, self.source_ids or (), self._reader.source_tokenizer),
                 (stack.queries, self.ids, self._reader.tokenizer),
             )
         )
-        links = align_words(found.weights(heads=[head])[0], source, target) if source else []
-        return [(word.text, source[i].text) for word, i in zip(target, links, strict=False)]
+        return AlignedWords(source, target, word_weights(weights, source, target))
 
     def writes(self, layer: int | str, head: int, k: int = NEAREST) -> list[tuple[str, tuple[str, ...]]]:
         """Each token that a head may look at, with the k tokens nearest to what the head writes for it.

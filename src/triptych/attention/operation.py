@@ -9,7 +9,7 @@ have sinks. Written out in pieces, it holds few of the weights at a time.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -125,16 +125,8 @@ def attend(given: Inputs, need_weights: bool, path: Path) -> Attended:
     if plan.is_written_out:
         output, weights = written_out(given)
         return Attended(output, weights if need_weights else None)
-    call = _prepare(plan, given)
-    output = F.scaled_dot_product_attention(
-        call.q,
-        call.k,
-        call.v,
-        attn_mask=call.mask,
-        is_causal=call.is_causal,
-        scale=given.semantics.scale,
-        enable_gqa=call.enable_gqa,
-    )
+    tensors, options = _prepare(plan, given)
+    output = F.scaled_dot_product_attention(*tensors, **options)
     return Attended(_restore(plan, output, given), None)
 
 
@@ -171,32 +163,14 @@ def explain(given: Inputs, need_weights: bool, path: Path) -> Explanation:
     plan = make_plan(given, need_weights, path)
     kernel: Kernel = "batched products"
     if not plan.is_written_out:
-        call = _prepare(plan, given)
-        choice = torch._fused_sdp_choice(
-            call.q,
-            call.k,
-            call.v,
-            attn_mask=call.mask,
-            is_causal=call.is_causal,
-            scale=given.semantics.scale,
-            enable_gqa=call.enable_gqa,
-        )
+        tensors, options = _prepare(plan, given)
+        choice = torch._fused_sdp_choice(*tensors, **options)
         kernel = _KERNELS.get(choice, "the device's own")
     return Explanation(plan.path, plan.heads, kernel, reason(plan, kernel, given))
 
 
-class _Call(NamedTuple):
-    """What torch's fused operation is handed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    enable_gqa: bool
-
-
-def _prepare(plan: Plan, given: Inputs) -> _Call:
+def _prepare(plan: Plan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """The tensors that torch's fused operation is handed, and its options."""
     q, k, v, bias = given.q, given.k, given.v, given.bias
     batch, num_heads, query_len, d_k = q.shape
     # torch aligns its causal mask to the first key, ours to the last.
@@ -229,7 +203,8 @@ def _prepare(plan: Plan, given: Inputs) -> _Call:
         v = k if shared else _repeat_heads(v, common)
         if common < num_heads:
             grouped_by_kernel = True
-    return _Call(q, k, v, added, by_flag, grouped_by_kernel)
+    by = {"scale": given.semantics.scale, "is_causal": by_flag, "enable_gqa": grouped_by_kernel}
+    return (q, k, v), {"attn_mask": added, **by}
 
 
 def _restore(plan: Plan, output: Tensor, given: Inputs) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, final
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from triptych.attention import sinusoidal
 from triptych.checkpoints.marian_tokenizers import MarianIds, longest_source, read_tokenizers
@@ -112,8 +112,10 @@ def _with_recipe(
     found, bias = dict(model.named_parameters(remove_duplicate=False)), "decoder.head.output.bias"
     for half in model.stacks:
         rows = found.pop(f"{half}.embeddings.positions.weight", None)
-        if rows is not None and not _are_sinusoidal(rows):
-            return model
+        if rows is not None:
+            length, width = rows.shape
+            if not (rows.double() - sinusoidal(length, width, "halves")).abs().max() <= _ROUNDING:
+                return model
     if bias in found and not found[bias].any():
         del found[bias]
     positions = settings.max_position_embeddings
@@ -134,11 +136,6 @@ def _with_recipe(
         setattr(ours.get_submodule(module), own, found.pop(name))
     assert not found, f"{[*found]} are in no recipe"
     return off_meta(ours).eval()
-
-
-def _are_sinusoidal(table: Tensor) -> bool:
-    rows, width = table.shape
-    return bool((table.double() - sinusoidal(rows, width, "halves")).abs().max() <= _ROUNDING)
 
 
 def _recipe(settings: _Settings, max_source_tokens: int, output_bias: bool) -> ModelConfig:

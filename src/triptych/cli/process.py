@@ -13,7 +13,8 @@ _DECIDED_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 _STDOUT, _STDERR = 1, 2
 
-_KERNELS_KEPT = "16"
+# In decoding, compiling anew takes time: a tenth of all with 16 kernels, none that shows with 64.
+_KERNELS_KEPT, KERNELS_KEPT_DECODING = 16, 64
 
 # Of glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -50,19 +51,19 @@ def limit_spinning() -> None:
 
 def prepare_training() -> None:
     """Set how memory is kept while training; must be called before the first product in bfloat16."""
-    limit_kernel_cache()
+    limit_kernel_cache(_KERNELS_KEPT)
     keep_freed_memory()
 
 
-def limit_kernel_cache() -> None:
-    """Let oneDNN keep few compiled kernels; must be called before the first product in bfloat16.
+def limit_kernel_cache(kept: int) -> None:
+    """Let oneDNN keep few compiled kernels; must be called before the first product.
 
     It compiles one for every shape of a matrix product and keeps 1,024 with their buffers. Batches of
     sentences have hundreds of shapes, and a model of 5 million parameters came to 5 GB
     (docs/contributing/log/); compiling anew costs no time that shows. What the environment says stays.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, _KERNELS_KEPT)
+        os.environ.setdefault(name, str(kept))
 
 
 def keep_freed_memory() -> None:

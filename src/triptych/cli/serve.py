@@ -6,6 +6,7 @@ from typing import Annotated
 
 import triptych
 from triptych.cli.failures import say
+from triptych.cli.process import KERNELS_KEPT_DECODING, limit_kernel_cache
 from triptych.cli.signatures import Options
 from triptych.errors import UsageError
 from triptych.face import Model, load
@@ -47,6 +48,7 @@ def serve(
         triptych serve de-en=runs/mine
         triptych serve gpt2 de-en=runs/mine --port 9000 --precision int8
     """
+    limit_kernel_cache(KERNELS_KEPT_DECODING)
     named = dict(map(_named, models))
     if len(named) < len(models):
         raise UsageError("two models have one name: write NAME=MODEL to tell them apart")

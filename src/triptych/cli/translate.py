@@ -194,7 +194,7 @@ def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
         batch: list[str] = []
         failure: Exception | None = None
         try:
-            while (line := arriving.next()) is not None:
+            while (line := next(arriving, None)) is not None:
                 batch.append(line)
                 if len(batch) == most or not arriving.has_more:
                     break

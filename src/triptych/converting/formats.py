@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import PositionIds
+from triptych.checkpoints.model_parts import ACTIVATIONS
 from triptych.checkpoints.models import new_tensors
 from triptych.checkpoints.translators import ACTIVATIONS as MARIAN_ACTIVATIONS
 from triptych.converting.plain import (
@@ -37,14 +38,7 @@ from triptych.text import TokenizerPair
 # The width of the stream, among sizes.
 _D: Literal["d_model"] = "d_model"
 _Names = Mapping[str, tuple[int | Literal["d_model"], ...]]
-_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "gelu_sigmoid": "quick_gelu",
-    "swish": "silu",
-    "relu_squared": "relu2",
-}
+_ACTIVATIONS = {our: their for their, our in reversed([*ACTIVATIONS.items()])}
 
 
 @final

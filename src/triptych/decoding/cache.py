@@ -1,6 +1,7 @@
 """Keys and values of texts that grow side by side, each from a slot of its own on."""
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import cast, final
 
@@ -219,7 +220,8 @@ class SlotCache(AttentionCache):
     """Keys and values of a layer, in the slots of its `TextCache`."""
 
     def __init__(self, owner: TextCache) -> None:
-        self._owner = owner
+        # In a circle they would wait for Python's collector, which does not see how large they are.
+        self._owner: TextCache = weakref.proxy(owner)
         self._stores: tuple[Tensor, ...] = ()
 
     @property

@@ -1,6 +1,7 @@
 """Decoding step by step: a decoder made ready."""
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -251,7 +252,8 @@ class FixedSteps:
     """The steps of one batch, always the same work on the same memory: a GPU replays a recorded one."""
 
     def __init__(self, engine: Engine, cache: TextCache) -> None:
-        self._engine, self._cache = engine, cache
+        self._engine = engine
+        self._cache: TextCache = weakref.proxy(cache)  # which holds these steps
         self._tokens: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None

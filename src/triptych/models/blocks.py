@@ -169,16 +169,11 @@ class Block(nn.Module):
         x: Tensor,
         mask: Tensor | None = None,
         *,
-        causal: bool = False,
-        memory: Tensor | None = None,
-        memory_mask: Tensor | None = None,
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
-        positions: PositionIds | None = None,
-        lent: dict[int, Kept] | None = None,
-        given: Float[Tensor, "batch length width"] | None = None,
+        **options: Any,
     ) -> Float[Tensor, "batch length d_model"]:
-        """Read and write `[batch, length, d_model]`.
+        """Read and write `[batch, length, d_model]`; the options are those of `_computed`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
         the memory's rows, those of one sentence side by side, and each sentence's hypotheses read
@@ -187,14 +182,6 @@ class Block(nn.Module):
         `lent` holds the keys and values that several blocks use (`BlockConfig.keys`), and `given` is the
         block's own input.
         """
-        options: dict[str, Any] = {
-            "causal": causal,
-            "memory": memory,
-            "memory_mask": memory_mask,
-            "positions": positions,
-            "lent": lent,
-            "given": given,
-        }
         # What a cache holds must not be added to it twice.
         if self.recompute and self.training and torch.is_grad_enabled() and cache is memory_cache is None:
             found: Tensor = checkpoint(self._computed, x, mask, use_reentrant=False, **options)
@@ -206,14 +193,14 @@ class Block(nn.Module):
         x: Tensor,
         mask: Tensor | None,
         *,
-        causal: bool,
-        memory: Tensor | None,
-        memory_mask: Tensor | None,
+        causal: bool = False,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
-        positions: PositionIds | None,
-        lent: dict[int, Kept] | None,
-        given: Tensor | None,
+        positions: PositionIds | None = None,
+        lent: dict[int, Kept] | None = None,
+        given: Float[Tensor, "batch length width"] | None = None,
     ) -> Tensor:
         if self.added_before is not None:
             x = x + self.added_before.to(x)

@@ -1,9 +1,10 @@
 """Rewrites of attention, in memory and of checkpoints, with certificates.
 
-A recipe (`recipe.py`) names rewrites of `algebra/rewrites/`. `planning.py` says before a run what each does
-to each layer; `checkpoint.py` and `models.py` apply it layer by layer; `measuring.py` and `comparing.py`
-measure the error on text; a `Certificate` (`certificate.py`) claims it, and `verification.py` checks it by
-doing the rewrite again. Start with `planning.py`.
+A recipe (`recipe.py`) names rewrites of `algebra/rewrites/`. The `Driver` (`driver.py`) takes them through
+layers, one at a time: of a model in memory (`models.py`), or of a checkpoint (`planning.py`), which
+`checkpoint.py` writes. `measuring.py` and `comparing.py` measure the error on text; a `Certificate`
+(`certificate.py`) claims it, and `verification.py` checks it by doing the rewrite again. Start with
+`driver.py`.
 """
 
 from triptych.rewriting.models import (

@@ -60,7 +60,10 @@ def _within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> 
     together: list[Site] = []
     left = most_bytes
     for site in sites:
-        needed = _bytes_held(source.read(site).weights)
+        weights = source.read(site).weights
+        widths = [weights.multiplied(side).d_out for side in ("q", "k", "v")]  # keys count like queries
+        moments = weights.num_heads * sum(width * (width + 1) for width in widths)
+        needed = 8 * (weights.num_parameters + moments)
         if together and needed > left:
             yield together
             together, left = [], most_bytes
@@ -68,12 +71,6 @@ def _within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> 
         left -= needed
     if together:
         yield together
-
-
-def _bytes_held(weights: AttentionWeights) -> int:
-    """Bytes of a layer's maps and moments in float64; keys count like queries."""
-    widths = [weights.multiplied(side).d_out for side in ("q", "k", "v")]
-    return 8 * (weights.num_parameters + weights.num_heads * sum(width * (width + 1) for width in widths))
 
 
 def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:

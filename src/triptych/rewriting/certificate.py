@@ -21,9 +21,10 @@ from pydantic import (
 )
 
 from triptych.algebra.cost import WritingCost
-from triptych.algebra.rewrites.record import TIERS, RewriteRecord, Tier
+from triptych.algebra.rewrites.record import TIERS, Tier
 from triptych.errors import DataError, UsageError
 from triptych.printable import printable, table_html
+from triptych.rewriting.driver import Outcome
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.untrusted import read_json
 
@@ -95,10 +96,12 @@ class StepRecord(_Record):
     refused: str = ""
 
     @classmethod
-    def of(cls, name: str, record: RewriteRecord, cache_bytes: int) -> "StepRecord":
-        """Convert a `RewriteRecord`."""
+    def of(cls, outcome: Outcome, cache_bytes: int) -> "StepRecord":
+        """Convert what the driver tells of a step."""
+        if (record := outcome.record) is None:
+            return cls(rewrite=outcome.step, refused=outcome.refused)
         return cls(
-            rewrite=name,
+            rewrite=outcome.step,
             tier=record.tier,
             checked=record.checked,
             before=Cost.of(record.before, cache_bytes),
@@ -151,6 +154,16 @@ class LayerRecord(_Record):
     steps: tuple[StepRecord, ...]
     measured: Measured | None = None
     measured_on_text: Measured | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether a step was done."""
+        return any(not step.refused for step in self.steps)
+
+    @property
+    def took_up_norm(self) -> bool:
+        """Whether the maps have taken up the norm before the layer."""
+        return any(step.rewrite == "fold_norm" and not step.refused for step in self.steps)
 
     @property
     def tier(self) -> Tier:

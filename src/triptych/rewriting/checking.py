@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import ValidationError
 
+from triptych.algebra.cost import writing_cost
 from triptych.algebra.rewrites.registry import read_rewrite
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.errors import TriptychError
@@ -18,7 +19,6 @@ from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, Measured, NormRecord, StepRecord
 from triptych.rewriting.formats import format_of
 from triptych.rewriting.inputs import gather_inputs
-from triptych.rewriting.layers import RewrittenLayer
 from triptych.rewriting.measuring import (
     Rounding,
     measure_change,
@@ -29,13 +29,7 @@ from triptych.rewriting.measuring import (
     rounding_of_maps,
     total_errors,
 )
-from triptych.rewriting.planning import (
-    Prepared,
-    WayThrough,
-    costs_of,
-    prepare,
-    total,
-)
+from triptych.rewriting.planning import Done, Rewriting, total
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
 from triptych.storage.tensors import open_tensors
@@ -306,7 +300,7 @@ def recipe_again(
             yield _without_text(pair)
             return
         same = _SAME_ON_TEXT if needs_text else _SAME
-        yield from _again(pair, prepare(pair.original, folder, recipe), words, same)
+        yield from _again(pair, Rewriting(pair.original, folder, recipe), words, same)
     except (TriptychError, ValidationError, ValueError) as error:
         yield Claim(_CLAIM, False, first_line(error))
 
@@ -319,7 +313,7 @@ def _without_text(pair: CheckpointPair) -> Claim:
             continue
         site = pair.before[layer.module]
         read = pair.original.read(site)
-        before.append(costs_of(read, RewrittenLayer(read.weights, None, ())).before)
+        before.append(Cost.of(writing_cost(read.weights), read.cache_bytes))
         wanted = [
             str(step["rewrite"])
             for step in certificate.recipe
@@ -333,19 +327,21 @@ def _without_text(pair: CheckpointPair) -> Claim:
     return listed("steps of the recipe, and costs before", wrong, f"{len(certificate.layers)} layers")
 
 
-def _again(pair: CheckpointPair, prepared: Prepared, words: bool, same: float) -> Iterator[Claim]:
+def _again(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float) -> Iterator[Claim]:
     """Compare every layer, the norms and the costs with what the recipe makes of the original."""
-    certificate, way = pair.certificate, WayThrough(pair.original, prepared)
+    certificate = pair.certificate
     steps, functions = list[str](), list[str]()
     for layer in pair.layers():
         one, other = pair.read(layer.module)
-        done, _, _ = way.layer(pair.original, one)
-        steps += _unlike_steps(layer.module, layer.steps, done.records, words, same)
-        if layer.measured is not None and done.bounded:
+        done = rewriting.layer(pair.original, one)
+        steps += _unlike_steps(layer.module, layer.steps, done.record.steps, words, same)
+        if layer.measured is not None and done.record.tier == "bounded":
             functions += _other_function(pair, layer, one, other, done, 0.0 if same == _SAME else same)
-        elif done.changed != (layer.measured is not None):
-            functions.append(f"{layer.module}: measured is {'missing' if done.changed else 'too much'}")
-    norms = way.norms()
+        elif done.record.changed != (layer.measured is not None):
+            functions.append(
+                f"{layer.module}: measured is {'missing' if done.record.changed else 'too much'}"
+            )
+    norms = rewriting.norms()
     if [(norm.module, norm.maps) for norm in certificate.norms] == [
         (norm.module, norm.maps) for norm in norms
     ]:
@@ -353,9 +349,9 @@ def _again(pair: CheckpointPair, prepared: Prepared, words: bool, same: float) -
             steps += _unlike_steps(certified.module, certified.steps, found.steps, words, same)
     else:
         steps.append("norms are not those that come out")
-    if dict(certificate.settings) != way.settings:
-        steps.append(f"settings are {certificate.settings}, and come out as {way.settings}")
-    costs = way.costs()
+    if dict(certificate.settings) != rewriting.settings:
+        steps.append(f"settings are {certificate.settings}, and come out as {rewriting.settings}")
+    costs = rewriting.costs()
     wrong = [
         f"{name} is {getattr(certificate, name)}, and comes out as {getattr(costs, name)}"
         for name in ("before", "after", "unpadded")
@@ -373,12 +369,12 @@ def _other_function(
     layer: LayerRecord,
     one: AttentionLayer,
     other: AttentionLayer,
-    done: RewrittenLayer,
+    done: Done,
     allowed: float,
 ) -> Iterator[str]:
     """Why a bounded layer differs from the result of the recipe."""
     probes = pair.certificate.probes
-    found = measure_change(replace(one, weights=done.weights), other, probes).relative
+    found = measure_change(replace(one, weights=done.layer.weights), other, probes).relative
     rounding = rounding_of(one, other, pair.stored(layer), probes).of_weights
     if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:
         yield (

@@ -2,11 +2,12 @@
 
 import re
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import final
 
@@ -18,7 +19,7 @@ from triptych.checkpoints.family import Family, family_of
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError
-from triptych.files import file_hash, write_bytes, write_folder
+from triptych.files import NewFolder, file_hash, write_bytes
 from triptych.models.storage import write_model
 from triptych.opening import TextModel, Window, read_whole_text
 from triptych.printable import printable
@@ -33,23 +34,18 @@ from triptych.rewriting.certificate import (
     card,
 )
 from triptych.rewriting.comparing import compare_models, open_original, why_not_by_itself
+from triptych.rewriting.driver import give_back_memory
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
-from triptych.rewriting.layers import RewrittenLayer, give_back_memory, shape_of
 from triptych.rewriting.measuring import PROBES, measure_change
 from triptych.rewriting.models import with_rewritten
-from triptych.rewriting.planning import (
-    Prepared,
-    WayThrough,
-    local_folder,
-    prepare,
-)
+from triptych.rewriting.planning import Rewriting, local_folder
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
-from triptych.storage.tensors import SAFETENSORS, Tensors, open_tensors
+from triptych.storage.tensors import SAFETENSORS, open_tensors
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited
 
 
@@ -71,12 +67,12 @@ def rewrite_checkpoint(
     if text is not None:
         read_whole_text(text)
     source = open_checkpoint(folder, family)
-    prepared = prepare(source, folder, recipe)
-    request = _Request(files.name, folder, target, recipe, text, compare, progress or _tell_nobody)
+    rewriting = Rewriting(source, folder, recipe)
+    request = _Request(files.name, folder, target, recipe, text, compare, progress or (lambda *_: None))
     if isinstance(source, OwnModel):
-        return _RunRewriting(source, prepared, request).write()
+        return _Writing(source, rewriting, request, _RunSink(source, rewriting, request)).write()
     assert isinstance(source, Checkpoint)
-    return _FolderRewriting(source, prepared, request).write()
+    return _Writing(source, rewriting, request, _FolderSink(source, rewriting, request)).write()
 
 
 @final
@@ -91,55 +87,200 @@ class _Request:
     progress: Progress
 
 
-def _tell_nobody(what: str, done: int | float, of: int | float) -> None:
-    del what, done, of
+@final
+class _RunSink:
+    """The new folder of a run of ours: all layers are put into a model in memory, as none is large."""
+
+    def __init__(self, source: OwnModel, rewriting: Rewriting, request: _Request) -> None:
+        self._source, self._rewriting, self._request = source, rewriting, request
+        self._made = NewFolder(request.target)
+        self.records: dict[str, LayerRecord] = {}
+        self.left_out: tuple[str, ...] = ()
+
+    def fill(self, within: ExitStack) -> dict[str, TensorRecord]:
+        source, request, changed = self._source, self._request, {}
+        for number, site in enumerate(source.sites):
+            request.progress(f"rewriting {site.name}", number, len(source.sites))
+            read = source.read(site)
+            done = self._rewriting.layer(source, read)
+            self.records[site.name] = done.record
+            if done.record.changed:
+                changed[site.module] = done.layer.weights.to(read.weights.dtype)
+        new = with_rewritten(source.model, changed)
+        self.folder = within.enter_context(self._made).path
+        self.left_out = copy_run(request.folder, self.folder)
+        write_model(new, self.folder)
+        before, after = open_tensors(request.folder), open_tensors(self.folder)
+        return {
+            name: TensorRecord(
+                read=tensor_hash(before.read(name)) if name in before.infos else None,
+                written=tensor_hash(after.read(name)) if name in after.infos else None,
+            )
+            for name in sorted({*before.infos, *after.infos})
+        }
+
+    def reopened(self) -> OwnModel:
+        return OwnModel.read_folder(self.folder)
+
+    def finish(self, extra: Mapping[str, bytes]) -> None:
+        for name, content in extra.items():
+            write_bytes(self.folder / name, content)
+        self._made.finish()
 
 
-class _Rewriting(ABC):
-    """A rewrite that is being written."""
+@final
+class _FolderSink:
+    """A new folder in Hugging Face's layout, written shard by shard, with at most two layers in memory."""
 
-    def __init__(self, source: AttentionSource, prepared: Prepared, request: _Request) -> None:
-        self.source, self.prepared, self.request = source, prepared, request
-        self.way = WayThrough(source, prepared)
-        self.layers: dict[str, LayerRecord] = {}
+    def __init__(self, source: Checkpoint, rewriting: Rewriting, request: _Request) -> None:
+        self._source, self._rewriting, self._request = source, rewriting, request
+        self._copy = FolderCopy(request.folder, request.target)
+        self._site_of = _owners(source)
+        self._ready: dict[str, Tensor] = {}
+        self._replaced: dict[str, tuple[str, ...]] = {}
+        self._beside = ThreadPoolExecutor(1, "measuring")
+        self._measured: dict[str, Future[Measured]] = {}
+        self.records: dict[str, LayerRecord] = {}
+        self.left_out = self._copy.left_out
+
+    def fill(self, within: ExitStack) -> dict[str, TensorRecord]:
+        copy = within.enter_context(self._copy)
+        self.folder, written_bytes = copy.folder, 0
+
+        def progress(num_bytes: int) -> None:
+            nonlocal written_bytes
+            written_bytes += num_bytes
+            self._request.progress("writing", written_bytes, copy.num_bytes)
+
+        with self._beside:
+            hashes = copy.write_shards(self._replacement, progress)
+        copy.write_beside(self._rewriting.settings)
+        (copy.folder / INPUTS).unlink(missing_ok=True)  # of what the source was rewritten from
+        if self._ready:
+            raise AssertionError(f"{next(iter(self._ready))} was rewritten but not written")
+        if not self._rewriting.settings:
+            for name, found in self._measured.items():
+                self.records[name] = self.records[name].model_copy(update={"measured": found.result()})
+        return {
+            name: TensorRecord(read=found.read, written=found.written)
+            for name, found in sorted(hashes.items())
+        }
+
+    def _replacement(self, name: str) -> Tensor | Mapping[str, Tensor] | None:
+        """The new tensor of a name, or those in its place. The first of a layer has the layer rewritten."""
+        site, norms = self._site_of.get(name), self._rewriting.other_norms
+        if site is None:
+            if norms.concern(name):
+                wait(self._measured.values())  # a map may be as large as all of the attention: one of them
+            return norms.replacement(name, self._took_up_norm)
+        self._rewrite(site)
+        if name in self._replaced:
+            return {new: self._ready.pop(new) for new in self._replaced[name]}
+        return self._ready.pop(name, None)
+
+    def _took_up_norm(self, site: Site) -> bool:
+        self._rewrite(site)
+        return site in self._rewriting.folded
+
+    def _rewrite(self, site: Site) -> None:
+        if site.name in self.records:
+            return
+        names = self._source.read_names(site)
+        held = self._source.holding({name: self._source.tensors.read(name) for name in names})
+        read = held.read(site)
+        done = self._rewriting.layer(held, read)
+        written, bounded = done.written, done.record.tier == "bounded"
+        if done.record.changed and not written.settings:
+            wait(self._measured.values())  # one beside this thread, so that two layers are in memory
+            saved = held.holding(written.tensors).read(site)
+            self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=bounded)
+        self._ready |= written.tensors
+        self._replaced |= written.replaced
+        self.records[site.name] = done.record
+        give_back_memory()
+
+    def reopened(self) -> Checkpoint:
+        settings = Settings(read_json(self.folder / CONFIG), CONFIG)
+        tensors = dequantised(open_tensors(self.folder), settings)
+        other = family_of(str(self._rewriting.settings.get("model_type")))  # that of another format
+        return Checkpoint(str(self.folder), other or self._source.family, settings, tensors)
+
+    def finish(self, extra: Mapping[str, bytes]) -> None:
+        self._copy.finish(extra)
+
+
+@final
+class _Writing:
+    """A rewrite that is being written, whatever the format."""
+
+    def __init__(
+        self, source: AttentionSource, rewriting: Rewriting, request: _Request, sink: _RunSink | _FolderSink
+    ) -> None:
+        self.source, self.rewriting, self.request, self.sink = source, rewriting, request, sink
         self.not_on_text = ""
 
-    @abstractmethod
     def write(self) -> Certificate:
-        """Write the rewritten checkpoint."""
+        with ExitStack() as within:
+            tensors = self.sink.fill(within)
+            after = self.sink.reopened()
+            # What the configuration says now must fit all layers.
+            everything = bool(self.rewriting.settings)
 
-    def certificate(
-        self, written: Path, tensors: Mapping[str, TensorRecord], left_out: Sequence[str]
-    ) -> Certificate:
-        """Make the certificate of the folder's current content."""
-        request = self.request
-        bounded = any(layer.tier == "bounded" for layer in self.layers.values())
-        stored = None if bounded else coarsest_changed(tensors, open_tensors(written))
-        compared_as, why_not = self._compared(written, stored)
-        costs = self.way.costs()
+            def is_read(record: LayerRecord) -> bool:
+                return everything or (record.changed and record.measured is None)
+
+            for site, place, record in self._layers(after, "measuring {}", is_read):
+                written = after.read(place)
+                if record.changed and record.measured is None:
+                    bounded = record.tier == "bounded"
+                    found = measure_change(self.source.read(site), written, bounded=bounded)
+                    self.sink.records[site.name] = record.model_copy(update={"measured": found})
+            certificate = self._certificate(tensors, after)
+            readme = _with_card(self.sink.folder / MODEL_CARD, card(certificate))
+            self.sink.finish({CERTIFICATE: certificate.as_json(), MODEL_CARD: readme})
+        return certificate
+
+    def _layers(
+        self, after: AttentionSource, doing: str, wanted: Callable[[LayerRecord], bool]
+    ) -> Iterator[tuple[Site, Site, LayerRecord]]:
+        """The layers that are wanted, each as a site of the original and of the new checkpoint."""
+        places = {site.module: site for site in after.sites}
+        for number, site in enumerate(self.source.sites):
+            record = self.sink.records[site.name]
+            if wanted(record):
+                self.request.progress(doing.format(site.name), number, len(self.source.sites))
+                yield site, places[site.module], record
+
+    def _certificate(self, tensors: Mapping[str, TensorRecord], after: AttentionSource) -> Certificate:
+        request, folder, sites = self.request, self.sink.folder, self.source.sites
+        bounded = any(record.tier == "bounded" for record in self.sink.records.values())
+        stored = None if bounded else coarsest_changed(tensors, open_tensors(folder))
+        compared_as, why_not = self._compared(after, stored)
+        costs = self.rewriting.costs()
+        calibration = request.recipe.calibration
         return Certificate(
             tool=f"triptych {version('triptych')}",
             source=printable(request.checkpoint),
             family=self.source.written_as,
-            dtype=str(self.way.dtypes[self.source.sites[0].name]).removeprefix("torch."),
-            settings=self.way.settings,
+            dtype=str(self.source.read(sites[0]).weights.dtype).removeprefix("torch."),
+            settings=self.rewriting.settings,
             recipe=tuple(step.options() for step in request.recipe.step),
-            calibration=_hash_of(request.recipe.calibration),
-            layers=tuple(self.layers[site.name] for site in self.source.sites),
-            norms=self.way.norms(),
+            calibration=None if calibration is None else file_hash(calibration),
+            layers=tuple(self.sink.records[site.name] for site in sites),
+            norms=self.rewriting.norms(),
             before=costs.before,
             after=costs.after,
             unpadded=costs.unpadded,
             tensors=dict(tensors),
-            files=_files(written),
-            left_out=tuple(left_out),
+            files=_files(folder),
+            left_out=self.sink.left_out,
             probes=PROBES,
             end_to_end=compared_as,
             not_compared=why_not,
             not_on_text=self.not_on_text,
         ).sealed()
 
-    def _compared(self, written: Path, stored: torch.dtype | None) -> tuple[EndToEnd | None, str]:
+    def _compared(self, after: AttentionSource, stored: torch.dtype | None) -> tuple[EndToEnd | None, str]:
         """Compare both models on the text or on random tokens; or say why not."""
         request = self.request
         if not request.compare:
@@ -151,178 +292,21 @@ class _Rewriting(ABC):
         if isinstance(opened, str):
             return None, opened
         if request.text is not None:
-            self._try_on_text(opened.model, opened.windows, written)
-        return compare_models(opened, self.source, written, request.text, stored), ""
+            self._try_on_text(opened.model, opened.windows, after)
+        return compare_models(opened, self.source, self.sink.folder, request.text, stored), ""
 
-    def _try_on_text(self, model: TextModel, windows: Sequence[Window], written: Path) -> None:
+    def _try_on_text(self, model: TextModel, windows: Sequence[Window], after: AttentionSource) -> None:
         """Measure changed layers on the original's inputs for the text, and store these inputs."""
         try:
             inputs = gather_inputs(model, self.source, windows)
         except DataError as error:
             self.not_on_text = str(error)
             return
-        write_inputs(written / INPUTS, inputs)
-        after = self._reopened(written)
-        places = {site.module: site for site in after.sites}
-        for number, site in enumerate(self.source.sites):
-            record = self.layers[site.name]
-            if record.measured is None or site.name not in inputs:
-                continue
-            self.request.progress(f"trying {site.name} on the text", number, len(self.source.sites))
-            found = measure_change(self.source.read(site), after.read(places[site.module]), inputs[site.name])
-            self.layers[site.name] = record.model_copy(update={"measured_on_text": found})
-
-    @abstractmethod
-    def _reopened(self, written: Path) -> AttentionSource:
-        """Open the written checkpoint."""
-
-
-@final
-class _RunRewriting(_Rewriting):
-    """Rewrites a run of ours; its configuration changes with the parameterisation."""
-
-    def __init__(self, source: OwnModel, prepared: Prepared, request: _Request) -> None:
-        super().__init__(source, prepared, request)
-        self._run = source
-
-    def write(self) -> Certificate:
-        """Rewrite all layers in memory: such models are not large."""
-        source, request = self._run, self.request
-        changed, done_by_site = {}, {}
-        for number, site in enumerate(source.sites):
-            request.progress(f"rewriting {site.name}", number, len(source.sites))
-            read = source.read(site)
-            done, _, _ = self.way.layer(source, read)
-            done_by_site[site.name] = (read, done)
-            if done.changed:
-                changed[site.module] = done.weights.to(read.weights.dtype)
-        new = with_rewritten(source.model, changed)
-        result: list[Certificate] = []
-
-        def fill(folder: Path) -> None:
-            left_out = copy_run(request.folder, folder)
-            write_model(new, folder)
-            written = self._reopened(folder)
-            sites = {site.name: site for site in written.sites}
-            for name, (read, done) in done_by_site.items():
-                measured = (
-                    measure_change(read, written.read(sites[name]), bounded=done.bounded)
-                    if done.changed
-                    else None
-                )
-                self.layers[name] = LayerRecord(
-                    module=read.site.module, steps=done.records, measured=measured
-                )
-            tensors = _hashes(open_tensors(request.folder), open_tensors(folder))
-            certificate = self.certificate(folder, tensors, left_out)
-            write_bytes(folder / MODEL_CARD, _with_card(folder / MODEL_CARD, card(certificate)))
-            write_bytes(folder / CERTIFICATE, certificate.as_json())
-            result.append(certificate)
-
-        write_folder(request.target, fill)
-        return result[0]
-
-    def _reopened(self, written: Path) -> OwnModel:
-        return OwnModel.read_folder(written)
-
-
-@final
-class _FolderRewriting(_Rewriting):
-    """Rewrites a checkpoint in Hugging Face's layout, shard by shard, with at most two layers in memory."""
-
-    def __init__(self, source: Checkpoint, prepared: Prepared, request: _Request) -> None:
-        super().__init__(source, prepared, request)
-        self.checkpoint = source
-        self._site_of = _owners(source)
-        self._ready: dict[str, Tensor] = {}
-        self._replaced: dict[str, tuple[str, ...]] = {}
-        self._done: dict[str, RewrittenLayer] = {}
-        self._beside = ThreadPoolExecutor(1, "measuring")
-        self._measured: dict[str, Future[Measured]] = {}
-
-    def write(self) -> Certificate:
-        request = self.request
-        with FolderCopy(request.folder, request.target) as copy, self._beside:
-            written_bytes = 0
-
-            def progress(num_bytes: int) -> None:
-                nonlocal written_bytes
-                written_bytes += num_bytes
-                request.progress("writing", written_bytes, copy.num_bytes)
-
-            hashes = copy.write_shards(self._replacement, progress)
-            copy.write_beside(self.way.settings)
-            (copy.folder / INPUTS).unlink(missing_ok=True)  # of what the source was rewritten from
-            self._measure(copy.folder)
-            tensors = {
-                name: TensorRecord(read=found.read, written=found.written)
-                for name, found in sorted(hashes.items())
-            }
-            certificate = self.certificate(copy.folder, tensors, copy.left_out)
-            copy.finish(
-                {
-                    CERTIFICATE: certificate.as_json(),
-                    MODEL_CARD: _with_card(copy.folder / MODEL_CARD, card(certificate)),
-                }
-            )
-        return certificate
-
-    def _replacement(self, name: str) -> Tensor | Mapping[str, Tensor] | None:
-        """The new tensor of a name, or those in its place. The first of a layer has the layer rewritten."""
-        site = self._site_of.get(name)
-        if site is None:
-            if self.prepared.norms.concern(name):
-                wait(self._measured.values())  # a map may be as large as all of the attention: one of them
-            return self.prepared.norms.replacement(name, self.took_up_norm)
-        self._rewritten(site)
-        if name in self._replaced:
-            return {new: self._ready.pop(new) for new in self._replaced[name]}
-        return self._ready.pop(name, None)
-
-    def took_up_norm(self, site: Site) -> bool:
-        return self._rewritten(site).took_up_norm
-
-    def _rewritten(self, site: Site) -> RewrittenLayer:
-        if site.name not in self._done:
-            self._rewrite(site)
-        return self._done[site.name]
-
-    def _rewrite(self, site: Site) -> None:
-        names = self.checkpoint.read_names(site)
-        held = self.checkpoint.holding({name: self.checkpoint.tensors.read(name) for name in names})
-        read = held.read(site)
-        done, written, _ = self.way.layer(held, read)
-        if done.changed and not written.settings:
-            wait(self._measured.values())  # one beside this thread, so that two layers are in memory
-            saved = held.holding(written.tensors).read(site)
-            self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=done.bounded)
-        self._ready |= written.tensors
-        self._replaced |= written.replaced
-        self._done[site.name] = RewrittenLayer(shape_of(done.weights), done.kept, done.records)
-        give_back_memory()
-
-    def _reopened(self, written: Path) -> Checkpoint:
-        settings = Settings(read_json(written / CONFIG), CONFIG)
-        tensors = dequantised(open_tensors(written), settings)
-        other = family_of(str(self.way.settings.get("model_type")))  # that of another format
-        return Checkpoint(str(written), other or self.checkpoint.family, settings, tensors)
-
-    def _measure(self, folder: Path) -> None:
-        if self._ready:
-            raise AssertionError(f"{next(iter(self._ready))} was rewritten but not written")
-        written = self._reopened(folder)
-        sites = {site.module: site for site in written.sites}
-        for number, site in enumerate(self.checkpoint.sites):
-            done, found = self._done[site.name], self._measured.get(site.name)
-            if self.way.settings:
-                written.read(sites[site.module])  # what the configuration says now fits all layers
-            measured = None if found is None else found.result()
-            if done.changed and (measured is None or self.way.settings):
-                self.request.progress(f"measuring {site.name}", number, len(self.checkpoint.sites))
-                measured = measure_change(
-                    self.checkpoint.read(site), written.read(sites[site.module]), bounded=done.bounded
-                )
-            self.layers[site.name] = LayerRecord(module=site.module, steps=done.records, measured=measured)
+        write_inputs(self.sink.folder / INPUTS, inputs)
+        for site, place, record in self._layers(after, "trying {} on the text", attrgetter("changed")):
+            if site.name in inputs:
+                found = measure_change(self.source.read(site), after.read(place), inputs[site.name])
+                self.sink.records[site.name] = record.model_copy(update={"measured_on_text": found})
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:
@@ -352,16 +336,6 @@ def copy_run(source: Path, target: Path) -> tuple[str, ...]:
     return tuple(left_out)
 
 
-def _hashes(before: Tensors, after: Tensors) -> dict[str, TensorRecord]:
-    return {
-        name: TensorRecord(
-            read=tensor_hash(before.read(name)) if name in before.infos else None,
-            written=tensor_hash(after.read(name)) if name in after.infos else None,
-        )
-        for name in sorted({*before.infos, *after.infos})
-    }
-
-
 def _files(folder: Path) -> dict[str, str]:
     """Hashes of all files except tensors and files that are written after them."""
     tensors = {path for path in folder.rglob("*.safetensors") if path.parent == folder}
@@ -370,10 +344,6 @@ def _files(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path not in tensors and path not in (folder / CERTIFICATE, folder / MODEL_CARD)
     }
-
-
-def _hash_of(path: Path | None) -> str | None:
-    return None if path is None else file_hash(path)
 
 
 def _with_card(path: Path, section: str) -> bytes:

@@ -4,11 +4,10 @@ Weights are read, rewritten in float64, cast back once, and put into a new layer
 parameterisation that they call for. What was passed in is never changed.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import singledispatch, update_wrapper
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
+from functools import partial, update_wrapper
+from typing import Concatenate, Generic, ParamSpec, TypeVar, final
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from triptych.algebra.rewrites import (
 from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
+from triptych.checkpoints.checkpoint import OwnModel
 from triptych.models import (
     EncoderDecoder,
     LanguageModel,
@@ -34,6 +34,7 @@ from triptych.models import (
     with_attention,
 )
 from triptych.models.sites import AnyModel, ModelT
+from triptych.rewriting.driver import Driver
 
 Target = TypeVar(
     "Target",
@@ -78,53 +79,78 @@ def rewrite(
         UsageError: an unknown rewrite.
         ValueError: an unknown site.
     """
-    read = [read_rewrite(step) if isinstance(step, str | Rewrite) else step for step in steps]
-    found: RewriteResult[Target] = _rewrite(target, read, sites)
-    return found
-
-
-@singledispatch
-def _rewrite(target: object, steps: Sequence[AnyRewrite], sites: Collection[str] | None) -> Any:
-    raise TypeError(
-        f"a {type(target).__name__} has no attention to rewrite: pass weights, a layer or a model"
-    )
-
-
-@_rewrite.register
-def _of_weights(
-    target: AttentionWeights, steps: Sequence[AnyRewrite], sites: Collection[str] | None
-) -> RewriteResult[AttentionWeights]:
-    _require_no_sites(sites)
-    changed, records = _run({"layer": Layer("", target)}, steps)
-    return RewriteResult(changed["layer"], records)
-
-
-@_rewrite.register
-def _of_layer(
-    target: MultiHeadAttention, steps: Sequence[AnyRewrite], sites: Collection[str] | None
-) -> RewriteResult[MultiHeadAttention]:
-    _require_no_sites(sites)
-    changed, records = _run({"layer": Layer("", target.weights())}, steps)
+    read = [read_rewrite(step) if isinstance(step, str | Rewrite) else _Function(of=step) for step in steps]
+    if isinstance(target, EncoderDecoder | LanguageModel):
+        return _of_model(target, read, sites)
+    if not isinstance(target, AttentionWeights | MultiHeadAttention):
+        raise TypeError(
+            f"a {type(target).__name__} has no attention to rewrite: pass weights, a layer or a model"
+        )
+    if sites is not None:
+        raise ValueError("sites name the layers of a model: leave them out for a single layer")
+    weights = target if isinstance(target, AttentionWeights) else target.weights()
+    changed, records = _driven({"layer": Layer("", weights)}, read)
+    if isinstance(target, AttentionWeights):
+        return RewriteResult(changed["layer"], records)
     layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout)
     layer.requires_grad_(any(parameter.requires_grad for parameter in target.parameters()))
     return RewriteResult(layer.train(target.training), records)
 
 
-@_rewrite.register(EncoderDecoder)
-@_rewrite.register(LanguageModel)
 def _of_model(
-    target: ModelT, steps: Sequence[AnyRewrite], sites: Collection[str] | None
+    target: ModelT, steps: Sequence[Rewrite], sites: Collection[str] | None
 ) -> RewriteResult[ModelT]:
-    before = attention_weights(target)
-    if unknown := [name for name in sites or () if name not in before]:
-        raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(before)}")
+    source = OwnModel(target, "the model")
+    found = {site.module: site for site in source.sites}
+    if unknown := [name for name in sites or () if name not in found]:
+        raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(found)}")
     layers = {
-        site.name: Layer(site.name, before[site.name])
-        for site in attention_sites(target)
-        if sites is None or site.name in sites
+        name: Layer(name, source.read(site).weights, source.longest_text(site), number=site.layer)
+        for name, site in found.items()
+        if sites is None or name in sites
     }
-    changed, records = _run(layers, steps)
+    changed, records = _driven(layers, steps)
     return RewriteResult(with_rewritten(target, changed), records)
+
+
+def _driven(
+    layers: Mapping[str, Layer], steps: Sequence[Rewrite]
+) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
+    """The layers after the steps, cast back once, and the records."""
+    for step in steps:
+        if not isinstance(step, LayerRewrite):
+            why = "it is of more than attention layers"
+            raise RewriteRefusedError(step.name, why, "rewrite a checkpoint")
+    for layer in layers.values():
+        try:
+            require_finite("rewrite", layer.weights)
+        except RewriteRefusedError as refused:
+            raise (refused.at(layer.name) if layer.name else refused) from None
+
+    def read(layer: Layer) -> Layer:
+        return replace(layer, weights=layer.weights.to(torch.float64))
+
+    driver = Driver([(layer.number, partial(read, layer)) for layer in layers.values()], steps)
+    changed, records = {}, {}
+    for name, layer in layers.items():
+        done = driver.rewritten(read(layer))
+        changed[name] = done.weights.to(layer.weights.dtype)
+        records[name] = tuple(outcome.record for outcome in done.outcomes if outcome.record)
+    return changed, records
+
+
+@final
+class _Function(LayerRewrite):
+    """A function of weights as a step."""
+
+    name = "function"
+    tier = ""
+    place = 0
+
+    of: WeightsRewrite
+
+    def apply(self, layer: Layer) -> Rewritten:
+        return self.of(layer.weights)
 
 
 def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
@@ -133,60 +159,6 @@ def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
     new = with_attention(model, changed)
     _neutralise_folded_norms(new, before, {**before, **changed})
     return new
-
-
-def _require_no_sites(sites: Collection[str] | None) -> None:
-    if sites is not None:
-        raise ValueError("sites name the layers of a model: leave them out for a single layer")
-
-
-def _run(
-    layers: Mapping[str, Layer], steps: Sequence[AnyRewrite]
-) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
-    """Apply the rewrites in float64, and cast the result back once."""
-    now: dict[str, Layer] = {}
-    for site, layer in layers.items():
-        with _named(layer):
-            require_finite("rewrite", layer.weights)
-        now[site] = replace(layer, weights=layer.weights.to(torch.float64))
-    records: dict[str, _Records] = dict.fromkeys(layers, ())
-    for step in steps:
-        chosen = list(now)
-        if isinstance(step, Rewrite):
-            if not isinstance(step, LayerRewrite) or step.needs_text:
-                what = "looks at a text" if step.needs_text else "is of more than attention layers"
-                raise RewriteRefusedError(step.name, f"it {what}", "rewrite a checkpoint")
-            chosen = [site for site in now if step.layers is None or _number(site) in step.layers]
-            step = step.prepare([now[site] for site in chosen])
-        for site in chosen:
-            with _named(now[site]):
-                now[site], record = _stepped(now[site], step)
-            records[site] = (*records[site], record)
-    changed = {site: now[site].weights.to(layer.weights.dtype) for site, layer in layers.items()}
-    return changed, records
-
-
-def _number(site: str) -> int:
-    """The number of a layer within its stack."""
-    return int(site.rpartition(".")[2]) if "." in site else 0
-
-
-def _stepped(layer: Layer, step: AnyRewrite) -> tuple[Layer, RewriteRecord]:
-    if isinstance(step, LayerRewrite):
-        done = step.apply(layer)
-    else:
-        assert callable(step)
-        done = step(layer.weights)
-    return replace(layer, weights=done.weights), done.record
-
-
-@contextmanager
-def _named(layer: Layer) -> Iterator[None]:
-    """Add the name of a model's layer to a refusal."""
-    try:
-        yield
-    except RewriteRefusedError as refused:
-        raise (refused.at(layer.name) if layer.name else refused) from None
 
 
 def _neutralise_folded_norms(

@@ -22,8 +22,8 @@ from triptych.checkpoints.layer import Site
 from triptych.checkpoints.norm_readers import NormReader, NormSite
 from triptych.errors import DataError
 from triptych.rewriting.certificate import NormRecord, StepRecord
+from triptych.rewriting.driver import give_back_memory
 from triptych.rewriting.formats import Format
-from triptych.rewriting.layers import give_back_memory
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
 from triptych.storage.tensors import Tensors
 

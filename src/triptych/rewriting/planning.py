@@ -1,7 +1,7 @@
 """Plans: what a rewrite of a checkpoint would do, layer by layer, before anything is written."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -29,36 +29,11 @@ from triptych.rewriting.certificate import (
     in_lines,
     shown_rewrite,
 )
-from triptych.rewriting.formats import Format, format_of
-from triptych.rewriting.layers import RewrittenLayer, applies_to, rewrite_layer, shape_of
+from triptych.rewriting.driver import Driver, Outcome, RewrittenLayer, applies_to
+from triptych.rewriting.formats import format_of
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
 from triptych.storage.untrusted import shown
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A recipe, prepared with all layers and the calibration text."""
-
-    steps: tuple[Rewrite, ...]  # ready for each layer
-    moments: dict[str, dict[int, Moments]]  # by layer and number of the step
-    skip_refused: bool  # as in the recipe
-    norms: OtherNorms  # those that maps outside the attention read
-
-    def through(
-        self, source: AttentionSource, read: AttentionLayer, upto: int | None = None
-    ) -> RewrittenLayer:
-        """Apply all steps, or the first `upto`, to a layer."""
-        _require_finite(source, read)
-        return rewrite_layer(
-            read,
-            self.steps[:upto],
-            skip_refused=self.skip_refused,
-            longest_text=source.longest_text(read.site),
-            moments=self.moments.get(read.site.name),
-            others=self.norms.others(read.site),
-        )
 
 
 def _require_finite(source: AttentionSource, read: AttentionLayer) -> None:
@@ -74,63 +49,6 @@ def _require_finite(source: AttentionSource, read: AttentionLayer) -> None:
             "infinite): repair the checkpoint first"
         )
     raise DataError(f"{source.name}: the norm before {read.site.name} has numbers that are not finite")
-
-
-def prepare(source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> Prepared:
-    """Prepare a recipe: gather moments over the text, and distribute budgets over layers."""
-    source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
-    require_calibration(recipe)
-    norms = OtherNorms(format_of(source), recipe.step, recipe.skip_refused)
-    prepared = Prepared(recipe.step, {}, recipe.skip_refused, norms)
-    for number, step in enumerate(recipe.step):
-        if step.needs_text and recipe.calibration is not None:
-            # As the layers are when it is this step's turn, so a pass for each such step.
-            sites = [site for site in source.sites if applies_to(step, site.layer)]
-            if step.needs_losses:
-                _require_all_heads(source, prepared, number, sites)
-                step = step.with_losses(measure_head_losses(folder, sites, recipe.calibration))
-            else:
-                before = partial(_weights_before, prepared, source, number)
-                served = isinstance(step, ToLatent)
-                found = gather_moments(source, folder, sites, before, recipe.calibration, served=served)
-                moments = {
-                    site.name: {**prepared.moments.get(site.name, {}), number: found[site.name]}
-                    for site in sites
-                }
-                prepared = replace(prepared, moments={**prepared.moments, **moments})
-        ready = step.prepare(_layers(source, prepared, number, step), skip_refused=recipe.skip_refused)
-        steps = (*prepared.steps[:number], ready, *prepared.steps[number + 1 :])
-        prepared = replace(prepared, steps=steps)
-    return prepared
-
-
-def _require_all_heads(
-    source: AttentionSource, prepared: Prepared, number: int, sites: Sequence[Site]
-) -> None:
-    """Check that the steps before one leave heads where the original model has them."""
-    for site in sites:
-        read = source.read(site)
-        kept = prepared.through(source, read, number).kept
-        if kept is not None and list(kept) != list(range(read.weights.num_heads)):
-            raise UsageError(
-                f"{site.name}: heads are gone or in another order, and the loss is that of the original "
-                "model: put the step that looks at the loss first"
-            )
-
-
-def _weights_before(
-    prepared: Prepared, source: AttentionSource, number: int, read: AttentionLayer
-) -> AttentionWeights:
-    return prepared.through(source, read, number).weights
-
-
-def _layers(source: AttentionSource, prepared: Prepared, number: int, step: Rewrite) -> Iterator[Layer]:
-    """Yield the layers that a step applies to, after the steps before it."""
-    for site in source.sites:
-        if applies_to(step, site.layer):
-            weights = _weights_before(prepared, source, number, source.read(site))
-            moments = prepared.moments.get(site.name, {}).get(number)
-            yield Layer(site.name, weights, source.longest_text(site), moments)
 
 
 @final
@@ -192,16 +110,6 @@ class Costs(NamedTuple):
         return None if self.maps == self.after else self.maps
 
 
-def costs_of(read: AttentionLayer, done: RewrittenLayer, written: AttentionWeights | None = None) -> Costs:
-    """Of a layer; `written` as its format has it, if that is not as the new maps are."""
-    return Costs(
-        *(
-            Cost.of(writing_cost(weights), read.cache_bytes)
-            for weights in (read.weights, done.weights if written is None else written, done.weights)
-        )
-    )
-
-
 def local_folder(checkpoint: Source | str) -> Path:
     """The folder of a checkpoint; one of the Hub is fetched into its cache first."""
     path = find_source(checkpoint).path
@@ -215,30 +123,30 @@ def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Fam
     files = find_source(checkpoint)
     folder = local_folder(files)
     source = open_checkpoint(folder, family)
-    prepared = prepare(source, folder, recipe)
-    layers, way = list[LayerRecord](), WayThrough(source, prepared)
+    rewriting = Rewriting(source, folder, recipe)
+    layers, steps = list[LayerRecord](), rewriting.driver.steps
     bytes_after, turned, padded, notes = 0, 0, False, dict.fromkeys(source.warnings)
     for site in source.sites:
         read = source.read(site)
-        done, written, costs = way.layer(source, read)
-        layers.append(LayerRecord(module=site.module, steps=done.records))
-        bytes_after += way.form.bytes_of(read, written)
-        turned += _cut_under_rotation(prepared.steps, read, done)
-        padded |= costs.unpadded is not None
-    costs = way.costs()
+        done = rewriting.layer(source, read)
+        layers.append(done.record)
+        bytes_after += rewriting.form.bytes_of(read, done.written)
+        turned += _cut_under_rotation(steps, read, done.record)
+        padded |= done.costs.unpadded is not None
+    costs = rewriting.costs()
     if turned:
         notes[_CHANNELS_STAY.format(share=f"{turned / costs.before.parameters:.0%}")] = None
     if turned or padded:
-        notes |= dict.fromkeys(way.form.note_on_padding())
+        notes |= dict.fromkeys(rewriting.form.note_on_padding())
     return Plan(
         source=files.name,
         family=source.written_as,
         layers=tuple(layers),
-        norms=way.norms(),
+        norms=rewriting.norms(),
         before=costs.before,
         after=costs.after,
         unpadded=costs.unpadded,
-        settings=way.settings,
+        settings=rewriting.settings,
         bytes_before=sum(source.bytes_of(site) for site in source.sites),
         bytes_after=bytes_after,
         notes=tuple(notes),
@@ -251,7 +159,7 @@ _CHANNELS_STAY = (
 )
 
 
-def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: RewrittenLayer) -> int:
+def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: LayerRecord) -> int:
     """Parameters of W_Q and W_K if their rank is lowered before a rotation, which keeps their sizes."""
     cut = any(
         isinstance(step, Truncate)
@@ -260,52 +168,110 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: Re
         and applies_to(step, read.site.layer)
         for step in steps
     )
-    refused = any(record.rewrite == Truncate.name and record.refused for record in done.records)
+    refused = any(record.rewrite == Truncate.name and record.refused for record in done.steps)
     if not cut or refused or read.weights.semantics.rotary is None:
         return 0
     links = {id(link): link for side in ("q", "k") for link in read.weights.chain(side)}
     return sum(link.num_parameters for link in links.values())
 
 
+class Done(NamedTuple):
+    """A layer after a recipe, in the format that it came in."""
+
+    layer: RewrittenLayer
+    written: WrittenLayer
+    record: LayerRecord
+    costs: Costs
+
+
 @final
-class WayThrough:
-    """One way through a checkpoint: layers rewritten, as their format has them, and their sums."""
+class Rewriting:
+    """A recipe on its way through a checkpoint: layers as their format has them, and their sums."""
 
-    def __init__(self, source: AttentionSource, prepared: Prepared) -> None:
-        self.prepared, self.form = prepared, format_of(source)
+    def __init__(self, source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> None:
+        source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
+        require_calibration(recipe)
+        self.form, self._source = format_of(source), source
+        self._folder, self._text, self._skip_refused = folder, recipe.calibration, recipe.skip_refused
+        self.other_norms = OtherNorms(self.form, recipe.step, recipe.skip_refused)
+        self.driver = Driver(
+            [(site.layer, partial(self._read, site)) for site in source.sites],
+            recipe.step,
+            skip_refused=recipe.skip_refused,
+            look=self._look,
+        )
         self.settings: dict[str, Any] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.folded: set[Site] = set()  # the layers whose maps have taken up the norm before them
         self._costs: list[Costs] = []
-        self._folded: set[Site] = set()
-        self._stay = fixed_sizes(self.form, prepared)
+        # Names of the layers that keep their sizes after the steps that resize; none without such steps.
+        self._stay: set[str] = set()
+        if sized := [number for number, step in enumerate(self.driver.steps, start=1) if step.resizes]:
+            self._stay = self.form.fixed_sizes(
+                lambda read: self.driver.rewritten(self._layer(source, read), sized[-1]).weights
+            )
 
-    def layer(
-        self, source: AttentionSource, read: AttentionLayer
-    ) -> tuple[RewrittenLayer, WrittenLayer, Costs]:
+    def _read(self, site: Site) -> Layer:
+        return self._layer(self._source, self._source.read(site))
+
+    def _layer(self, source: AttentionSource, read: AttentionLayer) -> Layer:
+        _require_finite(source, read)
+        site, wide = read.site, read.weights.to(torch.float64)
+        others = self.other_norms.others(site)
+        return Layer(site.name, wide, source.longest_text(site), others=others, number=site.layer)
+
+    def _look(self, driver: Driver, step: Rewrite) -> tuple[Rewrite, Mapping[str, Moments]]:
+        """What a step needs of the text, of the layers as they are when it is its turn."""
+        assert self._text is not None, "the recipe was looked at"
+        sites = [site for site in self._source.sites if applies_to(step, site.layer)]
+
+        def before(read: AttentionLayer) -> AttentionWeights:
+            return driver.rewritten(self._layer(self._source, read)).weights
+
+        if not step.needs_losses:
+            served = isinstance(step, ToLatent)
+            args = self._source, self._folder, sites, before, self._text
+            return step, gather_moments(*args, served=served)
+        for site in sites:
+            layer = self._read(site)
+            kept = driver.rewritten(layer).kept
+            if kept is not None and list(kept) != list(range(layer.weights.num_heads)):
+                raise UsageError(
+                    f"{site.name}: heads are gone or in another order, and the loss is that of the original "
+                    "model: put the step that looks at the loss first"
+                )
+        return step.with_losses(measure_head_losses(self._folder, sites, self._text)), {}
+
+    def layer(self, source: AttentionSource, read: AttentionLayer) -> Done:
         """A layer; as it was, and said so, if the format refuses and that is skipped."""
-        done = self.prepared.through(source, read)
+        done, site = self.driver.rewritten(self._layer(source, read)), read.site
         try:
-            same_sizes = read.site.name in self._stay
+            same_sizes = site.name in self._stay
             written = format_of(source).written(read, done.weights, done.kept, same_sizes=same_sizes)
         except RewriteRefusedError as refused:
-            if not self.prepared.skip_refused:
+            if not self._skip_refused:
                 raise
-            records = tuple(
-                record if record.refused else StepRecord(rewrite=record.rewrite, refused=refused.reason)
-                for record in done.records
+            outcomes = (
+                outcome if outcome.refused else Outcome(outcome.step, refused=refused.reason)
+                for outcome in done.outcomes
             )
-            done = RewrittenLayer(read.weights, None, records)
-            written = WrittenLayer({}, {}, shape_of(read.weights))
-        if done.took_up_norm:
-            self._folded.add(read.site)
-        costs = costs_of(read, done, written.shapes)
+            done = RewrittenLayer(read.weights, None, tuple(outcomes))
+            written = WrittenLayer({}, {}, read.weights)
+        costs = Costs(
+            *(
+                Cost.of(writing_cost(weights), read.cache_bytes)
+                for weights in (read.weights, written.shapes, done.weights)
+            )
+        )
         self._costs.append(costs)
         if len(self._costs) > 1 and self.settings.get("model_type") != written.settings.get("model_type"):
             why = "a file has one format, and other layers are rewritten into another"
-            raise RewriteRefusedError("write", why).at(read.site.name)
+            raise RewriteRefusedError("write", why).at(site.name)
         self.settings |= written.settings
-        self.dtypes[read.site.name] = read.weights.dtype
-        return done, written, costs
+        steps = tuple(StepRecord.of(outcome, read.cache_bytes) for outcome in done.outcomes)
+        record = LayerRecord(module=site.module, steps=steps)
+        if record.took_up_norm:
+            self.folded.add(site)
+        return Done(done, written, record, costs)
 
     def costs(self) -> Costs:
         """The sums over layers, each by itself."""
@@ -313,12 +279,4 @@ class WayThrough:
 
     def norms(self) -> tuple[NormRecord, ...]:
         """What was done to norms that maps outside the attention read."""
-        return self.prepared.norms.records(self._folded.__contains__)
-
-
-def fixed_sizes(form: Format, prepared: Prepared) -> set[str]:
-    """Names of the layers that keep their sizes after the steps that resize; none without such steps."""
-    sized = [number for number, step in enumerate(prepared.steps, start=1) if step.resizes]
-    if not sized:
-        return set()
-    return form.fixed_sizes(lambda read: prepared.through(form.source, read, sized[-1]).weights)
+        return self.other_norms.records(self.folded.__contains__)

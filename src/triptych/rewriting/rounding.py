@@ -107,7 +107,8 @@ def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dty
     with torch.no_grad():
         for name, parameter in moved.model.named_parameters():
             step = unit(parameter, parameter.dtype)
-            if name in changed and not _is_constant(parameter):
+            # The gain of a folded norm is one number, which was set and not rounded.
+            if name in changed and not bool((parameter == parameter.flatten()[:1]).all()):
                 step = torch.maximum(step, unit(parameter, stored) / 2)
             parameter.add_(step * signs(parameter, generator))
     return moved
@@ -187,11 +188,6 @@ def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Random numbers that are 1 or −1, of the shape and dtype of a tensor."""
     return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).to(like.dtype) * 2 - 1
-
-
-def _is_constant(parameter: Tensor) -> bool:
-    """Whether all numbers are one: the gain of a folded norm, which was set and not rounded."""
-    return bool((parameter == parameter.flatten()[:1]).all())
 
 
 def _relative(one: Tensor, other: Tensor) -> float:

@@ -16,7 +16,6 @@ from triptych.rewriting.certificate import (
     RANDOM_TOKENS,
     Certificate,
     EndToEnd,
-    Probes,
     card,
     read_certificate,
 )
@@ -83,10 +82,9 @@ def verify(
     if calibration is not None:
         _require_calibration(certificate, original, calibration)
     folder = folder.parent if folder.is_file() else folder
-    if not _as_hard(certificate.probes):
-        raise DataError(
-            f"{folder}: its probes are {certificate.probes}, and layers are tried on {PROBES} at least"
-        )
+    probes = certificate.probes
+    if probes.seed != PROBES.seed or probes.count < PROBES.count or probes.length < PROBES.length:
+        raise DataError(f"{folder}: its probes are {probes}, and layers are tried on {PROBES} at least")
     checks = [Claim("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
     checks.append(files_as_written(certificate, folder))
     checks.append(hashes(certificate, open_tensors(folder), "written", "tensors as written"))
@@ -177,14 +175,6 @@ def _require_text(certificate: Certificate, text: Path) -> None:
         )
 
 
-def _as_hard(probes: Probes) -> bool:
-    """Whether layers were tried on no less than they would be now."""
-    return probes.seed == PROBES.seed and probes.count >= PROBES.count and probes.length >= PROBES.length
-
-
-_NOTHING_ELSE = "nothing else is other than it was"
-
-
 def files_as_written(certificate: Certificate, folder: Path) -> Claim:
     """Check the hashes of the files beside the tensors, and the section of the model card."""
     wrong = []
@@ -242,7 +232,7 @@ def nothing_else(
     wrong += [f"{module} is in the certificate twice" for module in set(named) if named.count(module) > 1]
     wrong += source.other_than(certificate, original, folder, written.source)
     measured = sum(layer.measured is not None for layer in certificate.layers)
-    return listed(_NOTHING_ELSE, wrong, f"{measured} layers were changed")
+    return listed("nothing else is other than it was", wrong, f"{measured} layers were changed")
 
 
 # Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another

@@ -30,6 +30,7 @@ class FramedTokenizer(SentenceTokenizer):
     def __init__(self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules) -> None:
         self._inner, self._rules = inner, rules
         (*self._before,), (*self._after, self.eos_id) = frame
+        self.vocab_size, self.special_ids = inner.vocab_size, inner.special_ids
         self.pad_id, self.bos_id = pad_id, rules.start[0]
         self.unk_id, self.mask_id = inner.unk_id, inner.mask_id
 
@@ -37,16 +38,6 @@ class FramedTokenizer(SentenceTokenizer):
     def rules(self) -> OutputRules:
         """What outputs in these tokens obey."""
         return self._rules
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self._inner.vocab_size
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of all special tokens, which `decode` skips."""
-        return self._inner.special_ids
 
     @property
     def vocabulary(self) -> tuple[str, ...]:

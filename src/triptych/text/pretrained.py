@@ -65,7 +65,7 @@ class PretrainedTokenizer(Tokenizer):
         self._inner.no_truncation()
         self._inner.no_padding()
         added = self._inner.get_added_tokens_decoder()
-        self._special = frozenset(token for token, content in added.items() if content.special)
+        self.special_ids = frozenset(token for token, content in added.items() if content.special)
         ids = {name: self._inner.token_to_id(token) for name, token in record.tokens.items()}
         self.pad_id, self.bos_id, self.eos_id = (ids.get(f"{name}_token") for name in ("pad", "bos", "eos"))
         self.unk_id, self.mask_id = ids.get("unk_token"), ids.get("mask_token")
@@ -73,19 +73,10 @@ class PretrainedTokenizer(Tokenizer):
         self._token_of = {
             token: text for text, token in self._inner.get_vocab(with_added_tokens=True).items()
         }
+        self.vocab_size = max(self._token_of, default=-1) + 1
 
     def __reduce__(self) -> tuple[type["PretrainedTokenizer"], tuple[PretrainedRecord, str]]:
         return type(self), (self._record, self._origin)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return max(self._token_of, default=-1) + 1
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of all special tokens, which `decode` skips."""
-        return self._special
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -136,7 +127,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def _readable(self, token: int) -> str:
         text = self._token_of.get(token, f"<unused {token}>")
-        if self._is_byte_level and token not in self._special and BYTE_OF.keys() >= set(text):
+        if self._is_byte_level and token not in self.special_ids and BYTE_OF.keys() >= set(text):
             text = bytes(BYTE_OF[char] for char in text).decode("utf-8", errors="replace")
         return text.replace(" ", SPACE_MARK)
 

@@ -46,19 +46,10 @@ class ByteLevelTokenizer(SentenceTokenizer):
     pad_id = PAD_ID
     bos_id = BOS_ID
     eos_id = EOS_ID
+    special_ids = frozenset((PAD_ID, BOS_ID, EOS_ID))
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self._inner = inner
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of `<pad>`, `<bos>` and `<eos>`."""
-        return frozenset((PAD_ID, BOS_ID, EOS_ID))
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, bytes and specials included."""
-        return int(self._inner.get_vocab_size())
+        self._inner, self.vocab_size = inner, int(inner.get_vocab_size())
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -202,7 +193,8 @@ class SentencePieceTokenizer(SentenceTokenizer):
         self._processor = load_sentencepiece(record.model)
         self.pad_id, self.bos_id, self.eos_id = record.pad_id, record.bos_id, record.eos_id
         self.unk_id = record.unk_id
-        self._special = frozenset((record.pad_id, record.bos_id, record.eos_id, record.unk_id))
+        self.vocab_size = len(record.vocab)
+        self.special_ids = frozenset((record.pad_id, record.bos_id, record.eos_id, record.unk_id))
         # No text may have these, not even one whose unknown characters spell them.
         never = {record.vocab[token] for token in (record.pad_id, record.eos_id, record.unk_id)}
         ids = list(range(len(self._processor)))
@@ -214,16 +206,6 @@ class SentencePieceTokenizer(SentenceTokenizer):
     def record(self) -> SentencePieceRecord:
         """All that it is made of."""
         return self._record
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, specials included."""
-        return len(self._record.vocab)
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of padding, beginning, end and the unknown piece."""
-        return self._special
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -241,7 +223,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids; unknown tokens are special."""
-        vocab, skipped = self._record.vocab, self._special if skip_special else frozenset()
+        vocab, skipped = self._record.vocab, self.special_ids if skip_special else frozenset()
         texts = [
             self._processor.decode([vocab[token] for token in some if token not in skipped])
             .replace(SPACE_MARK, " ")

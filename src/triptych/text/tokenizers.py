@@ -27,21 +27,13 @@ _PARTED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 class Tokenizer(ABC):
     """Text to token ids and back."""
 
+    vocab_size: int  # number of tokens, specials included; every id is below it
+    special_ids: frozenset[int]  # of all special tokens, which `decode` skips
     pad_id: int | None  # fills rows up; None where there is none, as with all of these
     bos_id: int | None  # begins a text
     eos_id: int | None  # ends a text
     unk_id: int | None = None  # in the place of what is not in the vocabulary
     mask_id: int | None = None  # in the place of a hidden token
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of tokens, specials included; every id is below it."""
-
-    @property
-    @abstractmethod
-    def special_ids(self) -> frozenset[int]:
-        """The ids of all special tokens, which `decode` skips."""
 
     @property
     @abstractmethod

@@ -33,8 +33,7 @@ from triptych.text import PretrainedTokenizer, TokenShards, load_tokenizer
 from triptych.training import ContinuedRecipe
 from triptych.training.fitting import choices, fit_continued_training
 from triptych.training.folder import Prepared, holds_run, settings
-from triptych.training.language import TextOfRun, fingerprints_of, tokens_of_text
-from triptych.training.objectives import TokensOfText
+from triptych.training.language import TextOfRun, prepared_text
 from triptych.training.progress import Display
 from triptych.training.state import RUN_FILES, save_or_explain
 
@@ -114,17 +113,13 @@ def _prepared(
     begin: Callable[[OwnModel, Path], None],
     config: str,
 ) -> Prepared:
-    def objective() -> TokensOfText:
-        model = loaded.model
-        for parameter in model.parameters():  # which are mapped from a file where they can be
+    def model() -> LanguageModel:
+        for parameter in loaded.model.parameters():  # which are mapped from a file where they can be
             parameter.data = parameter.data.contiguous()
-        tie_shared(model, checkpoint)
-        return tokens_of_text(recipe, model, tokenizer, *shards)
+        tie_shared(loaded.model, checkpoint)
+        return loaded.model
 
-    def fingerprints() -> dict[str, str]:
-        return fingerprints_of(recipe, text, tokenizer, config)
-
-    return Prepared(recipe, objective, begin, fingerprints, _publish)
+    return prepared_text(recipe, text, tokenizer, shards, model, begin, config, publish=_publish)
 
 
 def _publish(model: OwnModel, path: Path) -> None:

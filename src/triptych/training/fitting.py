@@ -16,6 +16,10 @@ from typing import Any, TypeVar
 from triptych.models import PRESETS
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe, TextRecipe
 
+_OfWhole = TypeVar("_OfWhole", Recipe, LanguageRecipe)
+_OfText = TypeVar("_OfText", LanguageRecipe, ContinuedRecipe)
+_OfAny = TypeVar("_OfAny", Recipe, LanguageRecipe, ContinuedRecipe)
+
 _MOST_WARMUP_STEPS = 4000  # the paper's, of its 100,000 steps
 _WARMUP_SHARE = 10
 # Passes over a text of this many target tokens; a text n times as long gets √n times fewer.
@@ -52,10 +56,11 @@ _GENTLER = 40
 _BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": False}
 
 
-def fit_tokenizer(recipe: Recipe, num_chars: int, device: str) -> Recipe:
-    """Choose the size of the vocabulary."""
-    chars = num_chars if recipe.tokenizer.joint else num_chars / 2
-    return recipe.filled({"tokenizer": {"vocab_size": _vocab_size(chars, device)}})
+def fit_tokenizer(recipe: _OfWhole, num_chars: int, device: str) -> _OfWhole:
+    """Choose the size of the vocabulary: about 3 √n for the n characters that it is learned from."""
+    num_vocabularies = 2 if isinstance(recipe, Recipe) and not recipe.tokenizer.joint else 1
+    size = min(max(3 * math.sqrt(num_chars / num_vocabularies), 500), _limits(device).vocab_size)
+    return recipe.filled({"tokenizer": {"vocab_size": round(size / 100) * 100}})
 
 
 def fit_training(
@@ -75,10 +80,6 @@ def fit_training(
     if "warmup_steps" not in recipe.training.model_fields_set:
         recipe = recipe.filled({"training": _schedule(steps, recipe.model.d_model)})
     return recipe.filled({"validation": {"every_steps": _validate_every(steps)}})
-
-
-def _vocab_size(chars: int | float, device: str) -> int:
-    return round(min(max(3 * math.sqrt(chars), 500), _limits(device).vocab_size) / 100) * 100
 
 
 def _passes(num_tokens: int) -> float:
@@ -102,11 +103,6 @@ def _schedule(steps: int, d_model: int) -> dict[str, Any]:
     }
 
 
-def fit_language_tokenizer(recipe: LanguageRecipe, num_chars: int, device: str) -> LanguageRecipe:
-    """Choose the size of the vocabulary: about 3 √num_chars of the training text."""
-    return recipe.filled({"tokenizer": {"vocab_size": _vocab_size(num_chars, device)}})
-
-
 def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) -> LanguageRecipe:
     """Choose the model of a language model's run and its schedule."""
     limits = _limits(device)
@@ -128,10 +124,6 @@ def fit_continued_training(
     total = min(_FEWEST_PASSES * num_tokens, _limits(device).total_tokens)
     peak = 0.004 * math.sqrt(128 / d_model) / _GENTLER
     return _fit_schedule(recipe, num_tokens, total, peak, device)
-
-
-_OfText = TypeVar("_OfText", LanguageRecipe, ContinuedRecipe)
-_OfAny = TypeVar("_OfAny", Recipe, LanguageRecipe, ContinuedRecipe)
 
 
 def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:

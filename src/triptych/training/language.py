@@ -32,8 +32,8 @@ from triptych.text import (
     write_shards,
 )
 from triptych.text.documents import fingerprint, require_text
-from triptych.training import LanguageRecipe, TextRecipe
-from triptych.training.fitting import choices, fit_language_tokenizer, fit_language_training
+from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
+from triptych.training.fitting import choices, fit_language_training, fit_tokenizer
 from triptych.training.folder import Prepared, digests, word_vectors
 from triptych.training.objectives import Batches, TokensOfText
 from triptych.training.progress import Display
@@ -50,16 +50,67 @@ def prepare_language(
     text = TextOfRun(recipe, base)
     if folder is not None:
         tokenizer: Tokenizer = read_tokenizer(folder / TOKENIZER)
-        return _prepared(recipe, text, tokenizer, *text.shards(tokenizer, display), base)
-    device = find_device(recipe.training.device).type
-    given, recipe = recipe, fit_language_tokenizer(recipe, text.num_chars, device)
-    display.say(f"text: {text.num_chars:,} characters")
-    tokenizer = text.tokenizer(recipe.tokenizer, display)
-    train, valid = text.shards(tokenizer, display)
-    recipe = fit_language_training(recipe, train.num_tokens, device)
-    if chosen := ", ".join(choices(given, recipe)):
-        display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens on {device}: {chosen}")
-    return _prepared(recipe, text, tokenizer, train, valid, base)
+        shards = text.shards(tokenizer, display)
+    else:
+        device = find_device(recipe.training.device).type
+        given, recipe = recipe, fit_tokenizer(recipe, text.num_chars, device)
+        display.say(f"text: {text.num_chars:,} characters")
+        tokenizer = text.tokenizer(recipe.tokenizer, display)
+        shards = text.shards(tokenizer, display)
+        num_tokens = shards[0].num_tokens
+        recipe = fit_language_training(recipe, num_tokens, device)
+        if chosen := ", ".join(choices(given, recipe)):
+            display.say(f"left out of the recipe, chosen for {num_tokens:,} tokens on {device}: {chosen}")
+
+    def begin(model: OwnModel, folder: Path) -> None:
+        tokenizer.save(folder / TOKENIZER)
+        write_config(model, folder)
+
+    config, path = recipe.model, recipe.model.embeddings.vectors
+    table = "embeddings.table.weight"
+    return prepared_text(
+        *(recipe, text, tokenizer, shards),
+        lambda: LanguageModel.of(config, recipe.kind, tokenizer.vocab_size),
+        begin,
+        config.model_dump_json(),
+        vectors={table: word_vectors(base, path, tokenizer, config.d_model)} if path else {},
+    )
+
+
+def prepared_text(
+    recipe: LanguageRecipe | ContinuedRecipe,
+    text: "TextOfRun",
+    tokenizer: Tokenizer,
+    shards: tuple[TokenShards, TokenShards],
+    model: Callable[[], LanguageModel],
+    begin: Callable[[OwnModel, Path], None],
+    config: str,
+    **more: Any,
+) -> Prepared:
+    """A run of a text; `config` says what its model is made of."""
+    train, valid = shards
+
+    def objective() -> TokensOfText:
+        own = to_device(model(), find_device(recipe.training.device))
+        learned = _batches(recipe, tokenizer, train, shuffle=True)
+        judged = _batches(recipe, tokenizer, valid, shuffle=False)
+        sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
+        return TokensOfText(own, learned, judged, valid.bytes_per_token, sample)
+
+    def fingerprints() -> dict[str, str]:
+        both = [part.encode() for part in text.fingerprints()]
+        judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
+        return digests(
+            {
+                "the training text (data.train)": [both[0]],
+                "the validation text (data.valid)": [both[1], str(recipe.data.within_documents).encode()],
+                "the tokenizer": [tokenizer.to_json().encode()],
+                "the model": [config.encode()],
+                "how it is validated (validation, masking)": judged,
+            }
+        )
+
+    return Prepared(recipe, objective, begin, fingerprints, **more)
 
 
 class TextOfRun:
@@ -158,42 +209,6 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
         yield from chain([part._replace(text=part.text[num_chars:])], parts)
 
 
-def _prepared(
-    recipe: LanguageRecipe,
-    text: TextOfRun,
-    tokenizer: Tokenizer,
-    train: TokenShards,
-    valid: TokenShards,
-    base: Path,
-) -> Prepared:
-    def objective() -> TokensOfText:
-        model = LanguageModel.of(recipe.model, recipe.kind, tokenizer.vocab_size)
-        return tokens_of_text(recipe, model, tokenizer, train, valid)
-
-    def begin(model: OwnModel, folder: Path) -> None:
-        tokenizer.save(folder / TOKENIZER)
-        write_config(model, folder)
-
-    def fingerprints() -> dict[str, str]:
-        return fingerprints_of(recipe, text, tokenizer, recipe.model.model_dump_json())
-
-    path, width = recipe.model.embeddings.vectors, recipe.model.d_model
-    table = "embeddings.table.weight"
-    vectors = {table: word_vectors(base, path, tokenizer, width)} if path else {}
-    return Prepared(recipe, objective, begin, fingerprints, vectors=vectors)
-
-
-def tokens_of_text(
-    recipe: TextRecipe, model: LanguageModel, tokenizer: Tokenizer, train: TokenShards, valid: TokenShards
-) -> TokensOfText:
-    """What a run learns, of both of its texts."""
-    model = to_device(model, find_device(recipe.training.device))
-    learned = _batches(recipe, tokenizer, train, shuffle=True)
-    judged = _batches(recipe, tokenizer, valid, shuffle=False)
-    sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
-    return TokensOfText(model, learned, judged, valid.bytes_per_token, sample)
-
-
 def _batches(
     recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
 ) -> Batches[LanguageBatch]:
@@ -209,21 +224,6 @@ def _batches(
     if recipe.task == "language-model":
         return PackedBatches(shards, **cut)
     return MaskedBatches(shards, tokenizer, recipe.masking, **cut)
-
-
-def fingerprints_of(recipe: TextRecipe, text: TextOfRun, tokenizer: Tokenizer, model: str) -> dict[str, str]:
-    """What a resumed run must find as it was; `model` says what it is made of."""
-    both = [part.encode() for part in text.fingerprints()]
-    judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
-    return digests(
-        {
-            "the training text (data.train)": [both[0]],
-            "the validation text (data.valid)": [both[1], str(recipe.data.within_documents).encode()],
-            "the tokenizer": [tokenizer.to_json().encode()],
-            "the model": [model.encode()],
-            "how it is validated (validation, masking)": judged,
-        }
-    )
 
 
 def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:

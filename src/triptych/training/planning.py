@@ -36,7 +36,6 @@ from triptych.models.storage import OwnModel
 from triptych.training.computing import require_kind
 from triptych.training.fitting import (
     choices,
-    fit_language_tokenizer,
     fit_language_training,
     fit_tokenizer,
     fit_training,
@@ -293,7 +292,7 @@ def filled(recipe: AnyRecipe) -> tuple[AnyRecipe, list[str]]:
                 "sizes under [model] in its place"
             )
         case LanguageRecipe():
-            of_text = fit_language_tokenizer(recipe, _LONG_TEXT, device)
+            of_text = fit_tokenizer(recipe, _LONG_TEXT, device)
             whole: AnyRecipe = fit_language_training(of_text, _LONG_TEXT, device)
         case Recipe():
             of_pairs = fit_tokenizer(recipe, _LONG_TEXT, device)

@@ -31,29 +31,27 @@ from triptych.training.progress import Display
 
 def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
     """Read what a run needs; a new one trains its tokenizers, and chooses what the recipe leaves out."""
-    tokenizers = None if folder is None else TokenizerPair.load(folder)
-    if tokenizers is not None and folder is not None:
+    if folder is not None:
+        tokenizers = TokenizerPair.load(folder)
         check_tokenizers(tokenizers, recipe, folder)
+        texts = _encode(recipe, base, tokenizers, *read_corpora(recipe, base, display), display)
+        return _prepared(recipe, tokenizers, texts, base)
     train_text, valid_text = read_corpora(recipe, base, display)
-    if tokenizers is not None:
-        return _prepared(
-            recipe, tokenizers, _encode(recipe, base, tokenizers, train_text, valid_text, display), base
-        )
     device = find_device(recipe.training.device).type
     num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
     given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
-    made = _tokenizers(recipe, train_text, _cache_folder(recipe, base), display)
-    texts = _encode(recipe, base, made, train_text, valid_text, display)
+    tokenizers = _tokenizers(recipe, train_text, _cache_folder(recipe, base), display)
+    texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
     num_tokens = int((texts.train.target.lengths + 1).sum())
 
     def steps_per_epoch(recipe: Recipe) -> int:
-        batches = len(_batches(recipe, texts.train, made, shuffle=True).plan(0))
+        batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
         return -(-batches // recipe.training.accumulate_batches)
 
     recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
     if chosen := ", ".join(choices(given, recipe)):
         display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
-    return _prepared(recipe, made, texts, base)
+    return _prepared(recipe, tokenizers, texts, base)
 
 
 def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: Path) -> Prepared:

@@ -270,6 +270,26 @@ def test_what_goes_all_the_same_is_the_bound(name: str) -> None:
     MultiHeadAttention.from_weights(pruned)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_bound_of_leaving_out_a_head_with_normalised_values_holds_however_small_they_were(
+    biased: bool,
+) -> None:
+    weights = with_semantics(make("factored", "causal", biased=biased), v_norm=HeadNorm(1e-12))
+    (v,) = weights.v
+    small = replace(v, weight=v.weight * 1e-3, bias=None if v.bias is None else v.bias * 1e-3)
+    weights = replace(weights, v=(small,))
+    pruned, record = prune_heads(weights, [1], bounded=True)
+    x = random_input(LENGTH)
+    x = x / x.norm(dim=-1, keepdim=True) * D_MODEL**0.5
+    moved = (attend(weights, x) - attend(pruned, x)).norm(dim=-1).max()
+    assert 0.01 < moved / (D_MODEL**0.5 * record.bound) <= 1
+    assert record.notes == ("values are normalised: bound by √(d_v / d_model) ‖W_O‖",)
+    with pytest.raises(RewriteRefusedError, match=r"head 1 does something: its √\(d_v / d_model\) ‖W_O‖ is"):
+        prune_heads(weights, [1])
+    silent = replace(weights, v=(replace(small, weight=small.weight * 0, bias=None),))
+    assert prune_heads(silent, [1]).record.bound == 0
+
+
 def test_a_value_bias_may_act_without_the_values() -> None:
     weights = make("factored")
     (v,) = weights.v

@@ -16,7 +16,7 @@ from triptych.algebra.measures import RotaryPairs, measure_heads
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.rewrites.rank import measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.rotary_pairs import pair_scores
+from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, pair_scores
 from triptych.algebra.weights import AttentionWeights
 
 PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
@@ -55,7 +55,7 @@ def test_scores_of_pairs_are_means_over_tokens_and_distances(
     pairing: Any, start: int, factor: float, longest: int, kind: str
 ) -> None:
     weights, rotation, x = rotary(7, kind), rotation_of(pairing, start, factor), random_input(11) + 0.5
-    found = pair_scores(weights, rotation, moments_of(weights, x), longest)
+    found = pair_scores(RotaryHeads(weights, rotation, moments_of(weights, x), longest))
     distances = range(0 if kind == "causal" else 1 - longest, longest)
     for only in ([0], [2], [0, 1], [0, 1, 2]):
         expected = mean_square_scores(weights, x, rotation, distances, only)
@@ -66,9 +66,9 @@ def test_scores_of_pairs_are_means_over_tokens_and_distances(
 def test_in_long_texts_pairs_are_worth_their_energies() -> None:
     weights, x, rotation = rotary(), random_input(11), rotation_of()
     moments = moments_of(weights, x)
-    without_end = pair_scores(weights, rotation, moments)
+    without_end = pair_scores(RotaryHeads(weights, rotation, moments))
     torch.testing.assert_close(without_end, torch.diag_embed(without_end.diagonal(dim1=1, dim2=2)))
-    long = pair_scores(weights, rotation, moments, 10_000_000)
+    long = pair_scores(RotaryHeads(weights, rotation, moments, 10_000_000))
     torch.testing.assert_close(long, without_end, rtol=0, atol=1e-4 * float(without_end.max()))
 
 
@@ -87,7 +87,7 @@ def test_energies_without_a_text_are_those_that_are_measured(pairing: Any) -> No
 def test_a_pair_that_does_not_turn_has_the_singular_values_of_its_channels() -> None:
     weights = rotary(2, biased=False)
     still = RotaryEmbedding(torch.zeros(1, dtype=torch.float64))
-    energy = pair_scores(weights, still)[:, 0, 0]
+    energy = pair_scores(RotaryHeads(weights, still))[:, 0, 0]
     torch.testing.assert_close(energy, weights.qk.norm().square(), rtol=1e-10, atol=0)
 
 
@@ -103,7 +103,7 @@ def test_the_strongest_pairs_stay_and_the_others_are_zero(
     assert record.tier == "bounded"
     assert record.error is None
     first, second = rotation.pairs
-    energies = pair_scores(weights, rotation).diagonal(dim1=1, dim2=2).view(groups, -1, 3).sum(1)
+    energies = pair_scores(RotaryHeads(weights, rotation)).diagonal(dim1=1, dim2=2).view(groups, -1, 3).sum(1)
     weakest = energies.argmin(1).repeat_interleave(NUM_HEADS // groups)
     for head, pair in enumerate(weakest.tolist()):
         gone = [first[pair], second[pair]]
@@ -115,7 +115,7 @@ def test_the_strongest_pairs_stay_and_the_others_are_zero(
             if old.bias is not None and new.bias is not None:
                 assert torch.equal(new.bias[head][kept], old.bias[head][kept])
                 assert not bool(new.bias[head][gone].any())
-    lost = pair_scores(weights, rotation)[torch.arange(NUM_HEADS), weakest, weakest]
+    lost = pair_scores(RotaryHeads(weights, rotation))[torch.arange(NUM_HEADS), weakest, weakest]
     assert record.bound == pytest.approx(float(lost.max().sqrt()), rel=1e-10)
     assert result.num_key_heads == groups
 
@@ -182,5 +182,7 @@ def test_the_spread_of_energies_is_by_group() -> None:
     assert energies.shape == (2, 3)
     assert bool((energies.diff() <= 0).all())
     np.testing.assert_allclose(
-        energies.sum(1), pair_scores(weights, rotation_of()).sum((1, 2)).view(2, 2).sum(1), rtol=1e-12
+        energies.sum(1),
+        pair_scores(RotaryHeads(weights, rotation_of())).sum((1, 2)).view(2, 2).sum(1),
+        rtol=1e-12,
     )

@@ -22,7 +22,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, LayerRewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
@@ -38,7 +38,7 @@ class Fold(LayerRewrite):
     name = "fold"
     tier = "rounding-exact"
     requires = (_FORM_FOLDED,)
-    besides = "a norm is between the maps"
+    besides = BETWEEN
     place = 0
     why_here = "products of maps are folded while they are products"
     resizes = True
@@ -58,6 +58,7 @@ class Expand(LayerRewrite):
 
     name = "expand"
     tier = "bit-exact"
+    besides = BETWEEN
     place = 1
     why_here = "maps that are shared cannot change for one side only"
     resizes = True

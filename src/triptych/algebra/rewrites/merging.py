@@ -31,7 +31,7 @@ from triptych.algebra.rewrites.legality import (
 )
 from triptych.algebra.rewrites.moves import Move, bias_row, move, size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, LayerRewrite
 from triptych.algebra.rewrites.rotary_pairs import (
     merge_rotary_pairs,
     require_rotary,
@@ -46,7 +46,7 @@ class MergeKVHeads(LayerRewrite):
     name = "merge_kv_heads"
     tier = "bounded unless they are equal"
     requires = (CHANNELS_OR_PAIRS, CHANNELS_FREE["ov"])
-    besides = "the number does not divide"
+    besides = f"the number does not divide; {BETWEEN}"
     place = 5
     why_here = "heads are merged while all their channels are there"
     resizes = True
@@ -119,7 +119,9 @@ def _merge(
     else:
         plain = _with_norms_of_groups(name, plain, num_kv_heads)
     attempt = _merged(plain, num_kv_heads, mixed, pairs)
-    if "ov" in mixed and _bias_is_lost(plain, attempt, tolerance):
+    row = bias_row(plain, "ov")
+    lost = (row - bias_row(attempt, "ov")).norm(dim=-1)
+    if "ov" in mixed and bool((lost > tolerance * row.norm(dim=-1).max()).any()):
         try:
             plain = fold_value_bias(plain).weights
         except RewriteRefusedError as error:
@@ -264,12 +266,6 @@ def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
     if bias is not None:
         bias = (bias.reshape(groups, members, 1, -1) @ basis.common).sum(dim=1)[:, 0]
     return replace(plain, v=(Link(basis.shared, bias),), o=(Link(new_O),))
-
-
-def _bias_is_lost(before: AttentionWeights, after: AttentionWeights, tolerance: float) -> bool:
-    """Whether the value biases of some group act otherwise than they did."""
-    lost = (bias_row(before, "ov") - bias_row(after, "ov")).norm(dim=-1)
-    return bool((lost > tolerance * bias_row(before, "ov").norm(dim=-1).max()).any())
 
 
 def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float) -> str:

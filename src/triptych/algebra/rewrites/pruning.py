@@ -29,6 +29,9 @@ from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rew
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.weights import AttentionWeights, Link
 
+# What is left of ‖W_OV‖ where a norm makes the values.
+_NORMED = "√(d_v / d_model) ‖W_O‖"
+
 
 @final
 class PruneHeads(LayerRewrite):
@@ -119,9 +122,9 @@ def prune_heads(
     HEADS_ALIKE.require("prune_heads", weights)
     require_nothing_between("prune_heads", "o", weights.o[:-1])
     lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
-    active = bool(lost.whole.gt(0).any())
+    active, normed = bool(lost.whole.gt(0).any()), weights.semantics.v_norm
     if active and not bounded:
-        raise _does_something(heads, lost)
+        raise _does_something(heads, lost, "‖W_OV‖" if normed is None else _NORMED)
     kept = [head for head in range(weights.num_heads) if head not in heads]
     notes: tuple[str, ...] = ()
 
@@ -153,7 +156,9 @@ def prune_heads(
             *HEADS_ALIKE.checked,
         ),
         choice=f"{len(heads)} of {weights.num_heads} heads left out: {', '.join(map(str, heads))}",
-        notes=notes,
+        notes=notes
+        if normed is None or not active
+        else (*notes, f"values are normalised: bound by {_NORMED}"),
         bound=float(lost.whole.max()) if active else 0.0,
     )
 
@@ -166,11 +171,11 @@ def _silenced(weights: AttentionWeights, heads: Sequence[int]) -> Link:
     return replace(last, weight=weight, learned=True)
 
 
-def _does_something(heads: Sequence[int], lost: Move) -> RewriteRefusedError:
+def _does_something(heads: Sequence[int], lost: Move, measure: str) -> RewriteRefusedError:
     """The refusal that names the head that does most."""
     worst = int(torch.where(lost.whole > 0, lost.whole, 0.0).argmax())
     form, bias = float(lost.form[worst]), float(lost.bias[worst])
-    what = f"its ‖W_OV‖ is {form:.6g}" if form > 0 else f"its value bias adds {bias:.6g} to the output"
+    what = f"its {measure} is {form:.6g}" if form > 0 else f"its value bias adds {bias:.6g} to the output"
     return RewriteRefusedError(
         "prune_heads",
         f"head {heads[worst]} does something: {what}",
@@ -209,10 +214,19 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
 
 
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
-    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides."""
+    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides.
+
+    Values that a norm made have length √d_v, however small W_V is. W_O is all that counts of them: as a form
+    that reads inputs of length √d_model, √(d_v / d_model) ‖W_O‖.
+    """
     weights = in_working_precision(weights.behind_norms())
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)
+    if (norm := weights.semantics.v_norm) is not None:
+        assert not norm.tensors(), "no model has a norm of values with weights"
+        made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
+        size = (W_O * (made & read)[..., None]).flatten(1).norm(dim=-1)
+        return Move(size * (W_O.shape[1] / W_O.shape[2]) ** 0.5, torch.zeros_like(size))
     gate = weights.semantics.gate
     if weights.semantics.clip is not None or (gate is not None and gate.of_channels):
         of_outputs = W_O.norm(dim=-1)

@@ -24,7 +24,7 @@ from triptych.algebra.rewrites.metric import PRIOR, Change, FormMetric, Metric, 
 from triptych.algebra.rewrites.moves import bias_row, move, size
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rotary_maps import RotaryMaps
-from triptych.algebra.rewrites.rotary_pairs import RotaryPairs, require_rotary
+from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, RotaryPairs, require_rotary
 from triptych.algebra.weights import AttentionWeights
 
 Ranks = int | Sequence[int]  # of all groups of heads, or of each
@@ -138,7 +138,7 @@ def _metric_of(
     if form == "qk" and rotary is not None and weights.semantics.rotary is not None:
         rotation = require_rotary("truncate", weights).of_length(longest)
         kind = RotaryPairs if rotary == "pairs" else RotaryMaps
-        metric: Metric = kind(weights, rotation, moments, longest)
+        metric: Metric = kind(RotaryHeads(weights, rotation, moments, longest))
     else:
         CHANNELS_FREE[form].require("truncate", weights, f"leave {form}_rank out", f"{form}: ")
         for side in SIDES_OF[form]:

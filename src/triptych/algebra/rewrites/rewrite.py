@@ -34,6 +34,7 @@ class Layer:
         longest_text: positions that the model is made for.
         moments: of the layer as it is now over the calibration text; None without one.
         others: what else reads its norm; None if nothing does that is known.
+        number: of the layer within its stack.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Layer:
     longest_text: int = 2048
     moments: Moments | None = None
     others: OtherReaders | None = None
+    number: int = 0
 
 
 class Rewrite(BaseModel, ABC):
@@ -110,6 +112,7 @@ class LayerRewrite(Rewrite, ABC):
 
 
 APART = "shared maps would come apart"
+BETWEEN = "a norm is between the maps"
 
 
 def still_tied(layer: Layer, done: Rewritten) -> Rewritten:

@@ -20,12 +20,10 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
 from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said, side_moments
-from triptych.algebra.rewrites.rotary_pairs import mean_turn
-from triptych.algebra.weights import AttentionWeights, Chain
+from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, mean_turn
 
 _Turned = Literal["q", "k"]
 # How often both sides are fitted to each other: most is won by the first, next to nothing by the last.
@@ -37,14 +35,11 @@ _ROUNDS = 5
 class RotaryMaps(Metric):
     """The mean square of scores over queries, keys and distances."""
 
-    weights: AttentionWeights
-    rotation: RotaryEmbedding
-    moments: Moments | None = None
-    longest: int | None = None
+    heads: RotaryHeads
 
     @property
     def said(self) -> Said:
-        width = self.weights.multiplied("q").d_out
+        width = self.heads.weights.multiplied("q").d_out
         words = (
             "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
             "{worst:.3g} of the mean square of a head's scores"
@@ -52,17 +47,15 @@ class RotaryMaps(Metric):
         return Said(ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words)
 
     def energies(self) -> Float[Tensor, "groups d_k"]:
-        scores = self._scores(PRIOR)
+        scores = _Scores.of(self.heads, PRIOR)
         return scores.best("k", scores.identity).energies[:, 0]
 
     def change(self, ranks: Sequence[int]) -> Change:
-        maps, true = _fitted(self._scores(PRIOR), self.rotation, ranks), self._scores(0.0)
+        maps = _fitted(_Scores.of(self.heads, PRIOR), self.heads.rotation, ranks)
+        true = _Scores.of(self.heads, 0.0)
         q, k = maps.q.flatten(0, 1), maps.k.flatten(0, 1)
         lost, whole = true.error(maps).flatten(), true.mean_square().flatten()
         return Change(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
-
-    def _scores(self, prior: float) -> "_Scores":
-        return _Scores.of(self.weights, self.rotation, self.moments, self.longest, prior)
 
 
 class _Maps(NamedTuple):
@@ -94,16 +87,9 @@ class _Scores:
     factor: Float[Tensor, " d"]  # the square of what the rotation multiplies each channel by besides
 
     @classmethod
-    def of(
-        cls,
-        weights: AttentionWeights,
-        rotation: RotaryEmbedding,
-        moments: Moments | None,
-        longest: int | None,
-        prior: float,
-    ) -> "_Scores":
-        """Of a layer in float64."""
-        q, k = (side_moments(weights, side, moments, prior) for side in ("q", "k"))
+    def of(cls, heads: RotaryHeads, prior: float) -> "_Scores":
+        weights, rotation = heads.weights, heads.rotation
+        q, k = (side_moments(weights, side, heads.moments, prior) for side in ("q", "k"))
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
         factor[first + second] = rotation.factor**2
@@ -116,9 +102,11 @@ class _Scores:
         return cls(
             q=q.unflatten(0, (weights.num_key_heads, -1)),  # type: ignore[no-untyped-call]
             k=k[:, None],
-            free=frozenset(side for side in ("q", "k") if _holds_bias(weights.chain(side))),
+            free=frozenset(
+                side for side in ("q", "k") if (chain := weights.chain(side)) and chain[-1].bias is not None
+            ),
             basis=basis,
-            phases=mean_turn(turns - turns[:, None], longest, weights.semantics.kind == "causal"),
+            phases=mean_turn(turns - turns[:, None], heads.longest, weights.semantics.kind == "causal"),
             factor=factor,
         )
 
@@ -144,8 +132,11 @@ class _Scores:
         values, vectors = torch.linalg.eigh(self.seen(side, moments))
         alive = values > values[..., -1:] * self.width * torch.finfo(values.dtype).eps
         back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
-        into = self.seen(side, cross) @ back.mT
-        energies, directions = torch.linalg.eigh(into.mT @ self._varying(side) @ into)
+        into, gram = self.seen(side, cross) @ back.mT, self.q if side == "q" else self.k
+        # What has to be cut: about the mean where a bias may hold that.
+        mean = gram[..., -1:, :-1]
+        varying = gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
+        energies, directions = torch.linalg.eigh(into.mT @ varying @ into)
         return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
 
     def cut(self, side: _Turned, maps: _Maps, kept: Float[Tensor, "groups d"]) -> _Maps:
@@ -167,11 +158,6 @@ class _Scores:
         c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
         return self.identity._replace(k=torch.cat([P, c], dim=-2))
 
-    def pair_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups pairs"]:
-        """½ E|q_f|² E|k_f|² of every pair, of all heads of a group."""
-        q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (self.q, self.k))
-        return ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
-
     def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
         """Mean square of what the scores of every head lose."""
         q, k = self.q, self.k
@@ -192,12 +178,6 @@ class _Scores:
     def _product(self, q: Tensor, k: Tensor) -> Float[Tensor, "groups members"]:
         """E[(q R(m) kᵀ)(q' R(m) k'ᵀ)], from E[qᵀq'] and E[kᵀk']."""
         return (q * self.seen("q", k)).sum(dim=(-2, -1))
-
-    def _varying(self, side: _Turned) -> Float[Tensor, "groups members d d"]:
-        """What has to be cut: about the mean where a bias may hold that."""
-        gram = self.q if side == "q" else self.k
-        mean = gram[..., -1:, :-1]
-        return gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
 
 
 def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
@@ -225,7 +205,10 @@ def _strongest_pairs(
 ) -> Float[Tensor, "groups d d"]:
     """The projection on as many pairs of a group as a rank has room for, then on channels that stay."""
     first, second = rotation.pairs
-    order = scores.pair_energies(first, second).argsort(dim=-1, descending=True, stable=True)
+    q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (scores.q, scores.k))
+    # ½ E|q_f|² E|k_f|² of every pair, of all heads of a group.
+    energies = ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
+    order = energies.argsort(dim=-1, descending=True, stable=True)
     stays = sorted(set(range(scores.width)) - {*first, *second})
     kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
     for group, rank in enumerate(ranks):
@@ -233,7 +216,3 @@ def _strongest_pairs(
         turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))
-
-
-def _holds_bias(chain: Chain) -> bool:
-    return bool(chain) and chain[-1].bias is not None

@@ -28,13 +28,21 @@ _QK: tuple[Side, Side] = ("q", "k")
 
 @final
 @dataclass(frozen=True, eq=False)
-class RotaryPairs(Metric):
-    """The mean square of scores, in which rotary pairs are kept whole or become zero."""
+class RotaryHeads:
+    """The rotary heads of a layer in float64, and which queries, keys and distances meet in their scores."""
 
     weights: AttentionWeights
     rotation: RotaryEmbedding
-    moments: Moments | None = None
-    longest: int | None = None
+    moments: Moments | None = None  # of a text; None for inputs that have no direction
+    longest: int | None = None  # tokens of the longest text; None: without end
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RotaryPairs(Metric):
+    """The mean square of scores, in which rotary pairs are kept whole or become zero."""
+
+    heads: RotaryHeads
 
     @property
     def said(self) -> Said:
@@ -42,40 +50,31 @@ class RotaryPairs(Metric):
             "{each} of {most} rotary pairs, which leaves out at most {worst:.3g} of the mean square of a "
             "head's scores in its rotary pairs"
         )
-        count = len(self.rotation.frequencies)
+        count = len(self.heads.rotation.frequencies)
         return Said(ROTARY_PAIRS_MEET, f"a head with {count} rotary pairs", count, words)
 
     def energies(self) -> Float[Tensor, "groups pairs"]:
-        return self._of_groups(self._scores).sort(dim=-1, descending=True).values
+        return self._of_groups(pair_scores(self.heads)).sort(dim=-1, descending=True).values
 
     def change(self, ranks: Sequence[int]) -> Change:
-        scores, weights = self._scores, self.weights
+        scores, weights = pair_scores(self.heads), self.heads.weights
         places = self._of_groups(scores).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         left_out = places >= torch.tensor(ranks, device=places.device)[:, None]
         groups = len(left_out)
         channels = torch.ones(groups, weights.multiplied("q").d_out, dtype=scores.dtype, device=scores.device)
-        for turned in self.rotation.pairs:
+        for turned in self.heads.rotation.pairs:
             channels[:, turned] = (~left_out).to(scores.dtype)
         of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
         lost = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads)
         only = torch.diag_embed(channels)
         return Change(only, only, lost, scores.sum(dim=(-2, -1)))
 
-    @property
-    def _scores(self) -> Float[Tensor, "heads pairs pairs"]:
-        return pair_scores(self.weights, self.rotation, self.moments, self.longest)
-
     def _of_groups(self, scores: Float[Tensor, "heads pairs pairs"]) -> Float[Tensor, "groups pairs"]:
         of_heads = scores.diagonal(dim1=-2, dim2=-1)
-        return of_heads.reshape(self.weights.num_key_heads, -1, of_heads.shape[-1]).sum(dim=1)
+        return of_heads.reshape(self.heads.weights.num_key_heads, -1, of_heads.shape[-1]).sum(dim=1)
 
 
-def pair_scores(
-    weights: AttentionWeights,
-    rotation: RotaryEmbedding,
-    moments: Moments | None = None,
-    longest: int | None = None,
-) -> Float[Tensor, "num_heads pairs pairs"]:
+def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
     """E[s_f s_g] of the scores q kᵀ that two rotary pairs give one pair of tokens, over tokens and distances.
 
     With complex q_f, k_f the score of pair f at distance m is s_f = Re(q_f k_f* e^{imθ_f}), so
@@ -86,9 +85,10 @@ def pair_scores(
     0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that hardly turns
     within `longest` has φ near 1, and counts as channels that have no position.
     """
+    weights, rotation, longest = heads.weights, heads.rotation, heads.longest
     G_q, G_k = (
         gram.repeat_interleave(weights.num_heads // len(gram), dim=0)
-        for gram in (side_moments(weights, side, moments, 0.0)[:, :-1, :-1] for side in ("q", "k"))
+        for gram in (side_moments(weights, side, heads.moments, 0.0)[:, :-1, :-1] for side in ("q", "k"))
     )
     P_q, N_q = _complex_moments(G_q, rotation)
     P_k, N_k = _complex_moments(G_k, rotation)
