@@ -231,7 +231,7 @@ class Place:
             if not isinstance(record, dict):
                 raise DataError(f"{self.settings.where}: {path} is {shown(record)}: a record is needed")
         used, *others = records or [""]
-        first = records.get(used, {})
+        first: dict[str, Any] = records.get(used, {})
         # `transformers` takes one record whole: what only another has is left out there.
         for other, name in product(others, ("rope_theta", "partial_rotary_factor")):
             told = records[other].get(name)
