@@ -1,6 +1,6 @@
 # make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
 # make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each.
-# make docs: the pages that are made from the source, and the site in site/, with links and anchors checked.
+# make docs: the pages that are made from the source, and the site in site/ with its notebooks; links and anchors are checked.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make lines: lines of each folder, and the budget.
@@ -56,6 +56,7 @@ docs: $(STAMP)
 	$(BIN)/python tests/rooms.py picture docs/contributing/rooms.svg
 	$(BIN)/python docs/reference.py
 	$(BIN)/python -m zensical build --clean --strict
+	$(BIN)/python docs/notebooks.py site
 	cd docs && find . -name '*.md' | tar -cf - -T - | tar -xf - -C ../site
 	cd docs && grep -rm1 --include='*.md' '^# ' . | sort | sed 's|^./\(.*\):# \(.*\)|- [\2](\1)|' > ../site/llms.txt
 

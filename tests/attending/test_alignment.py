@@ -8,7 +8,7 @@ import torch
 from attending.tiny_readers import language_reader, pair_reader
 from triptych import UsageError
 from triptych.attending import attend
-from triptych.attending.alignment import align_words, words_of
+from triptych.attending.alignment import AlignedWords, word_weights, words_of
 
 ENGLISH = ["▁A", "▁man", "▁in", "▁a", "▁T", "-", "shi", "rt", ".", "</s>"]
 GERMAN = ["▁Ein", "▁Mann", "▁in", "▁einem", "▁T", "-", "Shirt", ".", "</s>"]
@@ -29,7 +29,7 @@ def test_a_word_takes_the_source_word_with_most_weight_of_its_tokens() -> None:
     weights = torch.zeros(len(GERMAN), len(ENGLISH))
     weights[0, 0] = 1
     weights[6, [3, 6, 7]] = torch.tensor([0.4, 0.3, 0.3])  # of "shi" and "rt" together more than of "a"
-    found = align_words(weights, source, target)
+    found = AlignedWords(source, target, word_weights(weights, source, target)).links
     assert (found[0], found[6]) == (0, 6)
 
 

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,11 +26,12 @@ from benchmarks import serving
 from command import Command
 from served import Served
 from small_checkpoints import bert_that_runs, gpt2_that_runs
+from triptych.attending.alignment import AlignedWords, Word
 from triptych.decoding import GenerationOptions, SamplingOptions, score_continuations
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.serving.limits import Limits, RequestError
-from triptych.serving.markup import Markup
+from triptych.serving.markup import Markup, Run
 from triptych.serving.models import Continuing, ServedModel
 from triptych.serving.worker import Item, Job, Worker
 
@@ -74,15 +76,106 @@ def test_tags_stay_and_what_is_no_text_is_not_translated() -> None:
         '<script>if (a<b) {}</script><i translate="no">Nix</i>'
     )
     markup = Markup(document)
-    assert markup.texts == ["one &", "two", "three"]
-    assert markup.translated(["one &", "two", "three"]) == document
-    assert '<p class="a">&lt;1&gt; <b>' in markup.translated(["<1>", "2", "3"])
+    assert [run.text for run in markup.runs] == ["one & two", "three"]
+    assert markup.translated(["one &amp; <b>two</b>", "three"]) == document
+    assert Run("<1>").html("<2>", None) == "&lt;2&gt;"
 
 
-def test_a_document_is_translated_between_its_tags(served: Served, translator: Model) -> None:
-    one, two = (found.text for found in translator.translate(["twelve", "seventy-five"]))
-    fields = {"q": "<p>twelve <i>seventy-five</i></p>", "source": "en", "target": "de", "format": "html"}
-    assert served.ask("/translate", fields).body["translatedText"] == f"<p>{one} <i>{two}</i></p>"
+@pytest.mark.parametrize(
+    ("document", "texts"),
+    [
+        ("a <b>b <i>c</i></b> d", ["a b c d"]),
+        ("a <b>b <i>c</b> d</i>", ["a", "b", "c", "d"]),  # they do not go together
+        ("<b>a <p>b</p></b> c", ["a", "b", "c"]),
+        ("a <i class='icon'></i> b", ["a", "b"]),
+        ("a\n <b>b </b>\nc", ["a b c"]),
+    ],
+)
+def test_a_tag_inside_a_sentence_does_not_part_it(document: str, texts: list[str]) -> None:
+    markup = Markup(document)
+    assert [run.text for run in markup.runs] == texts
+    same = [run.html(run.text, aligned(run.text, run.text)) for run in markup.runs]
+    assert " ".join(markup.translated(same).split()) == " ".join(document.replace("b </b>", "b</b> ").split())
+
+
+def aligned(source: str, target: str, links: Sequence[int] | None = None) -> AlignedWords:
+    """Each word of the target with the source word of a number; without numbers, word by word."""
+    words = [
+        tuple(Word(text, place, place + 1) for place, text in enumerate(re.findall(r"\w+|[^\w\s]", of)))
+        for of in (source, target)
+    ]
+    weights = torch.zeros(len(words[1]), len(words[0]))
+    for place, link in enumerate(links or range(len(words[1]))):
+        weights[place, link] = 1.0
+    return AlignedWords(words[0], words[1], weights)
+
+
+@pytest.mark.parametrize(
+    ("document", "translation", "links", "expected"),
+    [
+        ("a <b>red</b> car", "une voiture rouge", [0, 2, 1], "une voiture <b>rouge</b>"),
+        (
+            "I <a href='x'>gave up</a>.",
+            "ich gab es auf.",
+            [0, 1, 0, 2, 3],
+            "ich <a href='x'>gab</a> es <a href='x'>auf</a>.",
+        ),
+        ("<i>a <b>b</b></i> c", "C B A", [2, 1, 0], "C <i><b>B</b> A</i>"),
+        ("<b>yes</b>, no", "nein, ja", [2, 1, 0], "nein, <b>ja</b>"),
+        ("<b>of</b> it", "dessen", [1], "<b>dessen</b>"),  # a tag is kept where no word looks at its own
+        ("in<b>side</b> it", "drin & so", [0, 1, 1], "<b>drin</b> &amp; so"),
+    ],
+)
+def test_a_word_lies_in_the_tags_of_the_word_that_it_looks_at(
+    document: str, translation: str, links: list[int], expected: str
+) -> None:
+    (run,) = Markup(document).runs
+    assert run.html(translation, aligned(run.text, translation, links)) == expected
+
+
+def test_without_words_places_decide_in_which_tags_a_word_lies() -> None:
+    (run,) = Markup("one two <b>three</b>").runs
+    assert run.html("eins zwei drei", None) == "eins zwei <b>drei</b>"
+
+
+def test_a_document_keeps_its_tags_around_the_words_that_attention_finds(
+    served: Served, translator: Model
+) -> None:
+    line = "three hundred and seventy-five"
+    found = translator.translate(line, num_best=2, beam_size=2)
+    fields = {"q": f"<p>{line[:5]} <i>{line[6:13]}</i>{line[13:]}</p>", "source": "en", "target": "de"}
+    body = served.ask("/translate", {**fields, "format": "html", "alternatives": 1, "alignments": True}).body
+    (run,) = Markup(fields["q"]).runs
+    for html, one in zip([body["translatedText"], *body["alternatives"]], found.candidates, strict=True):
+        words = translator.attend(line, one.text).words()
+        assert html == f"<p>{run.html(one.text, words)}</p>"
+        assert html.count("<i>") == html.count("</i>") > 0
+    words = translator.attend(line, found.text).words()
+    assert body["alignments"][0] == [
+        [word.text, words.source[link].text] for word, link in zip(words.target, words.links, strict=True)
+    ]
+    same = {**fields, "target": "en", "format": "html"}
+    assert served.ask("/translate", same).body["translatedText"] == fields["q"]
+
+
+CHECKPOINT = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
+
+
+@pytest.mark.skipif(not CHECKPOINT.exists(), reason="the trained translator is not there")
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ("A man in a <b>blue</b> shirt.", ["<b>blauen</b>"]),
+        ("A <b>dog</b> runs through the <i>snow</i>.", ["<b>Hund</b>", "<i>Schnee</i>"]),
+        ("<em>Two women</em> are playing the guitar.", ["<em>Zwei Frauen</em>"]),
+    ],
+)
+def test_a_trained_translator_finds_the_words_of_a_tag(document: str, expected: list[str]) -> None:
+    model = load(CHECKPOINT)
+    (run,) = Markup(document).runs
+    text = model.translate(run.text).text
+    html = run.html(text, model.attend(run.text, text).words())
+    assert all(part in html for part in expected), html
 
 
 @pytest.mark.parametrize("form", [False, True])
@@ -233,9 +326,9 @@ def test_attention_and_measures_of_heads_are_the_models(served: Served, language
     heads = served.ask("/v1/inspect", {"model": "gpt", "layers": [1]}).body
     own = language_model.inspect(layers=[1]).record()
     assert heads == {**json.loads(json.dumps(own)), "name": "gpt", "seconds": heads["seconds"]}
-    attended = served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": [0]})
+    attended = served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": "*.0"})
     assert attended.status == 200
-    assert served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": [99]}).status == 400
+    assert served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": "99.0"}).status == 400
 
 
 REFUSED: list[tuple[str, Any, int, str]] = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from blocks import blocks_of
 from triptych.algebra.rewrites import legality
 from triptych.attention import PARAMETERISATIONS
 from triptych.cli.failures import UnforeseenError
@@ -13,6 +14,7 @@ from triptych.errors import TriptychError, UsageError
 
 DOCS = Path(__file__).parents[2] / "docs"
 MADE = runpy.run_path(str(DOCS / "reference.py"))
+NOTEBOOKS = runpy.run_path(str(DOCS / "notebooks.py"))
 _FIGURE = re.compile(r"−?\d[\d.,]*(?:e−\d+)?|∞")
 
 
@@ -37,3 +39,21 @@ def test_the_page_of_errors_has_every_exit_code_and_every_reason_against_a_rewri
     needs = [need for need in vars(legality).values() if isinstance(need, legality.Need)]
     reasons = {trait for need in [*needs, *legality.CHANNELS_FREE.values()] for trait in need.against}
     assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(reasons)
+
+
+@pytest.mark.parametrize("name", ["tutorials/by-hand", "tutorials/own-attention", "start/your-text"])
+def test_a_notebook_has_the_blocks_that_the_tests_of_its_page_run(name: str) -> None:
+    page = DOCS / f"{name}.md"
+    expected = []
+    for block in blocks_of(page):
+        if block.saved_as is not None:
+            expected.append(f"%%writefile {block.saved_as}\n{block.text.rstrip()}")
+        elif block.language == "console":
+            lines = [line for line in block.text.splitlines() if line.startswith("$ ")]
+            expected.append("\n".join(f"!{line[2:].partition('   # ')[0]}" for line in lines))
+        elif block.language == "python":
+            expected.append(block.text.rstrip())
+    made = NOTEBOOKS["notebook"](page.read_text(encoding="utf-8"))
+    assert [cell["source"] for cell in made["cells"] if cell["cell_type"] == "code"] == expected != []
+    shown = "".join(cell["source"] for cell in made["cells"] if cell["cell_type"] == "markdown")
+    assert page.read_text(encoding="utf-8").partition("\n")[0] in shown

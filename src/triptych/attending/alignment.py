@@ -4,7 +4,6 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -40,9 +39,25 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
     return tuple(found)
 
 
-def align_words(
+def word_weights(
     weights: Float[Tensor, "tgt_len src_len"], source: Sequence[Word], target: Sequence[Word]
-) -> list[int]:
-    """The source word of each target word: the one with most of the weight of its tokens."""
-    by_source = torch.stack([weights[:, word.start : word.stop].sum(dim=-1) for word in source], dim=-1)
-    return [int(by_source[word.start : word.stop].sum(dim=0).argmax()) for word in target]
+) -> Float[Tensor, "targets sources"]:
+    """The weight of the tokens of each source word, summed over the tokens of each target word."""
+    found = weights.new_zeros(len(target), len(source))
+    for row, own in zip(found, target, strict=True):
+        for column, other in enumerate(source):
+            row[column] = weights[own.start : own.stop, other.start : other.stop].sum()
+    return found
+
+
+class AlignedWords(NamedTuple):
+    """The words of a source and of its translation, and the attention `[targets, sources]` between them."""
+
+    source: tuple[Word, ...]
+    target: tuple[Word, ...]
+    weights: Float[Tensor, "targets sources"]
+
+    @property
+    def links(self) -> list[int]:
+        """The source word of each target word: the one with most of its weight. None without words."""
+        return [int(place) for place in self.weights.argmax(dim=1)] if self.source else []

@@ -4,7 +4,7 @@ from triptych import user_code
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import AdditiveScores, Scores, Semantics
 from triptych.algebra.weights import AttentionWeights
-from triptych.attention.positions import AttentionPositions
+from triptych.attention.positions import AttentionPositions, RotaryPositions
 from triptych.attention.projections.abstract import Parameterisation
 
 
@@ -84,14 +84,12 @@ def check_sizes(
 ) -> None:
     """Check that a layer could be built, without building it."""
     skeleton = projections.skeleton(d_model, num_heads)
-    if positions is None:
+    if not isinstance(positions, RotaryPositions):
         return
-    if positions.scheme == "rotary" and projections.no_rotary:
-        raise ValueError(
-            f"{projections.name} cannot have {positions.scheme} positions: {projections.no_rotary}"
-        )
+    if projections.no_rotary:
+        raise ValueError(f"{projections.name} cannot have rotary positions: {projections.no_rotary}")
     own = None if scores in ("dot", "cosine") else scores_class(scores)
-    if positions.scheme == "rotary" and own is not None and own.no_rotary:
+    if own is not None and own.no_rotary:
         raise ValueError(f"scores = {scores!r} cannot have rotary positions: {own.no_rotary}")
     positions.check(skeleton.k[-1].d_out if skeleton.k else d_model)
 

@@ -5,9 +5,8 @@ choices of what each attention layer does (`RotaryPositions`, `AlibiPositions`).
 """
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -216,27 +215,9 @@ class NoPositions(nn.Module):
         return x
 
 
-class AttentionPositions(ABC):
-    """A choice of how self-attention itself tells positions apart. A plain record, fit for a recipe."""
-
-    scheme: ClassVar[Literal["rotary", "alibi"]]  # the name in recipes
-
-    @abstractmethod
-    def check(self, width: int) -> None:
-        """Check that it can serve queries and keys of this width.
-
-        Raises:
-            ValueError: it cannot, with the numbers.
-        """
-
-    @abstractmethod
-    def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
-        """What a layer does with it, for queries and keys of this width."""
-
-
 @final
 @dataclass(frozen=True)
-class RotaryPositions(AttentionPositions):
+class RotaryPositions:
     """`RotaryEmbedding`, frequencies `base^(−2f / rotary_dim)`.
 
     Attributes:
@@ -244,8 +225,6 @@ class RotaryPositions(AttentionPositions):
         pairing: which channels form a pair; see `apply_rotary`.
         base: of the geometric row of frequencies.
     """
-
-    scheme = "rotary"
 
     rotary_dim: int | None = None
     pairing: Pairing = "halves"
@@ -267,19 +246,20 @@ class RotaryPositions(AttentionPositions):
             raise ValueError(f"rotary_dim is {rotated}, but queries and keys are {width} wide: it must fit")
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
+        """What a layer does with it, for queries and keys of this width."""
         rotary = RotaryEmbedding.of_width(self.rotary_dim or width, self.base, self.pairing)
         return replace(semantics, rotary=rotary)
 
 
 @final
 @dataclass(frozen=True)
-class AlibiPositions(AttentionPositions):
+class AlibiPositions:
     """`ALiBi` with its authors' slopes."""
 
-    scheme = "alibi"
-
-    def check(self, width: int) -> None:
-        pass
-
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
+        """What a layer of so many heads does with it."""
         return replace(semantics, bias=ALiBi.of_count(num_heads))
+
+
+# How self-attention itself tells positions apart.
+AttentionPositions = RotaryPositions | AlibiPositions

@@ -132,7 +132,9 @@ class Translator:
 
     def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
         """A line, to be translated by a loop."""
-        texts = [self._ready_searcher().text(ids, options) for ids in self._pieces(line)]
+        # Whether weights changed was looked at when the loop was made: that takes as long as a small step.
+        searcher = self._searcher or self._ready_searcher()
+        texts = [searcher.text(ids, options) for ids in self._pieces(line)]
         return Asked(texts, lambda: self._assemble(line, [text.best[: options.num_best] for text in texts]))
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
@@ -173,7 +175,7 @@ class Translator:
                     # More is read while there is something to do; without, whatever comes is waited for.
                     while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
                         try:
-                            lines = arriving.next()
+                            lines = next(arriving, None)
                         except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
                             failure, lines = error, None
                         if lines is None:
@@ -197,7 +199,7 @@ class Translator:
                 while groups and not groups[0].missing:
                     yield from self._finished(groups.popleft())
         finally:
-            arriving.close()
+            arriving.close(waits=False)  # a line may never come
             if any(group.missing for group in groups):
                 self.close()  # left before the end: what the workers have in hand is of no use
 

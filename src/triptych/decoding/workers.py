@@ -11,12 +11,12 @@ import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Generic, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -173,56 +173,44 @@ Item = TypeVar("Item")
 
 
 @final
-class _End:
-    """Behind the last item."""
-
-
-@final
-class Ahead(Generic[Item]):
-    """Items of a stream, read by a thread of its own up to `depth` ahead.
-
-    Unlike the batches of training, which are always there to be made, lines may be slow to come:
-    `has_more` tells whether asking would mean waiting.
-    """
+class Ahead(Iterator[Item]):
+    """Items of a stream, made by a thread of their own up to `depth` ahead of their use."""
 
     def __init__(self, items: Iterable[Item], depth: int) -> None:
-        self._arrived: queue.Queue[Item | Exception | _End] = queue.Queue(maxsize=depth)
-        self._closed = False
-        self._ended = False
-        self._items = items
-        # It may sit in a read that never ends, so nobody waits for it.
-        threading.Thread(target=self._read, name="triptych-lines", daemon=True).start()
+        self._made: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
+        self._room, self._is_over = threading.Semaphore(depth), False
+        name = "triptych-ahead"
+        self._maker = threading.Thread(target=self._make, args=(items,), name=name, daemon=True)
+        self._maker.start()
 
     @property
     def has_more(self) -> bool:
-        """Whether an item, the end or an error has arrived that was not taken."""
-        return not self._ended and not self._arrived.empty()
+        """Whether an item, the end or an error is there that was not taken: asking does not mean waiting."""
+        return not self._is_over and not self._made.empty()
 
-    def next(self) -> Item | None:
-        """The next item, waited for; None at the end."""
-        if self._ended:
-            return None
-        item = self._arrived.get()
-        if isinstance(item, _End | Exception):
-            self._ended = True
-            if isinstance(item, Exception):
-                raise item
-            return None
-        return item
+    def __next__(self) -> Item:
+        item = None if self._is_over else self._made.get()
+        if isinstance(item, tuple):
+            self._room.release()
+            return item[0]
+        self._is_over = True
+        raise StopIteration if item is None else item
 
-    def close(self) -> None:
-        """Take nothing more."""
-        self._closed = self._ended = True
-        while not self._arrived.empty():  # lets the thread see that it is over
-            self._arrived.get_nowait()
+    def close(self, *, waits: bool = True) -> None:
+        """Take nothing more, and wait for the item being made unless that may never come."""
+        self._is_over = True
+        self._room.release()
+        if waits:
+            self._maker.join()
 
-    def _read(self) -> None:
-        ending: Exception | _End = _End()
+    def _make(self, items: Iterable[Item]) -> None:
+        ending: BaseException | None = None
         try:
-            for item in self._items:
-                self._arrived.put(item)
-                if self._closed:
-                    return
-        except Exception as error:  # noqa: BLE001 (raised again by the one who asks)
+            iterator = iter(items)
+            while self._room.acquire() and not self._is_over:
+                self._made.put((next(iterator),))
+        except StopIteration:
+            pass
+        except BaseException as error:  # noqa: BLE001 (raised again by the one who asks)
             ending = error
-        self._arrived.put(ending)
+        self._made.put(ending)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from triptych.attending.alignment import AlignedWords
 from triptych.decoding import (
     Asked,
     Continuation,
@@ -184,6 +185,21 @@ class Scoring(ModelJob):
         best = log_probs.topk(min(self.count, log_probs.shape[1]), dim=-1)
         tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return Scored(tuple(own.tolist()), tuple(tuple(zip(*one, strict=True)) for one in tops))
+
+
+@final
+@dataclass(frozen=True)
+class Aligning(ModelJob):
+    """The words of a line and of its translation; None for a line that is too long to be read whole."""
+
+    def compute(self, items: Sequence[Item]) -> list[AlignedWords | None]:
+        return [self._words(*item.given) for item in items]
+
+    def _words(self, line: str, translation: str) -> AlignedWords | None:
+        try:
+            return self.model.model.attend(line, translation).words()
+        except UsageError:
+            return None
 
 
 @final

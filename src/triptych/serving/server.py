@@ -165,8 +165,9 @@ class Server:
 
 
 async def _disconnected(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.1)
+    """Wait until the client goes away; the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _read_body(request: Request, limits: Limits) -> bytes:

@@ -7,10 +7,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from triptych.attending.alignment import AlignedWords
 from triptych.decoding import Translation
 from triptych.serving.limits import RequestError
-from triptych.serving.markup import Markup
-from triptych.serving.models import ServedModel, Translating
+from triptych.serving.markup import Markup, Run
+from triptych.serving.models import Aligning, ServedModel, Translating
 from triptych.serving.server import Server
 
 _MOST_ALTERNATIVES = 8
@@ -20,7 +21,7 @@ async def translate(server: Server, request: Request) -> Response:
     """Translate a text or several: `q`, `source` (a code or auto), `target`, `format`, `alternatives`.
 
     `glossary` forces terms: an object of terms and their translations. `details` adds score,
-    log-probability and tokens of each translation of a line.
+    log-probability and tokens of each translation of a line; `alignments` adds the source word of each word.
     """
     fields = await server.fields(request)
     texts, source, target = _texts(fields), _code(fields, "source"), _code(fields, "target")
@@ -34,10 +35,14 @@ async def translate(server: Server, request: Request) -> Response:
         confidences = _confidences(server, texts, target)
         source = max(confidences, key=lambda code: confidences[code])
         detected = {"confidence": round(100 * confidences[source], 1), "language": source}
-    documents = [Markup(text) for text in texts] if kind == "html" else None
-    pieces = [document.texts for document in documents] if documents else [text.split("\n") for text in texts]
+    documents = [Markup(text) for text in texts] if kind == "html" and source != target else []
+    runs = [run for document in documents for run in document.runs]
+    pieces = [[run.text for run in document.runs] for document in documents]
+    pieces = pieces or [text.split("\n") for text in texts]
     lines = [line for of_text in pieces for line in of_text]
     found: list[Translation | None] = [None] * len(lines)
+    aligned: list[AlignedWords | None] = [None] * len(lines)
+    ranked = [lines] * (1 + alternatives)
     if source != target:
         model = _model(server, source, target)
         wanted = [number for number, line in enumerate(lines) if line.strip()]
@@ -45,23 +50,42 @@ async def translate(server: Server, request: Request) -> Response:
         results = await server.compute(request, job, [lines[number] for number in wanted])
         for number, result in zip(wanted, results, strict=True):
             found[number] = result
-    ranked = [
-        [_rendered(lines, found, pieces, documents, text, rank) for text in range(len(texts))]
-        for rank in range(1 + alternatives)
+        ranked = [_of_rank(lines, found, rank) for rank in range(1 + alternatives)]
+        if fields.get("alignments"):
+            pairs = [(lines[number], ranked[0][number]) for number in wanted]
+            for number, words in zip(
+                wanted, await server.compute(request, Aligning(model), pairs), strict=True
+            ):
+                aligned[number] = words
+        if documents:
+            ranked = await _tagged(server, request, model, runs, ranked)
+    joined = [
+        [document.translated(own) for document, own in zip(documents, _by_text(pieces, of_rank), strict=True)]
+        if documents
+        else ["\n".join(own) for own in _by_text(pieces, of_rank)]
+        for of_rank in ranked
     ]
     is_list = isinstance(fields["q"], list)
 
     def shaped(values: list[Any]) -> Any:
         return values if is_list else values[0]
 
-    body: dict[str, Any] = {"translatedText": shaped(ranked[0])}
+    body: dict[str, Any] = {"translatedText": shaped(joined[0])}
     if alternatives:
-        others = [[of_rank[text] for of_rank in ranked[1:]] for text in range(len(texts))]
+        others = [[of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))]
         body["alternatives"] = shaped(others)
     if detected is not None:
         body["detectedLanguage"] = [detected] * len(texts) if is_list else detected
     if fields.get("details"):
-        body["details"] = shaped(_details(pieces, found))
+        body["details"] = shaped([_details(of_text) for of_text in _by_text(pieces, found)])
+    if fields.get("alignments"):
+        links = [
+            [(of.target[place].text, of.source[link].text) for place, link in enumerate(of.links)]
+            if of
+            else []
+            for of in aligned
+        ]
+        body["alignments"] = shaped(_by_text(pieces, links))
     return JSONResponse(body)
 
 
@@ -179,42 +203,52 @@ def _confidences(server: Server, texts: Sequence[str], target: str | None) -> di
     return {code: weight / sum(weights.values()) for code, weight in weights.items()}
 
 
-def _rendered(
-    lines: Sequence[str],
-    found: Sequence[Translation | None],
-    pieces: Sequence[Sequence[str]],
-    documents: Sequence[Markup] | None,
-    text: int,
-    rank: int,
-) -> str:
-    """A text with each of its lines, or of its pieces between tags, translated."""
-    first = sum(map(len, pieces[:text]))
-    own = [
-        lines[number]
-        if (one := found[number]) is None
-        else one.candidates[min(rank, len(one.candidates) - 1)].text
-        for number in range(first, first + len(pieces[text]))
+def _of_rank(lines: Sequence[str], found: Sequence[Translation | None], rank: int) -> list[str]:
+    """The translation of each line of a rank; the last there is where there are fewer."""
+    return [
+        line if one is None else one.candidates[min(rank, len(one.candidates) - 1)].text
+        for line, one in zip(lines, found, strict=True)
     ]
-    return "\n".join(own) if documents is None else documents[text].translated(own)
 
 
-def _details(pieces: Sequence[Sequence[str]], found: Sequence[Translation | None]) -> list[list[Any]]:
-    results, taken = [], iter(found)
-    for of_text in pieces:
-        translations = [one for one in (next(taken) for _ in of_text) if one is not None]
-        results.append(
-            [
-                {
-                    "source": one.source,
-                    "candidates": [
-                        {"text": c.text, "score": c.score, "log_prob": c.log_prob, "tokens": list(c.pieces)}
-                        for c in one.candidates
-                    ],
-                }
-                for one in translations
-            ]
-        )
-    return results
+async def _tagged(
+    server: Server,
+    request: Request,
+    model: ServedModel,
+    runs: Sequence[Run],
+    ranked: Sequence[Sequence[str]],
+) -> list[list[str]]:
+    """Translations of runs as HTML; where an element holds a part of a run, attention says which words."""
+    parted = [number for number, run in enumerate(runs) if run.needs_words]
+    pairs = [(runs[number].text, of_rank[number]) for of_rank in ranked for number in parted]
+    words = iter(await server.compute(request, Aligning(model), pairs) if pairs else ())
+    return [
+        [
+            run.html(text, next(words) if run.needs_words else None)
+            for run, text in zip(runs, own, strict=True)
+        ]
+        for own in ranked
+    ]
+
+
+def _by_text(pieces: Sequence[Sequence[str]], values: Sequence[Any]) -> list[list[Any]]:
+    """Values of the lines of all texts, text by text."""
+    taken = iter(values)
+    return [[next(taken) for _ in of_text] for of_text in pieces]
+
+
+def _details(found: Sequence[Translation | None]) -> list[dict[str, Any]]:
+    return [
+        {
+            "source": one.source,
+            "candidates": [
+                {"text": c.text, "score": c.score, "log_prob": c.log_prob, "tokens": list(c.pieces)}
+                for c in one.candidates
+            ],
+        }
+        for one in found
+        if one is not None
+    ]
 
 
 ROUTES = (

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
-from threading import Event, Semaphore, Thread
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, final
 
@@ -24,6 +22,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from triptych.decoding.workers import Ahead
 from triptych.errors import UsageError
 from triptych.training.processes import World
 
@@ -36,33 +35,11 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
     The thread lives from the first item asked for until the last one is taken, an error, or `close`, which
     waits for the item being made. Close it (`contextlib.closing`) if you may stop before the end.
     """
-    made: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
-    room, closed = Semaphore(depth), Event()
-
-    def make() -> None:
-        ending: BaseException | None = None
-        try:
-            iterator = iter(items)
-            while room.acquire() and not closed.is_set():
-                made.put((next(iterator),))
-        except StopIteration:
-            pass
-        except BaseException as error:  # noqa: BLE001 - it is raised where the item is used
-            ending = error
-        made.put(ending)
-
-    maker = Thread(target=make, name="triptych-ahead", daemon=True)
-    maker.start()
+    made = Ahead(items, depth)
     try:
-        while isinstance(item := made.get(), tuple):
-            room.release()
-            yield item[0]
-        if item is not None:
-            raise item
+        yield from made
     finally:
-        closed.set()
-        room.release()
-        maker.join()
+        made.close()
 
 
 @final

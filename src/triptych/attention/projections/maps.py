@@ -51,23 +51,9 @@ class HeadMap(ABC):
         raise NotImplementedError
 
 
-class _Linear(HeadMap):
-    """A map that is stored as `torch.nn.Linear`."""
-
-    bias: bool
-
-    @property
-    @abstractmethod
-    def widths(self) -> tuple[int, int]:
-        """Numbers read and written, all copies together."""
-
-    def make(self) -> nn.Linear:
-        return nn.Linear(*self.widths, bias=self.bias)
-
-
 @final
 @dataclass(frozen=True)
-class ToHeads(_Linear):
+class ToHeads(HeadMap):
     """A map from one stream to a stream a copy.
 
     Attributes:
@@ -86,9 +72,8 @@ class ToHeads(_Linear):
     bias: bool = False
     variance: float | None = None
 
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.d_in, self.copies * self.d_out
+    def make(self) -> nn.Linear:
+        return nn.Linear(self.d_in, self.copies * self.d_out, self.bias)
 
     @property
     def channels(self) -> tuple[int, int, int]:
@@ -100,7 +85,7 @@ class ToHeads(_Linear):
         return matrices, None if bias is None else bias.view(self.copies, -1)
 
     def initialise(self, held: Held) -> None:
-        _draw(_linear(held), self.variance or 1 / sum(self.widths))
+        _draw(_linear(held), self.variance or 1 / (self.d_in + self.copies * self.d_out))
 
     def apply(self, held: Held, x: Tensor) -> Tensor:
         return split_heads(_linear(held)(x[:, 0]), self.copies)
@@ -112,7 +97,7 @@ class ToHeads(_Linear):
 
 @final
 @dataclass(frozen=True)
-class FromHeads(_Linear):
+class FromHeads(HeadMap):
     """The output map, from the heads next to each other to the width of the model.
 
     Attributes:
@@ -129,9 +114,8 @@ class FromHeads(_Linear):
     bias: bool = False
     variance: float | None = None
 
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.num_heads * self.d_in, self.d_out
+    def make(self) -> nn.Linear:
+        return nn.Linear(self.num_heads * self.d_in, self.d_out, self.bias)
 
     def initialise(self, held: Held) -> None:
         _draw(_linear(held), self.variance)
