@@ -23,7 +23,7 @@ from triptych.cli import main
         "attend {run} Vier. --npz",
         "attend {run} Vier. --csv",
         "attend {run} Vier. --html",
-        "attend {run} Vier. --kind decoder --layers 0 --heads 0 --svg",
+        "attend {run} Vier. --heads decoder.0.0 --svg",
         "evaluate {run} --source {text} --reference {text} --out",
         "inspect {run} --csv",
         "inspect {run} --html",
