@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from triptych.algebra.rewrites import fold
-from triptych.attending import Attention, AttentionBatch, attend
+from triptych.attending import Attention, AttentionBatch, read_attention
 from triptych.attending.page import viewer_data
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
@@ -155,7 +155,9 @@ def demo(
         exact = sum(sample.is_exact is True for sample in tried) / len(tried)
         bleu = measure_bleu([sample.hypothesis for sample in tried], [english for _, english in pairs])
         examples = _try(translator, example_pairs())
-        seen = attend(Reader(run), [sample.source for sample in examples[:_NUM_VIEWED]])
+        reader = Reader(run)
+        viewed = reader.encode([sample.source for sample in examples[:_NUM_VIEWED]])
+        seen = AttentionBatch(read_attention(reader, viewed))
         display.say(f"folding {_STACKED_SITE} and translating them again")
         folding = _fold(run, tried)
         report = folder / _REPORT
@@ -338,7 +340,7 @@ def _report(
         commands=(
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | triptych translate {folder}",
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | "
-            f"triptych translate {folder} --json --attention cross:1:all",
+            f"triptych translate {folder} --json --attention cross.1",
         ),
     )
 

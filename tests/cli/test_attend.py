@@ -23,9 +23,7 @@ def test_the_strongest_looks_of_every_head_are_printed(triptych: Command, small_
 
 def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("Vier.\nFünf Uhr.\n", encoding="utf-8")
-    answer = triptych(
-        "attend", small_run, "--file", tmp_path / "texts", "--kind", "cross", "--heads", "1", "--json"
-    )
+    answer = triptych("attend", small_run, "--file", tmp_path / "texts", "--heads", "cross.*.1", "--json")
     assert answer.code == 0, answer.err
     records = [json.loads(line) for line in answer.out.splitlines()]
     found = load(small_run).attend(["Vier.", "Fünf Uhr."])
@@ -39,12 +37,12 @@ def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_
 
 
 def test_what_heads_write_for_each_token_is_printed_and_in_json(triptych: Command, small_run: Path) -> None:
-    call = ("attend", small_run, "Vier.", "--layers", "0", "--heads", "1", "--writes", "2")
-    record = json.loads(triptych(*call, "--json").out)
+    call = ("attend", small_run, "Vier.", "--writes", "2", "--heads")
+    record = json.loads(triptych(*call, "*.0.1", "--json").out)
     encoder, _, cross = (head["writes"] for head in record["heads"])
     assert encoder is None
     assert [len(nearest) for nearest in cross] == [2] * len(record["source_tokens"])
-    printed = [line.split() for line in triptych(*call, "--kind", "cross").out.splitlines()]
+    printed = [line.split() for line in triptych(*call, "cross.0.1").out.splitlines()]
     assert ["cross", "0", "1", record["source_tokens"][0], *cross[0]] in printed
 
 
@@ -86,14 +84,14 @@ def test_a_page_and_pictures_are_written_and_written_again(
     pytest.importorskip("vl_convert")
     names = [tmp_path / f"a.{form}" for form in ("html", "svg")]
     files = [word for path in names for word in (f"--{path.suffix[1:]}", path)]
-    one = ("--kind", "cross", "--layers", "1", "--heads", "0")
+    one = ("--heads", "cross.1.0")
     for _ in range(2):
         answer = triptych("attend", small_run, "Vier.", *one, *files)
         assert answer.code == 0, answer.err
     assert "written: " in answer.out
     assert '"kind":"cross"' in names[0].read_text(encoding="utf-8")
     assert "cross layer 1, head 0" in names[1].read_text(encoding="utf-8")
-    refused = triptych("attend", small_run, "Vier.", "--kind", "cross", "--svg", tmp_path / "b.svg")
+    refused = triptych("attend", small_run, "Vier.", "--heads", "cross.*", "--svg", tmp_path / "b.svg")
     assert (refused.code, (tmp_path / "b.svg").exists()) == (2, False)
     assert "a picture shows one head, and 4 are chosen" in refused.err
 
@@ -122,7 +120,7 @@ def test_who_stops_a_command_has_the_file_of_before_and_no_half_of_one(
     [
         (["", "--json"], "the text is empty"),
         ([], "give either a text"),
-        (["Vier.", "--heads", "0-5"], "there is no head 2 in layer 0: its heads are 0 to 1"),
+        (["Vier.", "--heads", "cross.0.2"], "layer cross.0 has no head 2: its heads are 0 to 1"),
         (["Vier.", "--npz", "no/such/folder.npz"], "the folder of no/such/folder.npz does not exist"),
     ],
 )

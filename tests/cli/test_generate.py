@@ -74,12 +74,12 @@ def test_several_texts_are_told_apart(triptych: Command, checkpoint: Path) -> No
 
 
 def test_attention_of_the_new_tokens_is_added_on_request(triptych: Command, checkpoint: Path) -> None:
-    options = ("--max-new-tokens", "4", "--json", "--attention", "1:all", "--attention", "0:1")
+    options = ("--max-new-tokens", "4", "--json", "--attention", "1", "--attention", "0.1")
     (record,) = records(triptych("generate", checkpoint, PROMPT, *options).out)
     entries = record["continuations"][0]["attention"]  # type: ignore[index]
     places = [(entry["layer"], entry["head"]) for entry in entries]
-    assert places[-1] == (0, 1)
-    assert {layer for layer, _ in places[:-1]} == {1}
+    assert places[0] == (0, 1)
+    assert {layer for layer, _ in places[1:]} == {1}
     for entry in entries:
         assert (len(entry["rows"]), len(entry["columns"])) == (4, len(PROMPT) + 3)
         for i, row in enumerate(entry["weights"]):
@@ -103,9 +103,9 @@ def test_attention_of_the_new_tokens_is_added_on_request(triptych: Command, chec
         (["x" * 9, "--max-prompt-tokens", "8"], b"", "9 tokens, and at most 8 are read at once"),
         (["x", "--top-p", "2"], b"", "top_p is 2"),
         (["x", "--num-samples", "2"], b"", "all alike"),
-        (["x", "--attention", "0:0"], b"", "goes with --json"),
-        (["x", "--json", "--attention", "0"], b"", "LAYER:HEAD"),
-        (["x", "--json", "--attention", "99:0"], b"", "layer '99'"),
+        (["x", "--attention", "0.0"], b"", "goes with --json"),
+        (["x", "--json", "--attention", "0:0"], b"", "a head as 3.2"),
+        (["x", "--json", "--attention", "99.0"], b"", "no layer 99"),
         (["x", "--chat"], b"", "no chat template"),
         (["x", "--file", "no-such-file"], b"", "give either a prompt"),
     ],
@@ -218,7 +218,7 @@ def test_attention_of_a_text_past_the_context_is_refused(
     triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_place_of_all(opened_of_words(tmp_path, "decoder", context=8), tmp_path, monkeypatch)
-    options = ("--json", "--attention", "0:0", "--max-new-tokens")
+    options = ("--json", "--attention", "0.0", "--max-new-tokens")
     (record,) = records(triptych("generate", "model", "a b", *options, "5").out)
     (one,) = record["continuations"]
     assert len(one["tokens"]) == 5
@@ -270,7 +270,7 @@ def test_another_engine_continues_a_prompt_alike(
     drawn = triptych(*options, *engine, "--temperature", "0.5")
     assert drawn.code == 2
     assert "takes the most probable tokens and draws none" in drawn.err
-    seen = triptych(*options, *engine, "--json", "--attention", "0:0")
+    seen = triptych(*options, *engine, "--json", "--attention", "0.0")
     assert seen.code == 2
     assert "ctranslate2 gives no attention weights" in seen.err
 

@@ -326,9 +326,9 @@ def test_attention_and_measures_of_heads_are_the_models(served: Served, language
     heads = served.ask("/v1/inspect", {"model": "gpt", "layers": [1]}).body
     own = language_model.inspect(layers=[1]).record()
     assert heads == {**json.loads(json.dumps(own)), "name": "gpt", "seconds": heads["seconds"]}
-    attended = served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": [0]})
+    attended = served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": "*.0"})
     assert attended.status == 200
-    assert served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": [99]}).status == 400
+    assert served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": "99.0"}).status == 400
 
 
 REFUSED: list[tuple[str, Any, int, str]] = [

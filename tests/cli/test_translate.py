@@ -93,11 +93,11 @@ def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command,
         small_run,
         "--json",
         "--attention",
-        "cross:1:0",
+        "cross.1.0",
         "--attention",
-        "encoder:0:all",
+        "encoder.0",
         "--attention",
-        "decoder:0:1",
+        "decoder.0.1",
         stdin=b"Es ist halb vier.\n",
     )
     assert answer.code == 0, answer.err
@@ -107,7 +107,7 @@ def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command,
     assert best["log_prob"] < 0
     assert "".join(best["tokens"]).replace("▁", " ").strip() == best["text"]
     kinds = [(entry["kind"], entry["layer"], entry["head"]) for entry in record["attention"]]
-    assert kinds == [("cross", 1, 0), ("encoder", 0, 0), ("encoder", 0, 1), ("decoder", 0, 1)]
+    assert kinds == [("encoder", 0, 0), ("encoder", 0, 1), ("decoder", 0, 1), ("cross", 1, 0)]
     for entry in record["attention"]:
         assert len(entry["weights"]) == len(entry["rows"])
         for row in entry["weights"]:
@@ -118,10 +118,10 @@ def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command,
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        ("cross", "write KIND:LAYER:HEAD"),
-        ("memory:0:0", "a kind of encoder, decoder, cross"),
-        ("cross:2:0", "layer '2' is not 'all' or a number from 0 to 1"),
-        ("cross:0:x", "head 'x' is not 'all' or a number from 0 to 1"),
+        ("cross:0:0", "is no place in a model"),
+        ("0.1", "layer 0 could be encoder.0, decoder.0, cross.0"),
+        ("cross.2.0", "no layer cross.2"),
+        ("cross.0.2", "no head 2: its heads are 0 to 1"),
     ],
 )
 def test_attention_that_is_not_there_is_a_usage_error(
@@ -247,7 +247,7 @@ def test_a_page_shows_the_attention_of_the_lines_that_are_translated(
 
 def test_another_engine_has_no_attention_and_no_certain_end(triptych: Command, small_run: Path) -> None:
     engine = ("translate", small_run, "--engine", "ctranslate2")
-    answer = triptych(*engine, "--json", "--attention", "cross:0:0", stdin=b"Vier.\n")
+    answer = triptych(*engine, "--json", "--attention", "cross.0.0", stdin=b"Vier.\n")
     assert answer.code == 2
     assert "--attention goes with --engine triptych: ctranslate2 gives no attention weights" in answer.err
     pytest.importorskip("ctranslate2", reason="needs CTranslate2")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from triptych.decoding import Hypothesis, SearchOptions, Translator
-from triptych.decoding.workers import Ahead, Hypotheses, Searcher, Sentences, WorkerPool
+from triptych.decoding.workers import Hypotheses, Searcher, Sentences, WorkerPool
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.text import TokenizerSpec, train_tokenizers
 
@@ -146,23 +146,6 @@ def test_an_error_in_the_input_comes_after_the_lines_before_it(translator: Trans
     assert [next(stream).source for _ in range(3)] == LINES[:3]
     with pytest.raises(OSError, match="gone"):
         next(stream)
-
-
-def test_reading_ahead_is_bounded_and_ends() -> None:
-    taken: list[int] = []
-
-    def numbers() -> Iterator[int]:
-        for number in range(100):
-            taken.append(number)
-            yield number
-
-    ahead = Ahead(numbers(), depth=2)
-    assert next(ahead) == 0
-    time.sleep(0.05)
-    assert len(taken) == 3
-    assert list(ahead) == list(range(1, 100))
-    assert next(ahead, None) is None
-    assert not ahead.has_more
 
 
 def make_echo(length: int) -> Searcher:

@@ -27,7 +27,9 @@ def allocate(
     """
     _require_sound(spectra, costs, energy, share)
     if energy is not None:
-        return [_rank_within(spectrum.double(), energy) for spectrum in spectra]
+        kept = [spectrum.double().cumsum(dim=0) for spectrum in spectra]
+        # A share that is kept but for rounding is kept.
+        return [1 + int(one[:-1].lt(energy * (1 - 1e-12) * one[-1]).sum()) for one in kept]
     assert share is not None
     left = share * sum(cost * len(spectrum) for spectrum, cost in zip(spectra, costs, strict=True))
     # A budget that is met but for rounding is met.
@@ -44,12 +46,6 @@ def allocate(
         if ranks[i] < len(energies[i]):
             heapq.heappush(offers, (-energies[i][ranks[i]] / costs[i], i))
     return ranks
-
-
-def _rank_within(spectrum: Float[Tensor, " channels"], energy: float) -> int:
-    """The lowest rank that keeps this share, but for rounding."""
-    kept = spectrum.cumsum(dim=0)
-    return 1 + int(kept[:-1].lt(energy * (1 - 1e-12) * kept[-1]).sum())
 
 
 def _require_sound(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final, overload
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -31,7 +31,7 @@ from triptych.attending.steps import HeadSteps
 from triptych.attending.writing import NEAREST, TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_text
-from triptych.opening import AttentionKind, Reader, TextIds
+from triptych.opening import AttentionKind, Places, Reader, TextIds
 from triptych.progress import Progress, untold
 from triptych.reports import short_name
 
@@ -59,6 +59,8 @@ class Attention:
         """Use `attend`."""
         self.model, self.stacks, self._reader, self._text = reader.name, stacks, reader, text
         self.ids, self.source_ids, self.num_generated = text.ids, text.source, text.num_generated
+        self._layers = [(stack, layer) for stack in stacks for layer in stack.layers]
+        self._places = Places([(stack.kind, layer.number) for stack, layer in self._layers], reader.name)
         self.tokens = tuple(reader.tokenizer.pieces(text.ids))
         self.source_tokens = (
             None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
@@ -174,20 +176,10 @@ class Attention:
 
     def _place(self, place: int | str | tuple[int | str, int]) -> tuple[Stack, LayerAttention, int | None]:
         """A layer with its stack, and a head of it; None for all."""
-        layer, head = place if isinstance(place, tuple) else (place, None)
-        parts = str(layer).split(".")
-        kind = "" if parts[0].removeprefix("-").isdecimal() else parts.pop(0)
-        if head is None and len(parts) == 2 and parts[1].isdecimal():
-            head = int(parts.pop())
-        if len(parts) != 1 or not parts[0].removeprefix("-").isdecimal():
-            raise UsageError(f'"{layer}" is no place: write a layer as 3 or cross.3, a head as 3.2')
-        if not kind and len(self.stacks) > 1:
-            names = ", ".join(f"{stack.kind}.{layer}" for stack in self.stacks)
-            raise UsageError(f"{layer} could be {names}: give one of these")
-        stack = self.of(kind) if kind else self.stacks[0]
-        found = stack.layer(int(parts[0]))
-        found.require_heads(None if head is None else [head])
-        return stack, found, head
+        number, head = self._places.find(place)
+        stack, layer = self._layers[number]
+        layer.require_heads(None if head is None else [head])
+        return stack, layer, head
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
@@ -216,35 +208,17 @@ class Attention:
                 return stack
         raise UsageError(f"{self.model} has no {kind} attention: its kinds are {', '.join(self.kinds)}")
 
-    def parts(
-        self,
-        kinds: Sequence[str] | None = None,
-        layers: Sequence[int] | None = None,
-        heads: Sequence[int] | None = None,
-    ) -> list[Part]:
+    def parts(self, heads: str | Sequence[str] = "*") -> list[Part]:
         """Chosen heads, layer by layer.
 
         Args:
-            kinds: of attention; all if None.
-            layers: numbers of layers; all if None.
-            heads: numbers of heads, the same of every layer; all if None.
+            heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several, separated by commas.
 
         Raises:
-            UsageError: the model has no such kind, layer or head; the message says which there are.
+            UsageError: there is no such head; the message says which there are.
         """
-        stacks = self.stacks if kinds is None else [self.of(kind) for kind in kinds]
-        most = max(map(len, stacks))
-        for number in layers or ():
-            if not 0 <= number < most:
-                raise UsageError(f"there is no layer {number}: layers are 0 to {most - 1}")
-        found: list[Part] = []
-        for stack in stacks:
-            for layer in stack.layers:
-                if layers is None or layer.number in layers:
-                    own = range(layer.num_heads) if heads is None else heads
-                    layer.require_heads(own)
-                    found.append(Part(stack, layer, tuple(own)))
-        return found
+        found = self._places.heads(heads, [layer.num_heads for _, layer in self._layers])
+        return [Part(*self._layers[number], own) for number, own in found.items()]
 
     def page(self, path: str | Path, title: str | None = None, *, over: OverText | None = None) -> None:
         """Write a page with every head, which works offline, as `triptych attend --html` does.
@@ -254,35 +228,27 @@ class Attention:
             title: the heading; the name of the model if None.
             over: what the heads do over a text, which the page says of each.
         """
-        if over is None:
-            write_attention_page(self.viewed(title), Path(path))
-            return
-        page = self.viewed(title, notes=over.notes())
-        write_attention_page(replace(page, notes=(over.notes_origin(),)), Path(path))
+        AttentionBatch([self]).page(path, title, over=over)
 
     def save(
         self,
         path: str | Path,
         *,
-        kinds: Sequence[str] | None = None,
-        layers: Sequence[int] | None = None,
-        heads: Sequence[int] | None = None,
+        heads: str | Sequence[str] = "*",
         top: int | None = None,
     ) -> None:
         """Write weights: `.json`, `.csv`, `.npz`, or as a picture of one head `.svg`.
 
         Args:
             path: the file, whose ending says the format.
-            kinds: of attention; all if None.
-            layers: numbers of layers; all if None.
-            heads: numbers of heads, the same of every layer; all if None.
+            heads: as in `parts`.
             top: the weights of each query that are written, the largest; all if None.
 
         Raises:
             UsageError: another ending, heads that are not there, more weights than a file may have, or a
                 picture of more than one head.
         """
-        path, saved = Path(path), self.saved(self.parts(kinds, layers, heads), top)
+        path, saved = Path(path), self.saved(heads, top)
         match path.suffix:
             case ".json":
                 write_text(path, "".join(json_pieces(saved)))
@@ -295,8 +261,10 @@ class Attention:
             case other:
                 raise UsageError(f'{path}: "{other}" is no format of weights: .json, .csv, .npz or .svg')
 
-    def saved(self, parts: Sequence[Part], top: int | None = None) -> Saved:
-        """What a file has of the text."""
+    def saved(
+        self, heads: str | Sequence[str] = "*", top: int | None = None, writes: int | None = None
+    ) -> Saved:
+        """What a file has of the text; `writes` is how many tokens it has of what each head writes."""
         record: dict[str, Any] = {
             "model": self.model,
             "tokens": self.tokens,
@@ -305,15 +273,15 @@ class Attention:
         }
         if self.source_ids is not None:
             record |= {"source_tokens": self.source_tokens, "source_ids": self.source_ids}
-        return Saved(record, parts, top)
+        writer = None if writes is None else TokenWriter(self._reader, writes)
+        return Saved(record, self.parts(heads), top, writer)
 
     def picture(self, parts: Sequence[Part]) -> str:
         """One head as SVG."""
         if len(parts) != 1 or len(parts[0].heads) != 1:
             number = sum(len(part.heads) for part in parts)
             raise UsageError(
-                f"a picture shows one head, and {number} are chosen: give one of each with --kind, --layers "
-                "and --heads, and one text"
+                f"a picture shows one head, and {number} are chosen: give one (--heads 3.2), and one text"
             )
         ((stack, layer, (head,)),) = parts
         (kind,) = self.viewed(parts=parts).texts[0].kinds
@@ -437,13 +405,37 @@ class AttentionBatch:
     def __getitem__(self, number: int) -> Attention:
         return self.texts[number]
 
-    def page(self, path: str | Path, title: str | None = None) -> None:
-        """Write a page with every text; see `Attention.page`."""
-        write_attention_page(self.viewed(title), Path(path))
+    def page(
+        self,
+        path: str | Path,
+        title: str | None = None,
+        *,
+        over: OverText | None = None,
+        saved: Sequence[Saved] = (),
+        progress: Progress = untold,
+    ) -> None:
+        """Write a page with every text, or with what is to be saved of each; see `Attention.page`."""
+        page = self.viewed(title, over=over, saved=saved, progress=progress)
+        write_attention_page(page, Path(path), progress)
 
-    def viewed(self, title: str | None = None) -> AttentionPage:
+    def viewed(
+        self,
+        title: str | None = None,
+        *,
+        over: OverText | None = None,
+        saved: Sequence[Saved] = (),
+        progress: Progress = untold,
+    ) -> AttentionPage:
         """What the page shows of these texts."""
-        return join_pages([text.viewed(title) for text in self.texts])
+        notes = {} if over is None else over.notes()
+        chosen = saved or [text.saved() for text in self.texts]
+        page = join_pages(
+            [
+                text.viewed(title, parts=own.parts, keep=own.top, notes=notes, progress=progress)
+                for text, own in zip(self.texts, chosen, strict=True)
+            ]
+        )
+        return page if over is None else replace(page, notes=(over.notes_origin(),))
 
     def __repr__(self) -> str:
         lengths = [len(text.tokens) for text in self.texts]
@@ -469,26 +461,6 @@ class AttentionBatch:
     def of(self, kind: str) -> BatchWeights:
         """The layers of one kind of attention."""
         return BatchWeights([text.of(kind) for text in self.texts])
-
-
-@overload
-def attend(  # type: ignore[overload-overlap]
-    reader: Reader,
-    text: str,
-    target: str | None = None,
-    max_new_tokens: int = 0,
-    max_tokens: int | None = None,
-) -> Attention: ...
-
-
-@overload
-def attend(
-    reader: Reader,
-    text: Sequence[str],
-    target: Sequence[str] | None = None,
-    max_new_tokens: int = 0,
-    max_tokens: int | None = None,
-) -> AttentionBatch: ...
 
 
 def attend(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 from triptych.attending.behaviour import FIGURES, Figure, LayerFigures, figures_of, measure_behaviour
 from triptych.attending.explaining import explain_text
@@ -19,7 +19,7 @@ from triptych.opening import Reader
 from triptych.progress import Progress, untold
 from triptych.reports import Report, Table, short_name, write_report
 from triptych.text import read_lines
-from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+from triptych.text.documents import Documents, LanguageCorpusSpec, read_documents, whole_documents
 
 _MOST_SHOWN = 12
 # What else the page of a text says of a head, by column of `OverText.rows`.
@@ -186,6 +186,7 @@ def attend_over(
     text: str | Path | Sequence[str],
     targets: Path | Sequence[str] | None = None,
     *,
+    documents: Documents = "file",
     worth: Instead | None = None,
     explain: bool = False,
     context: int | None = None,
@@ -197,11 +198,11 @@ def attend_over(
     `attend_over(reader, documents).summary()` names the heads that look at the previous token, at what
     followed the same token, and so on.
     """
-    documents = given_texts(reader, text)
+    texts = given_texts(reader, text, documents)
     targets = read_lines(targets) if isinstance(targets, Path) else targets
     if worth is not None:
         require_loss(reader)
-    windows = cut_windows(reader, documents, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
+    windows = cut_windows(reader, texts, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
     found = None
@@ -226,9 +227,7 @@ def attend_over(
     )
 
 
-def read_texts(
-    reader: Reader, path: Path, documents: Literal["file", "line", "blank-lines"] = "file"
-) -> list[str]:
+def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:
     """The documents of a file or a folder; for an encoder-decoder the lines of a file."""
     if reader.opened.translates:
         return read_lines(path)
@@ -236,10 +235,12 @@ def read_texts(
     return [*whole_documents(read_documents(spec))]
 
 
-def given_texts(reader: Reader, text: str | Path | Sequence[str]) -> Sequence[str]:
+def given_texts(
+    reader: Reader, text: str | Path | Sequence[str], documents: Documents = "file"
+) -> Sequence[str]:
     """The documents of a file, a text, or several documents."""
     if isinstance(text, Path):
-        return read_texts(reader, text)
+        return read_texts(reader, text, documents)
     if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
         raise UsageError(f'"{text}" is a file, and a string is the text itself: give Path("{text}")')
     return [text] if isinstance(text, str) else text

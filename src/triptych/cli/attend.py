@@ -1,14 +1,12 @@
 """`triptych attend`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from triptych.attending import Attention, AttentionBatch
 from triptych.attending.looks import looks_table, written_table
 from triptych.attending.over import OverText
-from triptych.attending.page import AttentionPage, join_pages, write_attention_page
 from triptych.attending.picture import is_picture
 from triptych.attending.saving import (
     Saved,
@@ -18,22 +16,27 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
-from triptych.attending.writing import TokenWriter
 from triptych.cli.options import open_model
 from triptych.cli.outputs import Output, require_free
-from triptych.cli.over import Documents, is_over_csv, over_text, show_over
-from triptych.cli.selection import numbers
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_json, progress_bar, read_text, write_output
+from triptych.cli.terminal import (
+    Terminal,
+    print_json,
+    print_table,
+    progress_bar,
+    read_text,
+    write_output,
+)
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
-from triptych.progress import Progress
 from triptych.reports import is_page, render_table
+from triptych.reports import write_csv as write_rows
 from triptych.text import read_lines
 
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40
+_OVER_CSV_START = b"stack,layer,head,called,"
 
 
 def attend(
@@ -43,16 +46,16 @@ def attend(
     file: Path | None = None,
     target: str | None = None,
     reading: Annotated[Options, "Options", Model.attend, "max_new_tokens max_tokens"],
-    kind: Sequence[str] = (),
-    layers: str | None = None,
     heads: str | None = None,
     top: int | None = None,
     writes: int | None = None,
     steps: str | None = None,
     over: Path | None = None,
-    documents: Documents = "file",
     measured: Annotated[
-        Options, "Over a text", Model.attend_over, "targets worth explain context most_tokens"
+        Options,
+        "Over a text",
+        Model.attend_over,
+        "documents targets worth explain context most_tokens",
     ],
     npz: Path | None = None,
     csv: Path | None = None,
@@ -72,9 +75,8 @@ def attend(
     With a text, --over and --html, the page of the text says of every head what it does.
 
     Heads:
-        kind: encoder, decoder or cross. May be repeated. Default: all there are.
-        layers: Layers: 0,3 or 0-5. Default: all.
-        heads: Heads: 0,3 or 0-5. Default: all.
+        heads: Heads to show: 3.2 is head 2 of layer 3, 3 a layer, cross.* a pattern; several with commas.
+            Default: all.
         top: Keep the K largest weights of each token, and the sum of the others.
         writes: Show what each head writes for each token (W_OV): the K nearest tokens of the output table.
         steps: The computation of one row step by step, as HEAD:TOKEN: 3.2:5, cross.3.2:5.
@@ -83,12 +85,11 @@ def attend(
         npz: Write NumPy arrays to this file.
         csv: Write a row for every weight above 0 to this file.
         html: Write a page with every chosen head, which works offline.
-        svg: Draw one head, chosen with --kind, --layers and --heads, to this file.
+        svg: Draw one head, chosen with --heads, to this file.
         force: Replace existing files, even if triptych did not write them.
 
     Over a text:
         over: Measure what heads do over this text: a file or a folder; of translators a file of lines.
-        documents: With --over: what a document is in a plain text file. Intervals are over documents.
 
     Options:
         text: The text to read; - reads all of standard input.
@@ -100,44 +101,61 @@ def attend(
         triptych attend gpt2 "The cat sat on the mat." --html cat.html
         triptych attend runs/mine --over test.de --worth mean
     """
-    corpus = over_text(over, documents, measured)
     outputs = npz, csv, html, svg
-    is_of_heads = corpus is not None and text is None and file is None
-    read = [Path(model), *([] if file is None else [file]), *([] if corpus is None else corpus.read())]
-    is_own = (
-        is_attention_npz,
-        is_over_csv if is_of_heads else is_attention_csv,
-        is_page,
-        is_picture,
-    )
-    wanted = [Output(path, own) for path, own in zip(outputs, is_own, strict=True)]
-    require_free(wanted, [path for path in read if path.exists()], force=force)
-    if steps is not None:
-        excluded = corpus, *kind, layers, heads, top, writes, file, npz, csv, svg
-        if any(other is not None for other in excluded):
-            raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
-    elif corpus is not None and is_of_heads:
-        others = target, *reading.values(), kind, layers, heads, top, writes, npz, svg
-        if any(others):
-            raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
-        show_over(corpus.measure(open_model(model, without, opening)), csv, html, as_json=as_json)
-        return
-    if corpus is not None and html is None:
+    is_of_heads = over is not None and text is None and file is None
+    of_csv = _is_over_csv if is_of_heads else is_attention_csv
+    wanted = map(Output, outputs, (is_attention_npz, of_csv, is_page, is_picture))
+    read = [path for path in (Path(model), file, over, measured["targets"]) if path and path.exists()]
+    require_free([*wanted], read, force=force)
+    given = {**measured, "documents": measured["documents"] != "file"}
+    if over is None and (found := [name for name, value in given.items() if value]):
+        option = {"targets": "over-targets", "most_tokens": "tokens"}.get(found[0], found[0])
+        raise UsageError(f"--{option} goes with --over: name a text")
+    if steps is not None and any(one is not None for one in (over, heads, top, writes, file, npz, csv, svg)):
+        raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
+    if is_of_heads and any((target, *reading.values(), heads, top, writes, npz, svg)):
+        raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
+    if over is not None and not is_of_heads and html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     if file is not None and target is not None:
         raise UsageError("--target goes with one text, not with --file")
-    opened = open_model(model, without, opening)
-    found = opened.attend(_texts(text, file), None if target is None else [target], **reading)
+    opened, behaviour = open_model(model, without, opening), None
+    if over is not None:
+        with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
+            behaviour = opened.attend_over(over, **measured, progress=tell)
+        if is_of_heads:
+            _show_over(behaviour, csv, html, as_json=as_json)
+            return
+    attended = opened.attend(_texts(text, file), None if target is None else [target], **reading)
     if steps is not None:
-        _show_steps(found[0], steps, html, as_json=as_json)
+        _show_steps(attended[0], steps, html, as_json=as_json)
         return
-    chosen = kind or None, numbers(layers, "--layers"), numbers(heads, "--heads")
-    writer = None if writes is None else TokenWriter(opened.reader, writes)
-    saved = [one.saved(one.parts(*chosen), top)._replace(writer=writer) for one in found]
-    behaviour = None if corpus is None else corpus.measure(opened)
-    with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
-        _write(found, saved, outputs, behaviour, tell)
+    saved = [one.saved(heads or "*", top, writes) for one in attended]
+    _write(attended, saved, outputs, behaviour)
     _print(saved, [path for path in outputs if path is not None], as_json=as_json)
+
+
+def _is_over_csv(path: Path) -> bool:
+    """Whether a file has the columns of heads over a text."""
+    with path.open("rb") as file:
+        return file.readline(1000).startswith(_OVER_CSV_START)
+
+
+def _show_over(found: OverText, csv: Path | None, html: Path | None, *, as_json: bool) -> None:
+    """Print or write what the heads of a model do over a text."""
+    if csv is not None:
+        write_rows(found.rows(), csv)
+    if html is not None:
+        found.page(html)
+    if as_json:
+        print_json(found.record())
+        return
+    console = Terminal(soft_wrap=True)
+    for table in found.tables():
+        print_table(table, console)
+    for path in (csv, html):
+        if path is not None:
+            console.print(f"written: {path}")
 
 
 def _show_steps(attended: Attention, wanted: str, html: Path | None, *, as_json: bool) -> None:
@@ -149,17 +167,14 @@ def _show_steps(attended: Attention, wanted: str, html: Path | None, *, as_json:
     found = attended.steps(layer, int(head), query=int(query))
     if html is not None:
         found.page(html)
+    console = Terminal(soft_wrap=True)
     if as_json:
         print_json(found.record())
-        return
-    console = Terminal(soft_wrap=True)
-    if html is not None:
+    elif html is not None:
         console.print(f"written: {html}")
-        return
-    for table in found.tables(_MOST_KEYS):
-        console.print(table.title)
-        console.print(render_table(table))
-        console.print(table.caption)
+    else:
+        for table in found.tables(_MOST_KEYS):
+            print_table(table, console)
 
 
 def _texts(text: str | None, file: Path | None) -> list[str]:
@@ -174,7 +189,6 @@ def _write(
     saved: Sequence[Saved],
     outputs: Sequence[Path | None],
     behaviour: OverText | None,
-    tell: Progress,
 ) -> None:
     """Write the files that are wanted; the page says of heads what they do, where that was measured."""
     npz, csv, html, svg = outputs
@@ -186,22 +200,10 @@ def _write(
     if csv is not None:
         write_csv(saved, csv)
     if html is not None:
-        write_attention_page(_page(attended, saved, behaviour, tell), html, tell)
+        with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
+            attended.page(html, over=behaviour, saved=saved, progress=tell)
     if svg is not None:
         write_text(svg, picture)
-
-
-def _page(
-    attended: AttentionBatch, saved: Sequence[Saved], behaviour: OverText | None, tell: Progress
-) -> AttentionPage:
-    notes = {} if behaviour is None else behaviour.notes()
-    page = join_pages(
-        [
-            text.viewed(parts=one.parts, keep=one.top, notes=notes, progress=tell)
-            for text, one in zip(attended, saved, strict=True)
-        ]
-    )
-    return page if behaviour is None else replace(page, notes=(behaviour.notes_origin(),))
 
 
 def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) -> None:

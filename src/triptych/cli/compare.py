@@ -11,7 +11,7 @@ from rich.text import Text
 
 import triptych
 from triptych.cli.failures import is_given, say
-from triptych.cli.terminal import Terminal, print_json, print_whole
+from triptych.cli.terminal import Terminal, print_json, print_table
 from triptych.files import write_text
 from triptych.launch import speaks
 from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
@@ -110,11 +110,7 @@ def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
 def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
     console = Terminal()
     for table in tables.tables(outcome):
-        console.print(table.title)
-        print_whole(table, console)
-        if table.caption:
-            console.print(table.caption, soft_wrap=True)
-        console.print()
+        print_table(table, console)
     for line in tables.conclusions(outcome):
         console.print(line, soft_wrap=True)
     say(f"{folder}: README.md, report.html, runs.csv, curves.csv and pictures")

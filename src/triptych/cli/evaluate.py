@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from triptych.cli.options import number_of_workers, open_model, plain
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
-from triptych.cli.over import Documents
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
 from triptych.decoding import Evaluation, Likelihood
@@ -16,7 +15,7 @@ from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.reports import Table
 from triptych.text import read_lines
-from triptych.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+from triptych.text.documents import Documents, LanguageCorpusSpec, read_documents, whole_documents
 from triptych.training.processes import do_each, launched
 
 

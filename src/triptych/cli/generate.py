@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from triptych.attending import read_attention
 from triptych.attending.saving import head_records
 from triptych.cli.options import open_model
-from triptych.cli.selection import HeadSelection, parse_index
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
 from triptych.decoding import Continuation
@@ -46,8 +45,8 @@ def generate(
         prompt: The text to continue; - reads all of standard input. Of a file of that name, the lines
             are prompts, as with --file.
         file: Prompts, one per line, continued in batches.
-        attention: With --json: add the attention weights of the generated tokens, as LAYER:HEAD (numbers
-            from 0, or 'all'). May be repeated.
+        attention: With --json: add the attention weights of the generated tokens, of some heads: 3.2 is head
+            2 of layer 3, 3 a layer, *.2 a pattern. May be repeated.
         as_json: Print one JSON object per prompt, with tokens and log-probabilities.
 
     Examples:
@@ -64,9 +63,10 @@ def generate(
     prompts = _prompts(prompt, file)
     opened = open_model(model, without, opening)
     if as_json:
-        wanted = [_selection(text, opened) for text in attention]
+        if attention:
+            opened.reader.require_heads(attention)
         for given, found in _continued(opened, prompts, generating):
-            record = _record(opened, given, found, wanted, generating["chat"])
+            record = _record(opened, given, found, attention, generating["chat"])
             print_json(record)
     elif file is None and generating["num_samples"] == generating["beam_size"] == 1:
         for text in opened.generate(next(prompts), **generating, stream=True):
@@ -100,21 +100,11 @@ def _continued(
         yield from zip(batch, lists, strict=True)
 
 
-def _selection(text: str, model: Model) -> HeadSelection:
-    layer, colon, head = text.partition(":")
-    if not colon:
-        raise UsageError(f"--attention {text}: write LAYER:HEAD, each a number from 0 or 'all'")
-    counts = model.generator().heads_by_layer
-    chosen = parse_index(layer, len(counts), "layer", text)
-    most = min(counts) if chosen is None else counts[chosen]
-    return HeadSelection("decoder", chosen, parse_index(head, most, "head", text))
-
-
 def _record(
     model: Model,
     prompt: str,
     found: Sequence[Continuation],
-    wanted: Sequence[HeadSelection],
+    wanted: Sequence[str],
     chat: bool,
 ) -> dict[str, Any]:
     attention = _attention(model, prompt, found, wanted, chat) if wanted else [{}] * len(found)
@@ -139,7 +129,7 @@ def _attention(
     model: Model,
     prompt: str,
     found: Sequence[Continuation],
-    wanted: Sequence[HeadSelection],
+    wanted: Sequence[str],
     chat: bool,
 ) -> Iterator[dict[str, Any]]:
     """For each continuation the weights with which the text was read before each of its tokens."""
@@ -156,5 +146,4 @@ def _attention(
                 "lower --max-new-tokens"
             )
         (attention,) = read_attention(model.reader, [TextIds(tuple(read))], len(read))
-        parts = [part for selection in wanted for part in selection.of(attention)]
-        yield {"attention": [*head_records(parts, len(ids) - 1, one.pieces)]}
+        yield {"attention": [*head_records(attention.parts(wanted), len(ids) - 1, one.pieces)]}

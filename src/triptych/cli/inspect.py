@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
-
 from triptych.cli.options import open_model
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.selection import numbers
@@ -18,20 +16,11 @@ from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection
-from triptych.inspection.record import (
-    averages,
-    heads_page,
-    near_copies,
-    outliers,
-    shaded_map,
-    side_by_side,
-    summary,
-)
+from triptych.inspection.record import heads_page, side_by_side
 from triptych.reports import is_page, is_parquet, render_table, write_csv, write_parquet
 from triptych.training.processes import do_each, launched
 
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
-_MAPS = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
 
 
 def inspect(
@@ -94,8 +83,10 @@ def inspect(
             print_json(records[0] if len(records) == 1 else records)
             return
         console = Terminal(soft_wrap=True)
-        for inspection in found:
-            _print(inspection, console)
+        for lines, tables in [inspection.shown() for inspection in found]:
+            console.print("\n".join(lines))
+            for table in tables:
+                console.print(render_table(table))
         if len(found) > 1:
             console.print(render_table(side_by_side(*found)))
         for output in outputs:
@@ -131,19 +122,3 @@ def _read(names: Sequence[str]) -> list[Path]:
 
 def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
     return [{"checkpoint": one.name, **row} for one in found for row in one.rows()]
-
-
-def _print(inspection: Inspection, console: Console) -> None:
-    console.print(inspection.name)
-    for sentence in summary(inspection):
-        console.print(f"  {sentence}")
-    for measure in _MAPS:
-        lines = shaded_map(inspection, measure)
-        if lines:
-            console.print()
-            console.print("\n".join(lines))
-    console.print()
-    console.print(render_table(averages(inspection)))
-    console.print(render_table(outliers(inspection)))
-    if inspection.copies:
-        console.print(render_table(near_copies(inspection)))

@@ -24,7 +24,6 @@ from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
 from triptych.rewriting.planning import Plan
-from triptych.rewriting.recipe import recipe_of
 
 
 def rewrite(
@@ -73,30 +72,28 @@ def rewrite(
         return
     if model is None:
         raise UsageError("give a checkpoint to rewrite, or --list")
-    text, compare = rewriting.pop("text"), rewriting.pop("compare")
-    opened = open_model(model, opening={"device": "cpu", **opening})
     sizes = {"rank": rank, "energy": energy, "budget": budget}
     cut = {name: size for name, size in sizes.items() if size is not None}
     steps = _steps(exact, do, cut, on_text=rewriting["calibration"] is not None)
-    chosen = numbers(layers, "--layers")
     if recipe is not None and (steps or layers is not None):
         raise UsageError("--recipe cannot be combined with --exact, --do and the like")
     if recipe is None and not steps:
         raise UsageError("nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe")
-    made = recipe_of(steps if recipe is None else [recipe], **rewriting)
-    if chosen is not None:  # a rewrite's own layers go first
-        own = (one if one.layers else one.model_copy(update={"layers": tuple(chosen)}) for one in made.step)
-        made = made.model_copy(update={"step": tuple(own)})
+    if recipe is not None:
+        steps = [recipe]
+    rewriting["layers"] = numbers(layers, "--layers")
+    opened = open_model(model, opening={"device": "cpu", **opening})
     if plan:
-        found = opened.plan(made)
+        del rewriting["text"], rewriting["compare"]
+        found = opened.plan(*steps, **rewriting)
         print_json(_plain(found)) if as_json else _print_plan(found, console)
         return
     if out is None:
         raise UsageError("give the output folder with --out (or --plan to see what would be done)")
-    if text is not None and not compare:
+    if rewriting["text"] is not None and not rewriting["compare"]:
         raise UsageError("--text and --no-compare contradict each other: leave one out")
     with progress_bar("{task.description}", "opening") as tell:
-        rewritten = opened.rewrite(made, out=out, text=text, compare=compare, progress=tell)
+        rewritten = opened.rewrite(*steps, out=out, **rewriting, progress=tell)
     certificate = rewritten.certificate
     assert certificate is not None, "it was written"
     if as_json:
@@ -105,7 +102,9 @@ def rewrite(
         _print_certificate(certificate, out, console)
 
 
-def _steps(exact: bool, do: Sequence[str], cut: dict[str, Any], *, on_text: bool) -> Sequence[Rewrite | str]:
+def _steps(
+    exact: bool, do: Sequence[str], cut: dict[str, Any], *, on_text: bool
+) -> Sequence[Rewrite | str | Path]:
     """What is named with --do, in that order, and the truncation; "exact" for all exact rewrites."""
     steps = [*map(read_rewrite, do)]
     if cut:

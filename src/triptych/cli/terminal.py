@@ -125,6 +125,13 @@ def training_display() -> Display:
     return SilentDisplay() if is_given("--quiet", "-q") else display_for(Terminal(stderr=True))
 
 
+def print_table(table: Table, console: Console) -> None:
+    """Print a table with its title and its caption."""
+    console.print(table.title)
+    print_whole(table, console)
+    console.print(f"{table.caption}\n", soft_wrap=True)
+
+
 def print_whole(table: Table, console: Console) -> None:
     """Print a table, no number cut off: a narrow terminal gets the columns in parts, a file has the room."""
     rendered = render_table(table)

@@ -9,7 +9,6 @@ from triptych.attending.saving import head_records
 from triptych.cli.failures import say
 from triptych.cli.options import number_of_workers, open_model
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
-from triptych.cli.selection import HeadSelection, parse_index
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
 from triptych.decoding import Translation
@@ -17,7 +16,6 @@ from triptych.decoding.workers import Ahead
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
 from triptych.files import write_atomically
-from triptych.models import attention_sites
 from triptych.reports import is_page
 from triptych.text import iterate_file, iterate_lines
 
@@ -25,7 +23,6 @@ from triptych.text import iterate_file, iterate_lines
 _FIRST_LINES, _LINES_AT_A_TIME = 16, 512
 # Lines whose attention a page shows.
 _MOST_VIEWED = 20
-_KINDS = ("encoder", "decoder", "cross")
 # From a translation and the number of its line to the lines that are printed.
 Renderer = Callable[[Translation, int], list[str]]
 
@@ -67,8 +64,8 @@ def translate(
         out: The output file. One that is there is replaced if it still holds what triptych wrote. Default:
             standard output.
         as_json: Print one JSON object per line, with scores and tokens.
-        attention: With --json: add attention weights, as KIND:LAYER:HEAD (kinds encoder, decoder, cross;
-            numbers from 0, or 'all'). May be repeated.
+        attention: With --json: add the attention weights of some heads: cross.3.2 is head 2 of layer 3,
+            cross.3 a layer, encoder.* a pattern. May be repeated.
         attention_html: Write a page with the attention of the first 20 lines.
 
     Examples:
@@ -86,8 +83,9 @@ def translate(
     opened = open_model(model, without, opening)
     terms = None if glossary is None else _read_glossary(glossary)
     translator = opened.translator(**searching, glossary=terms, workers=number_of_workers(workers))
-    wanted = [_parse_selection(text, opened) for text in attention]
-    render = _json_renderer(opened, wanted) if as_json else _text_renderer(searching["num_best"])
+    if attention:
+        opened.reader.require_heads(attention)
+    render = _json_renderer(opened, attention) if as_json else _text_renderer(searching["num_best"])
     lines = iterate_file(given) if isinstance(given, Path) else _lines_of(given)
     viewed: list[str] = []
 
@@ -130,17 +128,6 @@ def _read_glossary(path: Path) -> dict[str, str]:
     return terms
 
 
-def _parse_selection(text: str, model: Model) -> HeadSelection:
-    parts = text.split(":")
-    if len(parts) != 3 or parts[0] not in _KINDS:
-        raise UsageError(f"--attention {text}: write KIND:LAYER:HEAD with a kind of {', '.join(_KINDS)}")
-    sites = [site for site in attention_sites(model.opened.encoder_decoder) if site.stack == parts[0]]
-    layer = parse_index(parts[1], len(sites), "layer", text)
-    chosen = sites if layer is None else [sites[layer]]
-    num_heads = min(site.layer.num_heads for site in chosen)
-    return HeadSelection(parts[0], layer, parse_index(parts[2], num_heads, "head", text))
-
-
 def _write_page(model: Model, sources: list[str], path: Path) -> None:
     if not sources:
         raise UsageError("--attention-html: no line can be shown: each is empty, or is translated in pieces")
@@ -156,7 +143,7 @@ def _text_renderer(num_best: int) -> Renderer:
     return render
 
 
-def _json_renderer(model: Model, wanted: list[HeadSelection]) -> Renderer:
+def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
     def render(translation: Translation, number: int) -> list[str]:
         record: dict[str, Any] = {
             "line": number,
@@ -175,8 +162,7 @@ def _json_renderer(model: Model, wanted: list[HeadSelection]) -> Renderer:
         }
         if wanted and translation.num_pieces == 1:
             seen = model.attend(translation.source)
-            parts = [part for selection in wanted for part in selection.of(seen)]
-            record["attention"] = [*head_records(parts)]
+            record["attention"] = [*head_records(seen.parts(wanted))]
         return [json_text(record)]
 
     return render

@@ -67,12 +67,6 @@ class DecoderGraph(nn.Module):
         self.max_tokens, self.vocab = max_tokens, engine.vocab_size
         self.model = cast(EncoderDecoder, engine.model)
 
-    def kept_sizes(self) -> list[tuple[int, int]]:
-        """Heads and width of the keys and values of each layer, in the order of `own`."""
-        blocks = blocks_of(self.model, "decoder")
-        layers = [cast(FusedAttention, block.self_attention) for block in blocks]
-        return [(layer.groups, layer.width) for layer in layers for _ in range(2)]
-
     def forward(
         self, tgt_ids: Tensor, mask: Tensor, own: list[Tensor], memory: list[Tensor]
     ) -> tuple[Tensor, ...]:
@@ -169,7 +163,9 @@ def _export(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: 
 @torch.no_grad()
 def _own_shapes(decoder: DecoderGraph, pairs: Pairs, mask: Tensor, memory: list[Tensor]) -> list[Tensor]:
     """Keys and values as the decoder keeps them, of a few tokens."""
-    nothing = [torch.zeros(pairs.src.shape[0], heads, 0, width) for heads, width in decoder.kept_sizes()]
+    layers = [cast(FusedAttention, block.self_attention) for block in blocks_of(decoder.model, "decoder")]
+    rows = len(pairs.src)
+    nothing = [torch.zeros(rows, layer.groups, 0, layer.width) for layer in layers for _ in range(2)]
     _, *own = decoder(pairs.tgt_in, mask, nothing, memory)
     return list(own)
 

@@ -26,11 +26,6 @@ from triptych.rewriting.models import WeightsRewrite, rewrite
 
 # Makes the error of a format from the part that does not fit.
 Refused = Callable[[str], UsageError]
-_STEPS: tuple[WeightsRewrite, ...] = (
-    rewrites.expand,
-    rewrites.repeat_kv_heads,
-    partial(rewrites.fold, keep="folded"),
-)
 _ROUNDING = 8
 _STACKS = {"encoder": ("encoder",), "decoder": ("decoder", "cross")}
 
@@ -115,41 +110,29 @@ def _plain_site(
     # What is no more than the rounding of the numbers as they are stored is none.
     size = max(float(form.norm().max()) for form in (wide.qk, wide.ov))
     rounding = _ROUNDING * torch.finfo(weights.dtype).eps * size
-    site = _Site(wide)
+    plain, bound, done = wide, 0.0, list[str]()
+    steps: tuple[tuple[WeightsRewrite, Callable[[AttentionWeights], bool]], ...] = (
+        (rewrites.expand, lambda _: True),
+        (rewrites.repeat_kv_heads, lambda _: True),
+        (partial(rewrites.fold, keep="folded"), lambda _: True),
+        (rewrites.factor, lambda now: not now.k),
+        (partial(rewrites.truncate, qk_rank=width), lambda now: now.multiplied("q").d_out > width),
+        (partial(rewrites.truncate, ov_rank=width), lambda now: now.multiplied("v").d_out > width),
+    )
     try:
-        for step in _STEPS:
-            site.take(step)
-        if not site.weights.k:
-            site.take(rewrites.factor)
-        if site.weights.multiplied("q").d_out > width:
-            site.take(partial(rewrites.truncate, qk_rank=width))
-        if site.weights.multiplied("v").d_out > width:
-            site.take(partial(rewrites.truncate, ov_rank=width))
+        for step, is_needed in steps:
+            if is_needed(plain):
+                outcome = rewrite(plain, step)
+                (record,), plain = outcome.records["layer"], outcome.result
+                bound = max(bound, record.bound)
+                done += [record.name] if record.before != record.after else []
     except RewriteRefusedError as error:
         raise UsageError(f"{target} cannot hold {name}: {error.at(name)}") from None
-    if site.bound > rounding:
+    if bound > rounding:
         raise UsageError(_too_wide(name, weights, num_heads, target))
     if weights.num_heads < num_heads:
-        site.steps.append(f"{num_heads - weights.num_heads} heads of zeros added")
-    return padded(site.weights, HeadSizes(num_heads, num_heads, width)).to(weights.dtype), site.steps
-
-
-@final
-class _Site:
-    """The weights of a layer on their way, what was done to them, and how far it moved a form."""
-
-    def __init__(self, weights: AttentionWeights) -> None:
-        self.weights = weights
-        self.steps: list[str] = []
-        self.bound = 0.0
-
-    def take(self, step: WeightsRewrite) -> None:
-        outcome = rewrite(self.weights, step)
-        for record in outcome.records["layer"]:
-            self.bound = max(self.bound, record.bound)
-            if record.before != record.after:
-                self.steps.append(record.name)
-        self.weights = outcome.result
+        done.append(f"{num_heads - weights.num_heads} heads of zeros added")
+    return padded(plain, HeadSizes(num_heads, num_heads, width)).to(weights.dtype), done
 
 
 def _too_wide(name: str, weights: AttentionWeights, num_heads: int, target: str) -> str:

@@ -1,8 +1,9 @@
 """Translations and continuations: search and sampling over a cache, text in, text out.
 
 A `Translator` or `TextGenerator` turns texts into token ids and batches (`batches.py`), and ids back into
-text. An `Engine` (`engine.py`) is a model made ready: maps fused (`fused.py`) and of a precision (`maps.py`),
-one step for all rows of a batch. `search.py` has the beam, `glossary.py` forces terms into it,
+text. What both begin is decoded by a `Loop` (`loop.py`) and ends as `Hypothesis` records. An `Engine`
+(`engine.py`) is a model made ready: maps fused (`fused.py`) and of a precision (`maps.py`), one step for all
+rows of a batch. `search.py` has the beam, `glossary.py` forces terms into it,
 `generation.py` and `sampling.py` the loop that draws. `plain_engine.py` is the slow reference. Start with
 `translator.py` and `search.py`.
 """

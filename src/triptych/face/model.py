@@ -63,14 +63,13 @@ from triptych.face.engines import (
     require_ctranslate2,
 )
 from triptych.face.heads import Head, Layer, Layers, Stack
-from triptych.face.opened import ChangedSource, Opened, Options, open_source, summary_of
-from triptych.face.places import Places, stack_of
+from triptych.face.opened import ChangedSource, Opened, Options, open_source, stack_of, summary_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.files import write_text
 from triptych.inspection import Inspection, inspect
-from triptych.opening import OpenedModel, Reader
+from triptych.opening import OpenedModel, Places, Reader
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
@@ -79,6 +78,7 @@ from triptych.rewriting.planning import Plan, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, recipe_of
 from triptych.storage.copying import CERTIFICATE
 from triptych.text import CorpusSpec, TokenSequences, read_lines, read_parallel
+from triptych.text.documents import Documents
 from triptych.text.shortlists import Coverage, learn_shortlist
 from triptych.training import Recipe, read_recipe, require_translation
 from triptych.training.distilling import Distilled, distil_text
@@ -252,13 +252,8 @@ class Model:
         Raises:
             UsageError: there is no such place, or several; the message lists them.
         """
-        if isinstance(place, tuple):
-            layer, head = place
-            return self.layers[self._places.layer(layer)][head]
-        if isinstance(place, int):
-            return self.layers[self._places.layer(place)]
-        number, of_head = self._places.split(place)
-        return self.layers[number] if of_head is None else self.layers[number][of_head]
+        number, head = self._places.find(place)
+        return self.layers[number] if head is None else self.layers[number][head]
 
     def composition(self, into: Into, stack: Literal["encoder", "decoder"] | None = None) -> Composition:
         """How much each head reads of what earlier heads of its stack wrote, with the chance level.
@@ -729,6 +724,7 @@ class Model:
         text: str | Path | Sequence[str],
         targets: Sequence[str] | Path | None = None,
         *,
+        documents: Documents = "file",
         worth: Instead | None = None,
         explain: bool = False,
         context: int | None = None,
@@ -740,6 +736,8 @@ class Model:
         Args:
             text: a text, the file of one, or several documents.
             targets: of translators: the translations, line by line. Default: the model's own.
+            documents: what a document is in a plain text file: the whole file, each line, or the lines
+                between blank lines. Intervals are over documents.
             worth: measure the loss without each head: its output becomes zero, its mean over the text, or
                 what it would be if it looked evenly.
             explain: how well W_QK, cut to several ranks, explains where heads look, and whether they write
@@ -755,6 +753,7 @@ class Model:
             self.reader,
             text,
             targets,
+            documents=documents,
             worth=worth,
             explain=explain,
             context=context,
@@ -920,7 +919,7 @@ class Model:
         Raises:
             UsageError: another shape, a map that heads share, or no such place.
         """
-        number, head = self._places.split(str(place))
+        number, head = self._places.find(place)
         if unknown := [name for name in maps if name not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
         changed = self._changed(
@@ -1006,15 +1005,22 @@ class Model:
             progress,
         )
 
-    def plan(self, *steps: Step, calibration: str | Path | None = None, skip_refused: bool = False) -> Plan:
+    def plan(
+        self,
+        *steps: Step,
+        layers: Sequence[int] | None = None,
+        calibration: str | Path | None = None,
+        skip_refused: bool = False,
+    ) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as in `rewrite`."""
-        recipe = recipe_of(steps, calibration, skip_refused=skip_refused)
+        recipe = recipe_of(steps, calibration, layers=layers, skip_refused=skip_refused)
         with self._files() as source:
             return plan_rewrite(source, recipe, family=self._opened.options.family)
 
     def rewrite(
         self,
         *steps: Step,
+        layers: Sequence[int] | None = None,
         out: str | Path | None = None,
         calibration: str | Path | None = None,
         skip_refused: bool = False,
@@ -1029,6 +1035,7 @@ class Model:
         Args:
             steps: rewrites, as calls or as records, in order; "exact" for all exact ones; or a recipe, or its
                 file.
+            layers: numbers of the layers that steps without layers of their own rewrite; all if None.
             out: the folder to write; a temporary one, which `save` copies, if None.
             calibration: a text to run the model on first, for the rewrites that look at one; of translators
                 source, tab, target.
@@ -1046,21 +1053,23 @@ class Model:
         target = Path(name) if temporary is None else temporary / "rewritten"
         try:
             with self._files() as source:
-                rewrite_checkpoint(
+                certificate = rewrite_checkpoint(
                     source,
                     target,
-                    recipe_of(steps, calibration, skip_refused=skip_refused),
+                    recipe_of(steps, calibration, layers=layers, skip_refused=skip_refused),
                     family=self._opened.options.family,
                     text=None if text is None else Path(text),
                     compare=compare,
                     progress=progress,
                 )
-            rewritten = find_source(target)
+            files = find_source(target)
         except BaseException:  # an interruption too leaves nothing behind
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return Model(Opened(name, rewritten, self._opened.options, temporary=temporary))
+        rewritten = Model(Opened(name, files, self._opened.options, temporary=temporary))
+        rewritten.certificate = certificate
+        return rewritten
 
     # Keeping.
 
@@ -1141,7 +1150,8 @@ class Model:
 
     @cached_property
     def _places(self) -> Places:
-        return Places(self._opened.attention.sites, self.name)
+        sites = self._opened.attention.sites
+        return Places([(stack_of(site), site.layer) for site in sites], self.name)
 
     @cached_property
     def _attention(self) -> AttentionSource:

@@ -22,11 +22,10 @@ from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change
 from triptych.face.engines import EngineName
 from triptych.face.heads import Layer
-from triptych.face.places import Places, stack_of
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
 from triptych.models.sites import AttentionSite, attention_sites
-from triptych.opening import OpenedModel, open_model
+from triptych.opening import OpenedModel, Places, open_model
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer
 
 
@@ -213,6 +212,11 @@ class ChangedSource(AttentionSource):
 
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
         return self._source.broken(layer)
+
+
+def stack_of(site: Site) -> str:
+    """The stack that a layer is named after."""
+    return "cross" if site.kind == "cross" else site.stack
 
 
 def summary_of(opened: Opened, layers: Sequence[Layer], places: Places) -> str:

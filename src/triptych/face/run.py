@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
 from triptych.errors import UsageError
-from triptych.face.places import Places
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite
-from triptych.opening import LayerCall, Reader, Recording, TextIds
+from triptych.opening import LayerCall, Places, Reader, Recording, TextIds
 from triptych.printable import table_html
 
 
@@ -123,7 +122,7 @@ class Run:
         Raises:
             UsageError: there is no such place; the message says which there are.
         """
-        number, head = self._places.split(str(place))
+        number, head = self._places.find(place)
         site = self._order[number]
         if site not in self._calls:
             raise UsageError(f"layer {self._places.names[number]} did not run on this text")
@@ -167,7 +166,7 @@ class Run:
         """
         if self._graph is None:
             raise UsageError("the run has no gradients: run(text, grad=True)")
-        number, head = self._places.split(str(place))
+        number, head = self._places.find(place)
         kept = self._graph[self._order[number]][what]
         (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
         return found[0] if head is None else found[0, head]

@@ -32,6 +32,8 @@ _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
 _MOST_SHOWN = 12
 _SHADES = " ░▒▓█"
+# Measures of which a terminal shows a map.
+_MAPPED = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
 
 
 @final
@@ -97,6 +99,14 @@ class Inspection:
             for layer in self.layers
             for place, head in enumerate(layer.heads)
         ]
+
+    def shown(self) -> tuple[list[str], list[Table]]:
+        """What a terminal shows: lines with a map of layers × heads of some measures, and tables."""
+        lines = [self.name, *(f"  {sentence}" for sentence in summary(self))]
+        for measure in _MAPPED:
+            if found := shaded_map(self, measure):
+                lines += ["", *found]
+        return [*lines, ""], [averages(self), outliers(self), *([near_copies(self)] if self.copies else [])]
 
     def record(self) -> dict[str, Any]:
         """All of it as JSON has it."""

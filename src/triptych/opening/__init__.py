@@ -1,8 +1,8 @@
 """Opening a model: what a source is, its model with tokenizers, and one reader that runs it on texts.
 
-`open_model` makes an `OpenedModel` of a source. A `Reader` turns
-texts into token ids, runs the model, and records what its layers were given (`Recording`): attention pages,
-rewrites that look at a text, and the activations of `Model.run` all read that one record.
+`open_model` makes an `OpenedModel` of a source. A `Reader` turns texts into token ids, runs the model, and
+records what its layers were given (`Recording`): attention pages, rewrites that look at a text, and the
+activations of `Model.run` all read that one record. `Places` says how layers and heads are spelled.
 """
 
 from triptych.opening.opened import (
@@ -13,6 +13,7 @@ from triptych.opening.opened import (
     open_translator,
     require_finite_tensors,
 )
+from triptych.opening.places import Places
 from triptych.opening.reader import (
     AttentionKind,
     LayerCall,
@@ -30,6 +31,7 @@ __all__ = [
     "LayerCall",
     "NotFiniteError",
     "OpenedModel",
+    "Places",
     "Reader",
     "Recording",
     "Seen",

@@ -27,6 +27,7 @@ from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AnyModel, AttentionSite, attention_sites
 from triptych.opening.opened import OpenedModel
+from triptych.opening.places import Places
 from triptych.opening.text_model import (
     RANDOM_TOKENS,
     RANDOM_WINDOWS,
@@ -80,31 +81,21 @@ class LayerCall:
         """Which tokens look at which."""
         return self.site.stack
 
+    @property
+    def _given(self) -> dict[str, Any]:
+        names = ("memory", "mask", "causal", "positions", "lent")
+        return {name: getattr(self, name) for name in names}
+
     def queries_and_keys(self) -> QueriesAndKeys:
         """Queries and keys as the layer compares them."""
-        return self.layer.queries_and_keys(
-            self.x,
-            memory=self.memory,
-            mask=self.mask,
-            causal=self.causal,
-            positions=self.positions,
-            lent=self.lent,
-        )
+        return self.layer.queries_and_keys(self.x, **self._given)
 
     def steps(self, row: int | None = None) -> LayerSteps:
         """Every value of the call, computed again; the layer's tap acts as it did.
 
         Of a layer without a tap, `row` leaves out all queries but that one.
         """
-        return self.layer.steps(
-            self.x,
-            memory=self.memory,
-            mask=self.mask,
-            causal=self.causal,
-            positions=self.positions,
-            lent=self.lent,
-            row=row,
-        )
+        return self.layer.steps(self.x, row=row, **self._given)
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "LayerCall":
         """The call for one row of the batch alone, without padding on the right."""
@@ -235,6 +226,12 @@ class Reader(TextModel):
             return
         _check_lengths([one.source or () for one in texts], self.model.encoder.max_tokens, max_tokens, "text")
         _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
+
+    def require_heads(self, heads: Sequence[str]) -> None:
+        """The model has heads of these places and patterns."""
+        sites = attention_sites(self.model)
+        places = Places([(site.stack, site.block) for site in sites], self.name)
+        places.heads(heads, [site.layer.num_heads for site in sites])
 
     def record(
         self, texts: Sequence[TextIds], max_tokens: int | None = None

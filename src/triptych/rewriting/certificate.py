@@ -161,6 +161,11 @@ class LayerRecord(_Record):
         return any(not step.refused for step in self.steps)
 
     @property
+    def took_up_norm(self) -> bool:
+        """Whether the maps have taken up the norm before the layer."""
+        return any(step.rewrite == "fold_norm" and not step.refused for step in self.steps)
+
+    @property
     def tier(self) -> Tier:
         """The weakest of its steps."""
         return _weakest(self.steps)

@@ -335,10 +335,12 @@ def _again(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float)
         one, other = pair.read(layer.module)
         done = rewriting.layer(pair.original, one)
         steps += _unlike_steps(layer.module, layer.steps, done.record.steps, words, same)
-        if layer.measured is not None and done.layer.bounded:
+        if layer.measured is not None and done.record.tier == "bounded":
             functions += _other_function(pair, layer, one, other, done, 0.0 if same == _SAME else same)
-        elif done.layer.changed != (layer.measured is not None):
-            functions.append(f"{layer.module}: measured is {'missing' if done.layer.changed else 'too much'}")
+        elif done.record.changed != (layer.measured is not None):
+            functions.append(
+                f"{layer.module}: measured is {'missing' if done.record.changed else 'too much'}"
+            )
     norms = rewriting.norms()
     if [(norm.module, norm.maps) for norm in certificate.norms] == [
         (norm.module, norm.maps) for norm in norms

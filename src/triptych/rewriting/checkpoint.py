@@ -2,11 +2,12 @@
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import final
 
@@ -103,7 +104,7 @@ class _RunSink:
             read = source.read(site)
             done = self._rewriting.layer(source, read)
             self.records[site.name] = done.record
-            if done.layer.changed:
+            if done.record.changed:
                 changed[site.module] = done.layer.weights.to(read.weights.dtype)
         new = with_rewritten(source.model, changed)
         self.folder = within.enter_context(self._made).path
@@ -188,8 +189,8 @@ class _FolderSink:
         held = self._source.holding({name: self._source.tensors.read(name) for name in names})
         read = held.read(site)
         done = self._rewriting.layer(held, read)
-        written, bounded = done.written, done.layer.bounded
-        if done.layer.changed and not written.settings:
+        written, bounded = done.written, done.record.tier == "bounded"
+        if done.record.changed and not written.settings:
             wait(self._measured.values())  # one beside this thread, so that two layers are in memory
             saved = held.holding(written.tensors).read(site)
             self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=bounded)
@@ -224,7 +225,11 @@ class _Writing:
             after = self.sink.reopened()
             # What the configuration says now must fit all layers.
             everything = bool(self.rewriting.settings)
-            for site, place, record in self._changed(after, "measuring {}", everything):
+
+            def is_read(record: LayerRecord) -> bool:
+                return everything or (record.changed and record.measured is None)
+
+            for site, place, record in self._layers(after, "measuring {}", is_read):
                 written = after.read(place)
                 if record.changed and record.measured is None:
                     bounded = record.tier == "bounded"
@@ -235,14 +240,14 @@ class _Writing:
             self.sink.finish({CERTIFICATE: certificate.as_json(), MODEL_CARD: readme})
         return certificate
 
-    def _changed(
-        self, after: AttentionSource, doing: str, everything: bool = False
+    def _layers(
+        self, after: AttentionSource, doing: str, wanted: Callable[[LayerRecord], bool]
     ) -> Iterator[tuple[Site, Site, LayerRecord]]:
-        """Layers that changed, or all: each as a site of the original and of the new checkpoint."""
+        """The layers that are wanted, each as a site of the original and of the new checkpoint."""
         places = {site.module: site for site in after.sites}
         for number, site in enumerate(self.source.sites):
             record = self.sink.records[site.name]
-            if everything or record.changed:
+            if wanted(record):
                 self.request.progress(doing.format(site.name), number, len(self.source.sites))
                 yield site, places[site.module], record
 
@@ -298,7 +303,7 @@ class _Writing:
             self.not_on_text = str(error)
             return
         write_inputs(self.sink.folder / INPUTS, inputs)
-        for site, place, record in self._changed(after, "trying {} on the text"):
+        for site, place, record in self._layers(after, "trying {} on the text", attrgetter("changed")):
             if site.name in inputs:
                 found = measure_change(self.source.read(site), after.read(place), inputs[site.name])
                 self.sink.records[site.name] = record.model_copy(update={"measured_on_text": found})

@@ -33,20 +33,6 @@ class RewrittenLayer:
     kept: tuple[int, ...] | None  # the heads that are left, in order; None if all are, unchanged
     outcomes: tuple[Outcome, ...]  # of every step that applies to the layer
 
-    @property
-    def changed(self) -> bool:
-        return any(outcome.record for outcome in self.outcomes)
-
-    @property
-    def took_up_norm(self) -> bool:
-        """Whether the maps have taken up the norm before the layer."""
-        return any(outcome.step == "fold_norm" and outcome.record for outcome in self.outcomes)
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the function changed by more than rounding."""
-        return any(outcome.record and outcome.record.tier == "bounded" for outcome in self.outcomes)
-
 
 @final
 class Driver:

@@ -18,7 +18,7 @@ from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import TriptychError
 from triptych.files import file_hash
 from triptych.models.storage import model_tensors, read_own_model, write_config
-from triptych.rewriting.certificate import MODEL_CARD, Certificate, LayerRecord
+from triptych.rewriting.certificate import MODEL_CARD, Certificate
 from triptych.rewriting.inputs import INPUTS
 from triptych.rewriting.models import with_rewritten
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside, set_entry
@@ -188,7 +188,7 @@ class RunFormat:
         for site in written.sites:
             if (record := records.get(site.module)) is not None:
                 weights = written.read(site).weights
-                changed[site.module] = weights.without_norms() if _took_up_norm(record) else weights
+                changed[site.module] = weights.without_norms() if record.took_up_norm else weights
         try:
             expected = with_rewritten(self._run.model, changed)
         except (TriptychError, ValueError) as error:
@@ -277,10 +277,6 @@ def _other_left_out(certificate: Certificate, found: tuple[str, ...]) -> Iterato
     for name in sorted({*certificate.left_out} ^ {*found}):
         if name in certificate.left_out or not name.endswith("/"):
             yield f"left_out {'has' if name in certificate.left_out else 'lacks'} {shown(name)}"
-
-
-def _took_up_norm(record: LayerRecord) -> bool:
-    return any(step.rewrite == "fold_norm" and not step.refused for step in record.steps)
 
 
 def _hash_of(path: Path) -> str:

@@ -62,14 +62,14 @@ def measure_change(
     new_error = (_output(after, x, memory, own).double() - reference).norm()
     # Where the dtype is float64 itself, what it rounds is all that there is to compare with.
     floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
-    bounds = _bounds(before, after) if bounded else _Bounds(None, None, "")
+    score, output, why_not = _bounds(before, after) if bounded else (None, None, "")
     return Measured(
         worst_absolute=float(difference.abs().max()),
         relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
         error_ratio=float(new_error / own_error.clamp(min=float(floor))),
-        score_bound=bounds.score,
-        output_bound=bounds.output,
-        no_bound=bounds.why_not,
+        score_bound=score,
+        output_bound=output,
+        no_bound=why_not,
     )
 
 
@@ -216,18 +216,10 @@ def rounding_of_maps(maps: Sequence[MapErrors]) -> Rounding:
     return Rounding(by_rounding, own)
 
 
-class _Bounds(NamedTuple):
-    """Upper bounds on the change of a score and of a head's output."""
-
-    score: float | None  # None where none is known
-    output: float | None
-    why_not: str  # why one of them is not known; "" if both are
-
-
-def _bounds(before: AttentionLayer, after: AttentionLayer) -> _Bounds:
-    """The bounds for inputs that the layer's norms can produce."""
+def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None, float | None, str]:
+    """How far a score and a head's output move at most for inputs that norms make; why that is not known."""
     if reason := _why_not_compared(before, after):
-        return _Bounds(None, None, reason)
+        return None, None, reason
 
     def scores() -> Tensor:
         if before.weights.semantics.temperature is not None:
@@ -246,7 +238,7 @@ def _bounds(before: AttentionLayer, after: AttentionLayer) -> _Bounds:
         except RewriteRefusedError as refused:
             found.append(None)
             reasons.append(refused.reason)
-    return _Bounds(found[0], found[1], "; ".join(dict.fromkeys(reasons)))
+    return found[0], found[1], "; ".join(dict.fromkeys(reasons))
 
 
 def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:

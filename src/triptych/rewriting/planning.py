@@ -256,8 +256,6 @@ class Rewriting:
             )
             done = RewrittenLayer(read.weights, None, tuple(outcomes))
             written = WrittenLayer({}, {}, read.weights)
-        if done.took_up_norm:
-            self.folded.add(site)
         costs = Costs(
             *(
                 Cost.of(writing_cost(weights), read.cache_bytes)
@@ -270,7 +268,10 @@ class Rewriting:
             raise RewriteRefusedError("write", why).at(site.name)
         self.settings |= written.settings
         steps = tuple(StepRecord.of(outcome, read.cache_bytes) for outcome in done.outcomes)
-        return Done(done, written, LayerRecord(module=site.module, steps=steps), costs)
+        record = LayerRecord(module=site.module, steps=steps)
+        if record.took_up_norm:
+            self.folded.add(site)
+        return Done(done, written, record, costs)
 
     def costs(self) -> Costs:
         """The sums over layers, each by itself."""

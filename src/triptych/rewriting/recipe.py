@@ -65,7 +65,11 @@ def _with_exact(steps: Sequence[object]) -> tuple[Rewrite, ...]:
 
 
 def recipe_of(
-    steps: Sequence[Any], calibration: str | Path | None = None, *, skip_refused: bool = False
+    steps: Sequence[Any],
+    calibration: str | Path | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    skip_refused: bool = False,
 ) -> RewriteRecipe:
     """The recipe of steps; or a recipe or its file, with what is given besides."""
     if len(steps) == 1 and isinstance(steps[0], RewriteRecipe | Path):
@@ -76,7 +80,11 @@ def recipe_of(
     record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
     if calibration is not None:
         record["calibration"] = str(calibration)
-    return rewrite_recipe_of(record, Path(), "rewrite")
+    recipe = rewrite_recipe_of(record, Path(), "rewrite")
+    if layers is None:
+        return recipe
+    own = [one if one.layers else one.model_copy(update={"layers": tuple(layers)}) for one in recipe.step]
+    return recipe.model_copy(update={"step": tuple(own)})
 
 
 def read_rewrite_recipe(path: Path) -> RewriteRecipe:

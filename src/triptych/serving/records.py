@@ -15,15 +15,15 @@ from triptych.serving.server import Server
 
 
 async def attend(server: Server, request: Request) -> Response:
-    """Attention weights of a text: `model`, `text`, of an encoder-decoder `target`; `layers`, `heads`."""
+    """Attention weights of a text: `model`, `text`, of an encoder-decoder `target`; `heads`, as `3.2`."""
 
     def ask(fields: dict[str, Any]) -> Callable[[Model], str]:
         text, target = _text(fields, "text"), fields.get("target")
-        layers, heads = _numbers(fields, "layers"), _numbers(fields, "heads")
+        heads = _text({"heads": "*"} | fields, "heads")
 
         def found(model: Model) -> str:
             (one,) = model.attend([text], None if target is None else [str(target)])
-            return "".join(json_pieces(one.saved(one.parts(None, layers, heads))))
+            return "".join(json_pieces(one.saved(heads)))
 
         return found
 

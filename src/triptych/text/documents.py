@@ -14,6 +14,8 @@ from triptych.text.corpora import record_ending
 from triptych.text.lines import iterate_blocks, iterate_file
 from triptych.text.records import NumberedTexts, fingerprint_hub, read_hub, read_jsonl, read_parquet
 
+# What a document is in a file of text: all of it, a line, or the lines between blank ones.
+Documents = Literal["file", "line", "blank-lines"]
 # What is tokenized at once of a document; each part takes about a hundred times its size while it is.
 LONGEST_PART = 1 << 17
 
@@ -43,7 +45,7 @@ class LanguageCorpusSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     files: tuple[str, ...] = ()
-    documents: Literal["file", "line", "blank-lines"] = "file"
+    documents: Documents = "file"
     hub: str | None = Field(default=None, min_length=1)
     split: str = Field(default="train", min_length=1)
     config_name: str | None = Field(default=None, min_length=1)
@@ -174,7 +176,7 @@ def _of_records(records: Iterable[NumberedTexts]) -> Iterator[TextPart]:
         yield from cutter.end()
 
 
-def _of_text(path: Path, documents: Literal["file", "line", "blank-lines"]) -> Iterator[TextPart]:
+def _of_text(path: Path, documents: Documents) -> Iterator[TextPart]:
     cutter = _Cutter()
     if documents == "file":
         for block in iterate_blocks(path):

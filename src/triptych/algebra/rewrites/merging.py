@@ -119,7 +119,9 @@ def _merge(
     else:
         plain = _with_norms_of_groups(name, plain, num_kv_heads)
     attempt = _merged(plain, num_kv_heads, mixed, pairs)
-    if "ov" in mixed and _bias_is_lost(plain, attempt, tolerance):
+    row = bias_row(plain, "ov")
+    lost = (row - bias_row(attempt, "ov")).norm(dim=-1)
+    if "ov" in mixed and bool((lost > tolerance * row.norm(dim=-1).max()).any()):
         try:
             plain = fold_value_bias(plain).weights
         except RewriteRefusedError as error:
@@ -264,12 +266,6 @@ def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
     if bias is not None:
         bias = (bias.reshape(groups, members, 1, -1) @ basis.common).sum(dim=1)[:, 0]
     return replace(plain, v=(Link(basis.shared, bias),), o=(Link(new_O),))
-
-
-def _bias_is_lost(before: AttentionWeights, after: AttentionWeights, tolerance: float) -> bool:
-    """Whether the value biases of some group act otherwise than they did."""
-    lost = (bias_row(before, "ov") - bias_row(after, "ov")).norm(dim=-1)
-    return bool((lost > tolerance * bias_row(before, "ov").norm(dim=-1).max()).any())
 
 
 def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float) -> str:

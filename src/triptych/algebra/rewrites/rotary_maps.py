@@ -158,11 +158,6 @@ class _Scores:
         c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
         return self.identity._replace(k=torch.cat([P, c], dim=-2))
 
-    def pair_energies(self, first: list[int], second: list[int]) -> Float[Tensor, "groups pairs"]:
-        """½ E|q_f|² E|k_f|² of every pair, of all heads of a group."""
-        q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (self.q, self.k))
-        return ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
-
     def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
         """Mean square of what the scores of every head lose."""
         q, k = self.q, self.k
@@ -210,7 +205,10 @@ def _strongest_pairs(
 ) -> Float[Tensor, "groups d d"]:
     """The projection on as many pairs of a group as a rank has room for, then on channels that stay."""
     first, second = rotation.pairs
-    order = scores.pair_energies(first, second).argsort(dim=-1, descending=True, stable=True)
+    q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (scores.q, scores.k))
+    # ½ E|q_f|² E|k_f|² of every pair, of all heads of a group.
+    energies = ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
+    order = energies.argsort(dim=-1, descending=True, stable=True)
     stays = sorted(set(range(scores.width)) - {*first, *second})
     kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
     for group, rank in enumerate(ranks):

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import final
 
-from triptych.checkpoints.layer import Site
 from triptych.errors import UsageError
 
 _PART = re.compile(r"[a-z_]+|[0-9]+|\*", re.ASCII)
@@ -19,13 +18,13 @@ class Places:
     number: `encoder.0`, `decoder.0`, and `cross.0` for attention to the encoder's output.
     """
 
-    def __init__(self, sites: Sequence[Site], model: str) -> None:
-        """Name the layers at these sites; `model` is for messages."""
+    def __init__(self, layers: Sequence[tuple[str, int]], model: str) -> None:
+        """Name layers by their stacks and numbers; `model` is for messages."""
         self._model = model
-        self._stack_of_layer = [stack_of(site) for site in sites]
+        self._stack_of_layer = [stack for stack, _ in layers]
         self.stacks = tuple(dict.fromkeys(self._stack_of_layer))
         self.names = tuple(
-            f"{stack_of(site)}.{site.layer}" if len(self.stacks) > 1 else str(site.layer) for site in sites
+            f"{stack}.{number}" if len(self.stacks) > 1 else str(number) for stack, number in layers
         )
 
     def layer(self, place: int | str) -> int:
@@ -40,14 +39,18 @@ class Places:
             raise UsageError(f"{self._model}: layer {place} could be {', '.join(several)}: give one of these")
         raise UsageError(f"{self._model} has no layer {place}: its layers are {self._shown()}")
 
-    def split(self, place: str) -> tuple[int, int | None]:
+    def find(self, place: int | str | tuple[int | str, int]) -> tuple[int, int | None]:
         """A layer's number in order and a head's in it; None for the layer as a whole."""
+        if isinstance(place, tuple):
+            return self.layer(place[0]), place[1]
+        if isinstance(place, int):
+            return self.layer(place), None
         parts = place.split(".")
         if not all(_PART.fullmatch(part) for part in parts):
             raise UsageError(f'"{place}" is no place in a model: write a layer as 3, a head as 3.2')
         if self._full(place) in self.names:
             return self.layer(place), None
-        if len(parts) > 1 and parts[-1].isdigit():
+        if len(parts) > 1 and parts[-1].isdigit() and parts[-2].isdigit():
             return self.layer(".".join(parts[:-1])), int(parts[-1])
         return self.layer(place), None
 
@@ -83,7 +86,7 @@ class Places:
 
     def _matching(self, place: str, counts: Sequence[int]) -> list[tuple[int, int]]:
         if "*" not in place:
-            layer, head = self.split(place)
+            layer, head = self.find(place)
             if head is not None and head >= counts[layer]:
                 raise UsageError(
                     f"{self._model}: layer {self.names[layer]} has no head {head}: its heads are 0 to "
@@ -119,8 +122,3 @@ def _range(names: Sequence[str]) -> str:
     if len(names) == 1 or last - first != len(names) - 1:
         return ", ".join(names)
     return f"{names[0]} to {names[-1]}"
-
-
-def stack_of(site: Site) -> str:
-    """The stack that a layer is named after."""
-    return "cross" if site.kind == "cross" else site.stack
