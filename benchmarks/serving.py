@@ -6,7 +6,8 @@
 Starts `triptych serve` and asks it for each line alone. Then 64 clients ask for lines at random, a quarter of
 the time by themselves, and then next to clients that abort, disconnect, send bodies of 10 MB, and send their
 request byte by byte. Exits with 1 if a request is lost or an answer is another than alone. The same lines are
-translated in the same run by `triptych translate` and, as LibreTranslate does it, one after another.
+translated in the same run by `triptych translate` and, as LibreTranslate does it, one after another, with
+triptych and CTranslate2. Prints a table in Markdown; processor time says more than lines/s on a busy machine.
 """
 
 import argparse
@@ -35,7 +36,30 @@ from benchmarks.harness.machine import describe_code, describe_machine  # noqa: 
 
 _HUGE_BYTES, _LINES_TO_ABORT = 10_000_000, 32
 _SECONDS_BETWEEN_BYTES, _SECONDS_BETWEEN_NEIGHBOURS = 0.02, 0.05
-_NUM_SAMPLES = 20  # of the server's memory
+# Between two looks at the server's memory; of a short run, this share of it.
+_SECONDS_BETWEEN_SAMPLES, _SHARE_BETWEEN_SAMPLES = 60.0, 0.1
+
+
+@dataclass
+class Rate:
+    """How fast lines were translated.
+
+    Attributes:
+        lines: per second.
+        cpu_ms: processor time of all processes, for a line; None where it was not measured.
+        latencies: of every request that was answered, in seconds.
+    """
+
+    lines: float
+    cpu_ms: float | None = None
+    latencies: Sequence[float] = ()
+
+    def latency_ms(self, share: float) -> str:
+        """The latency that this share of the requests did not exceed."""
+        if not self.latencies:
+            return ""
+        at = min(int(share * len(self.latencies)), len(self.latencies) - 1)
+        return f"{1000 * sorted(self.latencies)[at]:.0f}"
 
 
 @dataclass
@@ -57,10 +81,6 @@ class Load:
     faults: list[str] = field(default_factory=list)
     neighbours: Counter[str] = field(default_factory=Counter)
     memory_bytes: list[int] = field(default_factory=list)
-
-    def latency(self, share: float) -> float:
-        """The latency, in seconds, that this share of the requests did not exceed."""
-        return sorted(self.latencies)[min(int(share * len(self.latencies)), len(self.latencies) - 1)]
 
 
 def ask(connection: http.client.HTTPConnection, fields: dict[str, Any]) -> tuple[int, Any]:
@@ -117,8 +137,9 @@ def load(
     started = time.perf_counter()
     for thread in threads:
         thread.start()
-    for _ in range(_NUM_SAMPLES):
-        time.sleep(seconds / _NUM_SAMPLES)
+    between = min(_SECONDS_BETWEEN_SAMPLES, _SHARE_BETWEEN_SAMPLES * seconds)
+    while (left := started + seconds - time.perf_counter()) > 0:
+        time.sleep(min(between, left))
         seen.memory_bytes += [] if memory is None else [memory()]
     stop.set()
     for thread in threads:
@@ -209,8 +230,13 @@ def resident_bytes(process: int) -> int:
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
-def translated(model: str, source: Path, options: Sequence[str]) -> tuple[list[str], float]:
-    """What `triptych translate` gives, and lines per second after the first batch."""
+def processor_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system
+
+
+def translated(model: str, source: Path, options: Sequence[str]) -> tuple[list[str], Rate]:
+    """What `triptych translate` gives, and how fast after the first batch."""
     command = [sys.executable, "-m", "triptych", "translate", model, str(source), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -221,11 +247,11 @@ def translated(model: str, source: Path, options: Sequence[str]) -> tuple[list[s
     if process.wait():
         raise SystemExit(f"{' '.join(command)} failed")
     first = min(16, len(found) // 2)  # lines of the first batch
-    return found, (len(found) - first) / (times[-1] - times[first - 1])
+    return found, Rate((len(found) - first) / (times[-1] - times[first - 1]))
 
 
-def one_by_one(model: str, engine: str, lines: Sequence[str]) -> float | str:
-    """Lines per second of a loop over the lines; or why there is none."""
+def in_process(model: str, engine: str, lines: Sequence[str], *, together: bool) -> Rate | str:
+    """One call for all lines, or as LibreTranslate does it one for each; or why there is none."""
     import triptych
 
     try:
@@ -233,10 +259,13 @@ def one_by_one(model: str, engine: str, lines: Sequence[str]) -> float | str:
         translator.translate(lines[0])
     except triptych.TriptychError as error:
         return str(error)
-    started = time.perf_counter()
-    for line in lines:
-        translator.translate(line)
-    return len(lines) / (time.perf_counter() - started)
+    began, latencies = time.process_time(), list[float]()
+    for part in [lines] if together else lines:
+        started = time.perf_counter()
+        translator.translate(part)
+        latencies.append(time.perf_counter() - started)
+    cpu_ms = 1000 * (time.process_time() - began) / len(lines)
+    return Rate(len(lines) / sum(latencies), cpu_ms, () if together else latencies)
 
 
 def main() -> int:
@@ -252,33 +281,37 @@ def main() -> int:
     asked = parser.parse_args()
     lines = [line for line in asked.source.read_text(encoding="utf-8").splitlines() if line][: asked.lines]
     options = ("--precision", asked.precision)
-    rates: dict[str, float | str] = {}
+    rates: dict[str, Rate | str] = {}
     with tempfile.TemporaryDirectory() as folder:
         source, log = Path(folder, "lines"), Path(folder, "log")
         source.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        texts, rates["triptych translate"] = translated(asked.model, source, options)
-        _, rates["triptych translate --workers 1"] = translated(
-            asked.model, source, (*options, "--workers", "1")
-        )
+        texts, whole = translated(asked.model, source, options)
+        rates["`triptych translate`"] = whole
+        one_process = (*options, "--workers", "1")
+        _, rates["`triptych translate --workers 1`"] = translated(asked.model, source, one_process)
         for engine in ("triptych", "ctranslate2"):
-            rates[f"one after another, {engine}"] = one_by_one(asked.model, engine, lines)
+            for how, together in (("one call", True), ("one after another", False)):
+                rates[f"{how}, {engine}"] = in_process(asked.model, engine, lines, together=together)
         with served(asked.model, options, log) as (process, port):
-            ready = resident_bytes(process.pid)
+            memory, loads = [resident_bytes(process.pid)], list[Load]()
             connection = http.client.HTTPConnection("127.0.0.1", port)
             groups = [lines[place : place + asked.texts] for place in range(0, len(lines), asked.texts)]
-            requests, faults, started = [], [], time.perf_counter()
+            requests, faults, latencies = list[tuple[dict[str, Any], Any]](), list[str](), list[float]()
+            began = processor_seconds(process.pid)
             for group in groups:
                 fields = {"q": group, "source": "aa", "target": "bb", "details": True}
+                started = time.perf_counter()
                 status, body = ask(connection, fields)
+                latencies.append(time.perf_counter() - started)
                 assert status == 200, body
                 requests.append((fields, body))
-            rates["triptych serve, one client"] = len(lines) / (time.perf_counter() - started)
-            alone = [text for _, body in requests for text in body["translatedText"]]
-            if alone != texts:
+            cpu_ms = 1000 * (processor_seconds(process.pid) - began) / len(lines)
+            rates["`triptych serve`, one client"] = Rate(len(lines) / sum(latencies), cpu_ms, latencies)
+            if [text for _, body in requests for text in body["translatedText"]] != texts:
                 faults.append("the server translates otherwise than `triptych translate`")
-            loads = {}
-            for name, share, rough in (("clients", 0.25, False), ("with neighbours", 0.75, True)):
-                loads[name] = load(
+            for name, share, rough in (("", 0.25, False), (" and neighbours", 0.75, True)):
+                began = processor_seconds(process.pid)
+                seen = load(
                     port,
                     requests,
                     share * asked.seconds,
@@ -286,29 +319,46 @@ def main() -> int:
                     neighbours=rough,
                     memory=lambda: resident_bytes(process.pid),
                 )
-                faults += loads[name].faults
-    print(f"{len(lines)} lines, {asked.clients} clients, {asked.texts} texts in a request, {asked.precision}")
+                cpu_ms = 1000 * (processor_seconds(process.pid) - began) / seen.num_texts
+                rates[f"`triptych serve`, {asked.clients} clients{name}"] = Rate(
+                    seen.num_texts / seen.seconds, cpu_ms, seen.latencies
+                )
+                loads.append(seen)
+                memory += seen.memory_bytes
+                faults += seen.faults
+    print(f"{len(lines)} lines, {asked.texts} in a request, {asked.precision}, {asked.seconds:g} seconds\n")
+    print("| | lines/s | of `triptych translate` | CPU ms a line | p50 ms | p99 ms |")
+    print("|---|---:|---:|---:|---:|---:|")
     for name, rate in rates.items():
-        print(f"  {name}: {rate if isinstance(rate, str) else f'{rate:.1f} lines/s'}")
-    for name, seen in loads.items():
-        rate = seen.num_texts / seen.seconds
-        p50, p99 = (1000 * seen.latency(share) for share in (0.5, 0.99))
-        print(f"triptych serve, {name}: {rate:.1f} lines/s; p50 {p50:.0f} ms, p99 {p99:.0f} ms")
-        for other, of_other in rates.items():
-            if not isinstance(of_other, str):
-                print(f"  {rate / of_other:.2f} of {other}")
-        sizes = " ".join(str(size >> 20) for size in seen.memory_bytes)
-        print(f"  memory of the server, MiB: {ready >> 20} when ready; {sizes}")
-        for what, count in sorted(seen.neighbours.items()):
-            print(f"  neighbour {what}: {count}")
-    print(f"{sum(len(seen.latencies) for seen in loads.values())} requests, {len(faults)} lost or different")
+        if isinstance(rate, str):
+            print(f"| {name} | {rate} | | | | |")
+            continue
+        of_whole = f"{rate.lines / whole.lines:.2f}"
+        cpu = "" if rate.cpu_ms is None else f"{rate.cpu_ms:.1f}"
+        latencies = f"{rate.latency_ms(0.5)} | {rate.latency_ms(0.99)}"
+        print(f"| {name} | {rate.lines:.1f} | {of_whole} | {cpu} | {latencies} |")
+    between = min(_SECONDS_BETWEEN_SAMPLES, _SHARE_BETWEEN_SAMPLES * asked.seconds)
+    print(f"\nMemory of the server when ready and then about every {between:g} seconds, MiB:")
+    print(" ".join(str(size >> 20) for size in memory))
+    for what, count in sorted(loads[-1].neighbours.items()):
+        print(f"neighbour {what}: {count}")
+    print(f"{sum(len(seen.latencies) for seen in loads)} requests, {len(faults)} lost or different")
     for fault in faults[:10]:
         print(f"  {fault[:300]}")
     if asked.json:
-        record = {"rates": rates, "loads": {name: vars(seen) for name, seen in loads.items()}, "ready": ready}
-        told = {**record, "machine": describe_machine(), "code": describe_code(_ROOT), "asked": vars(asked)}
-        asked.json.write_text(json.dumps(told, indent=2, default=str) + "\n", encoding="utf-8")
+        record = {
+            "rates": rates,
+            "loads": [vars(seen) for seen in loads],
+            "memory": memory,
+            "asked": vars(asked),
+        }
+        told = {**record, "machine": describe_machine(), "code": describe_code(_ROOT)}
+        asked.json.write_text(json.dumps(told, indent=2, default=vars_or_text) + "\n", encoding="utf-8")
     return bool(faults)
+
+
+def vars_or_text(value: Any) -> Any:
+    return vars(value) if isinstance(value, Rate) else str(value)
 
 
 if __name__ == "__main__":

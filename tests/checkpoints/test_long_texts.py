@@ -3,6 +3,7 @@
 Every kind of scaling of every family that takes one is tried in the slow run.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,33 @@ def scaled(name: str, kind: str, folder: Path, **more: Any) -> Any:
 
 def loaded(folder: Path) -> LanguageModel:
     return load_language_model(folder).model
+
+
+@pytest.mark.parametrize(
+    ("theta", "scaling", "reason"),
+    [
+        (None, {"rope_type": "linear", "factor": 2.0, "rope_theta": 70.0}, None),
+        (500.0, {"rope_type": "linear", "factor": 2.0}, None),
+        (None, {"rope_type": "linear", "factor": 2.0}, "rope_theta is in rope_parameters alone"),
+        (30.0, {"rope_type": "linear", "factor": 2.0}, "rope_theta is in rope_parameters alone"),
+        (None, [1, 2], r"rope_scaling is \[1, 2\]: a record is needed"),
+    ],
+)
+@torch.no_grad()
+def test_of_two_records_of_rotary_positions_one_is_read_whole_as_transformers_does(
+    theta: float | None, scaling: Any, reason: str | None, tmp_path: Path
+) -> None:
+    scaled("llama", "default", tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    record["rope_parameters"]["rope_theta"] = 500.0
+    record |= {"rope_scaling": scaling} | ({} if theta is None else {"rope_theta": theta})
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    if reason:
+        with pytest.raises(DataError, match=reason):
+            loaded(tmp_path)
+        return
+    other, ids = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval(), some_ids()
+    assert apart(loaded(tmp_path)(ids).logits, theirs(other, ids).logits) < 1e-6
 
 
 @pytest.mark.parametrize(("name", "kind"), ALL)

@@ -97,11 +97,16 @@ def test_what_is_still_buffered_at_the_end_is_no_second_error(
     assert [line.startswith(said) for line in done.stderr.splitlines()] == [True] * (output == "full disk")
 
 
+class PanicException(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+@pytest.mark.parametrize("kind", [LookupError, PanicException])
 def test_what_nobody_foresaw_is_one_line_with_a_file_to_report(
-    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[BaseException], triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(arguments: object) -> None:
-        raise LookupError("no such \x1b[31mthing\nsecond line")
+        raise kind("no such \x1b[31mthing\nsecond line")
 
     monkeypatch.setattr(main, "application", fail)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -109,7 +114,7 @@ def test_what_nobody_foresaw_is_one_line_with_a_file_to_report(
     (report,) = tmp_path.iterdir()
     assert answer.code == 70
     assert answer.err == (
-        "triptych: internal error (LookupError: no such \\u001b[31mthing): please report it, "
+        f"triptych: internal error ({kind.__name__}: no such \\u001b[31mthing): please report it, "
         "with the traceback in "
         f"{report}\n"
     )

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +438,10 @@ class Doubling(Job):
     def __init__(self) -> None:
         self.go_on, self.batches = threading.Event(), list[int]()
 
+    def close(self) -> None:
+        """Let it go on."""
+        self.go_on.set()
+
     def compute(self, items: Sequence[Item]) -> list[Any]:
         self.go_on.wait(60)
         self.batches.append(len(items))
@@ -502,6 +506,27 @@ def test_a_queue_takes_in_so_much_and_no_more() -> None:
             worker.submit([Item(job, "d")])
         assert (refused.value.status, refused.value.retry_after) == (429, 1)
         job.go_on.set()
+
+
+def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(translator: Model) -> None:
+    job, fields = Doubling(), {"q": "twelve", "source": "en", "target": "de"}
+    with (
+        Served({"en-de": translator}, Limits(max_waiting=1, batch_items=1, seconds=0.3)) as served,
+        closing(job),
+    ):
+        server = served.server.config.app.state.server  # type: ignore[union-attr]
+        worker = server.models["en-de"].worker
+        worker.submit([Item(job, "a")])
+        while worker.num_waiting:
+            time.sleep(0.01)
+        slow, full = (served.ask("/translate", fields) for _ in range(2))
+        assert (slow.status, slow.body) == (503, {"error": "no answer within 0.3 seconds"})
+        assert (full.status, full.headers["retry-after"]) == (429, "1")
+        server.is_stopping = True
+        for path in ("/health", "/translate"):
+            ending = served.ask(path, fields if path == "/translate" else None)
+            assert (ending.status, ending.headers["retry-after"]) == (503, "5")
+        assert served.ask("/metrics").status == 200
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def peak():
 steps = {"exact": EXACT, "rank": (Truncate(rank=32),), "prune": (PruneHeads(number=4),)}[sys.argv[1]]
 torch.set_num_threads(1)
 weights = MultiHeadAttention(1536, 24).weights().mapped(torch.Tensor.detach)
-driver, before = Driver((), steps, skip_refused=True), peak()
+driver = Driver([(0, lambda: Layer("layer", weights))], steps, skip_refused=True)
+before = peak()
 driver.rewritten(Layer("layer", weights.to(torch.float64)))
 print((peak() - before) / (8 * weights.num_parameters))
 """

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, NamedTuple, TypeVar, final
 
 from triptych.algebra.weights import AttentionWeights, Link, Norm, Side
@@ -17,6 +18,7 @@ from triptych.checkpoints.specs import (
 )
 from triptych.errors import DataError, UsageError
 from triptych.storage.settings import Settings
+from triptych.storage.untrusted import shown
 
 _Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedPositionsSpec, FeedForwardSpec)
 
@@ -224,8 +226,21 @@ class Place:
     @property
     def rope_scaling(self) -> dict[str, Any]:
         """The record that scales rotary positions; empty if there is none."""
-        found = (self.value(path) for path in self.position.scaling)
-        return next((record for record in found if record and isinstance(record, dict)), {})
+        records = {path: record for path in self.position.scaling if (record := self.value(path))}
+        for path, record in records.items():
+            if not isinstance(record, dict):
+                raise DataError(f"{self.settings.where}: {path} is {shown(record)}: a record is needed")
+        used, *others = records or [""]
+        first: dict[str, Any] = records.get(used, {})
+        # `transformers` takes one record whole: what only another has is left out there.
+        for other, name in product(others, ("rope_theta", "partial_rotary_factor")):
+            told = records[other].get(name)
+            if told is not None and first.get(name) is None and told != self.value(name):
+                raise DataError(
+                    f"{self.settings.where}: {used} and {other} are both there, and {name} is in {other} "
+                    f"alone: write one record with all of it"
+                )
+        return first
 
     @property
     def width(self) -> str:

@@ -153,7 +153,7 @@ class PositionSpec(Spec):
     share: Expression = "1.0"
     # b of the frequencies b^(−2i/n), in radians a position
     base: Expression = "rope_parameters.rope_theta | rope_theta | 10000.0"
-    # paths of the record that scales them, such as `rope_scaling`; the first that is one
+    # paths of the record that scales them, such as `rope_scaling`; the first that is there
     scaling: Annotated[tuple[str, ...], EXPRESSION] = ("rope_scaling", "rope_parameters")
     # the length that a model was first trained on, where it is outside the record that scales them; it
     # counts for more than the record's

@@ -43,7 +43,7 @@ def flush_output() -> None:
         raise
 
 
-def explain(error: Exception) -> TriptychError:
+def explain(error: BaseException) -> TriptychError:
     """What the command says of an error that is none of `TriptychError`."""
     if (of_system := system_error(error)) is not None:
         return _of_system(of_system)
@@ -61,7 +61,7 @@ def _of_system(error: OSError) -> TriptychError:
     return TriptychError(": ".join(str(part) for part in parts if part))
 
 
-def _report(error: Exception) -> str:
+def _report(error: BaseException) -> str:
     """Write a file for a report; what is to be sent along."""
     lines = [
         f"triptych {version('triptych')}, Python {platform.python_version()}, {platform.platform()}",

@@ -78,7 +78,9 @@ def _run() -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:  # whoever read our output has seen enough; typer itself ends so, too
         sys.exit(1)
-    except Exception as error:  # noqa: BLE001 (the user sees one line, whatever it is)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 (one line, whatever it is; a panic of Rust is no Exception)
         explained = explain(error)
         if speaks(error):
             print_error(explained)

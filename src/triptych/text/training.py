@@ -48,9 +48,9 @@ class TokenizerSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["bpe", "unigram", "characters", "bytes"] = "bpe"
-    vocab_size: int = Field(default=8000, ge=1)
+    vocab_size: int = Field(default=8000, ge=1, le=10**9)
     joint: bool = True
-    min_frequency: int | None = Field(default=None, ge=1)
+    min_frequency: int | None = Field(default=None, ge=1, le=10**9)
 
     @model_validator(mode="after")
     def _check_that_the_options_agree(self) -> "TokenizerSpec":

@@ -99,7 +99,7 @@ class OptimisationConfig(Section):
     early_stopping: int = Field(0, ge=0)
     save_every_steps: int = Field(1000, ge=1)
     log_every_steps: int = Field(50, ge=1)
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=10_000)
     device: str = "auto"
     parallel: Literal["none", "ddp", "fsdp", "hybrid"] | None = None
     keep_states: int = Field(2, ge=1)
@@ -216,7 +216,7 @@ class LanguageValidationConfig(Section):
     """
 
     every_steps: int = Field(500, ge=1)
-    sample_tokens: int = Field(0, ge=0)
+    sample_tokens: int = Field(0, ge=0, le=10**9)
     sample_prompt: str = ""
 
 
