@@ -131,7 +131,7 @@ def test_what_every_class_of_a_family_saves_is_read(name: str, tmp_path: Path) -
         folder = tmp_path / model.__name__
         try:
             model(copy.deepcopy(config)).save_pretrained(folder)
-        except ValueError:  # it wants other sizes than this configuration has
+        except (ValueError, AttributeError):  # it wants other sizes than this configuration has
             continue
         tried += 1
         try:

@@ -55,7 +55,7 @@ MORE_OF_RECORD: dict[str, dict[str, Any]] = {
 FAIL_THERE = {
     **dict.fromkeys(("phi", "stablelm"), ("proportional", "proportional, half")),
     "phi3": ("linear", "dynamic", "llama3", "yarn", "proportional", "proportional, half"),
-    "mistral3": ("longrope",),
+    **dict.fromkeys(("mistral3", "gemma4, text"), ("longrope",)),
 }
 # Refused here by name: its channels turn backwards.
 REFUSED_HERE = {"nanochat": ("dynamic",)}
@@ -98,9 +98,12 @@ def scaled(name: str, kind: str, folder: Path, **more: Any) -> Any:
     tiny = TINY[name]
     settings = {**tiny.settings, **MORE.get(name, {}), **more}
     config = getattr(transformers, tiny.config)(**settings).get_text_config()
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two widths of heads
 
     def record(own: dict[str, Any]) -> dict[str, Any]:
-        share = own.get("partial_rotary_factor", 1.0)
+        # Gemma 4's share belongs to its rope type: with another one its heads turn whole.
+        proportional = own.get("rope_type") == "proportional" and not kind.startswith("proportional")
+        share = 1.0 if proportional else own.get("partial_rotary_factor", 1.0)
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         pairs = int(width * share) // 2
         lists = {

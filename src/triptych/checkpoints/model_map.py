@@ -272,6 +272,9 @@ class _Mapping:
         if spec.padding:
             padding = self.settings.whole(spec.padding)
             offset = padding + 1
+            if offset >= rows:
+                name = spec.padding.partition(" ")[0]
+                self.entries.refuse(f"{name} is {padding}: of {rows} rows of positions none is left")
             rows -= offset
         kind, name = spec.kind, f"{self.first.beside(spec.table)}.weight"
         if kind == "sinusoidal" and spec.table and name in self.tensors.infos:
