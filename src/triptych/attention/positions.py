@@ -257,7 +257,7 @@ class AlibiPositions:
     """`ALiBi` with its authors' slopes."""
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
-        """What a layer of so many heads does with it."""
+        """What a layer does with it."""
         return replace(semantics, bias=ALiBi.of_count(num_heads))
 
 

@@ -230,8 +230,10 @@ class Place:
         for path, record in records.items():
             if not isinstance(record, dict):
                 raise DataError(f"{self.settings.where}: {path} is {shown(record)}: a record is needed")
-        used, *others = records or [""]
-        first: dict[str, Any] = records.get(used, {})
+        if not records:
+            return {}
+        used, *others = records
+        first: dict[str, Any] = records[used]
         # `transformers` takes one record whole: what only another has is left out there.
         for other, name in product(others, ("rope_theta", "partial_rotary_factor")):
             told = records[other].get(name)

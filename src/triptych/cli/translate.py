@@ -12,12 +12,12 @@ from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
 from triptych.decoding import Translation
-from triptych.decoding.workers import Ahead
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
 from triptych.files import write_atomically
 from triptych.reports import is_page
 from triptych.text import iterate_file, iterate_lines
+from triptych.threads import Ahead
 
 # Lines translated together: few at first, so that there is soon something to read.
 _FIRST_LINES, _LINES_AT_A_TIME = 16, 512

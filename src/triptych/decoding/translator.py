@@ -14,12 +14,12 @@ from triptych.decoding.glossary import Glossary
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision, unsupported_precision
 from triptych.decoding.search import Hypothesis, SearchOptions
-from triptych.decoding.workers import Ahead, Searcher, WorkerPool
+from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.text import OutputRules, TokenizerPair, as_lines
 from triptych.text.shortlists import Shortlist
-from triptych.threads import torch_threads
+from triptych.threads import Ahead, torch_threads
 
 # Groups of lines read before they are asked for, and groups being translated.
 _GROUPS_READ_AHEAD, _GROUPS_IN_HAND = 2, 3

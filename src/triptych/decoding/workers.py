@@ -7,16 +7,15 @@ The process that asks searches too, so the first results do not wait for the oth
 import contextlib
 import multiprocessing
 import pickle
-import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 
@@ -167,50 +166,3 @@ def _serve(connection: Connection, make_searcher: Callable[..., Searcher], code:
             raise
         except Exception as error:  # noqa: BLE001 (raised again by the process that asked)
             connection.send(error)
-
-
-Item = TypeVar("Item")
-
-
-@final
-class Ahead(Iterator[Item]):
-    """Items of a stream, made by a thread of their own up to `depth` ahead of their use."""
-
-    def __init__(self, items: Iterable[Item], depth: int) -> None:
-        self._made: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
-        self._room, self._is_over = threading.Semaphore(depth), False
-        name = "triptych-ahead"
-        self._maker = threading.Thread(target=self._make, args=(items,), name=name, daemon=True)
-        self._maker.start()
-
-    @property
-    def has_more(self) -> bool:
-        """Whether an item, the end or an error is there that was not taken: asking does not mean waiting."""
-        return not self._is_over and not self._made.empty()
-
-    def __next__(self) -> Item:
-        item = None if self._is_over else self._made.get()
-        if isinstance(item, tuple):
-            self._room.release()
-            return item[0]
-        self._is_over = True
-        raise StopIteration if item is None else item
-
-    def close(self, *, waits: bool = True) -> None:
-        """Take nothing more, and wait for the item being made unless that may never come."""
-        self._is_over = True
-        self._room.release()
-        if waits:
-            self._maker.join()
-
-    def _make(self, items: Iterable[Item]) -> None:
-        ending: BaseException | None = None
-        try:
-            iterator = iter(items)
-            while self._room.acquire() and not self._is_over:
-                self._made.put((next(iterator),))
-        except StopIteration:
-            pass
-        except BaseException as error:  # noqa: BLE001 (raised again by the one who asks)
-            ending = error
-        self._made.put(ending)

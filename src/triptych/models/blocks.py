@@ -173,7 +173,7 @@ class Block(nn.Module):
         memory_cache: AttentionCache | None = None,
         **options: Any,
     ) -> Float[Tensor, "batch length d_model"]:
-        """Read and write `[batch, length, d_model]`; the options are those of `_computed`.
+        """Read and write `[batch, length, d_model]`; the options are named in `_computed`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
         the memory's rows, those of one sentence side by side, and each sentence's hypotheses read

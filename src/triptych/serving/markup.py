@@ -18,27 +18,10 @@ _VOID = frozenset(
     {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 )
 # Elements inside a sentence. Every other tag parts what is translated.
-_INLINE = frozenset(
-    {
-        "a",
-        "abbr",
-        "b",
-        "bdi",
-        "bdo",
-        "big",
-        "cite",
-        "del",
-        "dfn",
-        "em",
-        "font",
-        "i",
-        "ins",
-        "label",
-        "mark",
-        "q",
-    }
-    | {"s", "small", "span", "strong", "sub", "sup", "tt", "u", "var"}
-)
+_INLINE = frozenset({
+    *("a", "abbr", "b", "bdi", "bdo", "big", "cite", "del", "dfn", "em", "font", "i", "ins", "label", "mark"),
+    *("q", "s", "small", "span", "strong", "sub", "sup", "tt", "u", "var"),
+})  # fmt: skip
 
 
 class Element(NamedTuple):
@@ -64,7 +47,7 @@ class Run:
         return any((of.start, of.stop) != (0, len(self.text)) for of in self.elements)
 
     def html(self, translation: str, words: AlignedWords | None) -> str:
-        """The translation with the elements: each of its words lies in those of its source word.
+        """The translation with the elements: each of its words lies in what its source word lies in.
 
         An element may be opened several times. Without words, places decide: a word two thirds through the
         translation lies in what is two thirds through the text.

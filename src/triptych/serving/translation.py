@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from triptych.attending.alignment import AlignedWords
 from triptych.decoding import Translation
 from triptych.serving.limits import RequestError
-from triptych.serving.markup import Markup, Run
+from triptych.serving.markup import Markup
 from triptych.serving.models import Aligning, ServedModel, Translating
 from triptych.serving.server import Server
 
@@ -51,14 +51,24 @@ async def translate(server: Server, request: Request) -> Response:
         for number, result in zip(wanted, results, strict=True):
             found[number] = result
         ranked = [_of_rank(lines, found, rank) for rank in range(1 + alternatives)]
-        if fields.get("alignments"):
-            pairs = [(lines[number], ranked[0][number]) for number in wanted]
-            for number, words in zip(
-                wanted, await server.compute(request, Aligning(model), pairs), strict=True
-            ):
-                aligned[number] = words
+        # Attention says which words belong together: for the answer, and for elements inside a run.
+        pairs = {
+            (number, rank): (lines[number], own[number])
+            for rank, own in enumerate(ranked)
+            for number in wanted
+            if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words)
+        }
+        each = await server.compute(request, Aligning(model), [*pairs.values()]) if pairs else []
+        words: dict[tuple[int, int], AlignedWords | None] = dict(zip(pairs, each, strict=True))
+        aligned = [words.get((number, 0)) for number in range(len(lines))]
         if documents:
-            ranked = await _tagged(server, request, model, runs, ranked)
+            ranked = [
+                [
+                    run.html(text, words.get((number, rank)) if run.needs_words else None)
+                    for number, (run, text) in enumerate(zip(runs, own, strict=True))
+                ]
+                for rank, own in enumerate(ranked)
+            ]
     joined = [
         [document.translated(own) for document, own in zip(documents, _by_text(pieces, of_rank), strict=True)]
         if documents
@@ -208,26 +218,6 @@ def _of_rank(lines: Sequence[str], found: Sequence[Translation | None], rank: in
     return [
         line if one is None else one.candidates[min(rank, len(one.candidates) - 1)].text
         for line, one in zip(lines, found, strict=True)
-    ]
-
-
-async def _tagged(
-    server: Server,
-    request: Request,
-    model: ServedModel,
-    runs: Sequence[Run],
-    ranked: Sequence[Sequence[str]],
-) -> list[list[str]]:
-    """Translations of runs as HTML; where an element holds a part of a run, attention says which words."""
-    parted = [number for number, run in enumerate(runs) if run.needs_words]
-    pairs = [(runs[number].text, of_rank[number]) for of_rank in ranked for number in parted]
-    words = iter(await server.compute(request, Aligning(model), pairs) if pairs else ())
-    return [
-        [
-            run.html(text, next(words) if run.needs_words else None)
-            for run, text in zip(runs, own, strict=True)
-        ]
-        for own in ranked
     ]
 
 

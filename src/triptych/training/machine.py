@@ -22,8 +22,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from triptych.decoding.workers import Ahead
 from triptych.errors import UsageError
+from triptych.threads import Ahead
 from triptych.training.processes import World
 
 T = TypeVar("T")
