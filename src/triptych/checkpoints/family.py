@@ -45,9 +45,7 @@ class Family(Spec):
     attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
     # what its models are made of besides; None where they can be read, and not run
     model: ModelSpec | None = None
-    export: ExportSpec | None = (
-        None  # how models of recipes are written; None where they are not
-    )
+    export: ExportSpec | None = None  # how models of recipes are written; None where they are not
     rest: tuple[str, ...] = ()  # tensors that look like attention by their names and are not, as patterns
     unread: tuple[Unread, ...] = ()  # attention that is reported, and not read
 
