@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from triptych.algebra.weights import AttentionWeights, Link, Side
+from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 from triptych.attention import (
     Activation,
     LearnedPositions,
@@ -296,6 +296,26 @@ def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
             f"{list(two.weight.shape)}"
         )
     return replace(weights, **{side: weights.chain(other)})  # type: ignore[arg-type]
+
+
+# What a layer does to all its heads alike, or behind the softmax.
+_OF_A_WHOLE_LAYER = ("scale", "kind", "v_norm", "soft_cap", "window", "chunk", "dropout", "gate")
+
+
+def with_one_head(weights: AttentionWeights) -> AttentionWeights:
+    """The layer as one head of the width of all: the same queries and keys in every head, joined from all."""
+    heads = weights.num_heads
+    own = weights.semantics.beyond(_OF_A_WHOLE_LAYER) + ["norms between maps"] * weights.norms_within
+    if own:
+        raise UsageError(f"the heads of the layer cannot become one: each has {', '.join(own)} of its own")
+
+    def joined(side: Literal["q", "k"], factor: float) -> Chain:
+        link = weights.multiplied(side).of_heads(heads)
+        weight = factor * link.weight.transpose(0, 1).flatten(1).expand(heads, -1, -1)
+        bias = None if link.bias is None else factor * link.bias.flatten().expand(heads, -1)
+        return (Link(weight, bias),)
+
+    return replace(weights, q=joined("q", heads**-0.5), k=joined("k", 1.0))
 
 
 def _require_shape(name: str, given: Tensor, like: Tensor) -> None:

@@ -50,6 +50,7 @@ from triptych.face.changes import (
     resampling,
     tied_map,
     with_map,
+    with_one_head,
 )
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
@@ -950,6 +951,23 @@ class Model:
         numbers = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
         tied = partial(tied_map, name=name, to=to)
         changed = self._changed(WeightChange(f"tie({place}, {name}, {to})", dict.fromkeys(numbers, tied)))
+        for number in numbers:
+            changed.layers[number].weights  # noqa: B018
+        return changed
+
+    def one_head(self, place: str | int) -> "Model":
+        """The model with one wide head in a layer: the parameters of all, and one softmax for all values.
+
+        Its score is the sum of the heads' products over √(heads · d_k).
+
+        Args:
+            place: a layer, or "*" for all.
+
+        Raises:
+            UsageError: the heads have positions, norms or scores of their own.
+        """
+        numbers = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
+        changed = self._changed(WeightChange(f"one_head({place})", dict.fromkeys(numbers, with_one_head)))
         for number in numbers:
             changed.layers[number].weights  # noqa: B018
         return changed

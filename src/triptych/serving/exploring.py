@@ -76,6 +76,7 @@ WHAT_IFS: dict[str, WhatIf] = {
         _truncated, '.replace("{0}", W_Q=U[:, :{1}] @ U[:, :{1}].mT @ W_Q)  # U of model["{0}"].qk.svd()'
     ),
     "tie": WhatIf(lambda model, layer, name, to: model.tie(layer, name, to), '.tie("{}", "{}", "{}")'),
+    "one_head": WhatIf(lambda model, layer: model.one_head(layer), '.one_head("{}")'),
     "without_positions": WhatIf(lambda model: model.without_positions(), ".without_positions()"),
     "rewrite": WhatIf(_rewritten, '.rewrite("{}")'),
 }
