@@ -17,11 +17,6 @@ from triptych.files import write_text
 from triptych.toml import read_toml
 
 START, END = "<!-- families -->\n", "<!-- end of families -->\n"
-_TESTS = {
-    "decoder": "test_models_run.py",
-    "encoder": "test_encoders_run.py",
-    "encoder-decoder": "test_encoder_decoders_run.py",
-}
 
 _FOLDER = files("triptych.checkpoints") / "families"
 
@@ -201,7 +196,7 @@ def _row(family: Family) -> str:
     positions = (position.kind for spec in family.attention for position in spec.positions)
     products = "disentangled" in positions
     written = "no" if model is None else "in part" if products else "yes"
-    shown = ["test_families.py", *([_TESTS[run], "test_model_writing.py"] if run in _TESTS else [])]
+    shown = ["test_families.py", *(["test_models_run.py", "test_model_writing.py"] if model else [])]
     shown = ["test_without_a_class.py"] if family.remote else shown
     tests = ", ".join(f"`{test}`" for test in shown)
     return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"
