@@ -415,7 +415,6 @@ def _set_attention(spec: Any, weights: AttentionWeights, sizes: HeadSizes) -> No
 
 @torch.no_grad()
 def _check(model: LanguageModel, folder: Path, quantization: Quantization) -> ConversionCheck:
-    """Logits of random tokens."""
     import ctranslate2
 
     length = min(12, model.max_tokens or 12)
