@@ -31,8 +31,6 @@ class Unread(Spec):
 
 @final
 class Family(Spec):
-    """An architecture family."""
-
     name: str
     model_types: tuple[str, ...] = ()
     remote: bool = False  # whether its class comes with its checkpoints, and is not in `transformers`
@@ -76,7 +74,6 @@ def family_of(model_type: str) -> Family | None:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families that come along."""
     return tuple(_read_all())
 
 

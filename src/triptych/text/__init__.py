@@ -15,7 +15,7 @@ from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
-from triptych.text.masking import MaskedBatches, MaskingSpec
+from triptych.text.masking import Masking, MaskingSpec
 from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
 from triptych.text.sentence_tokenizers import (
@@ -39,7 +39,7 @@ __all__ = [
     "FramedTokenizer",
     "LanguageBatch",
     "LanguageCorpusSpec",
-    "MaskedBatches",
+    "Masking",
     "MaskingSpec",
     "OutputRules",
     "PackedBatches",

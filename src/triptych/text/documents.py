@@ -86,14 +86,14 @@ class TextPart(NamedTuple):
 def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:
     """Read a corpus, never more of it than a part at a time; empty documents are left out."""
     if spec.hub is not None:
-        yield from _of_records(read_hub(_dataset(spec.hub, base), spec.config_name, spec.split, _field(spec)))
+        yield from _of_records(read_hub(spec.hub, spec.config_name, spec.split, (spec.text_field,), base))
         return
     for path in find_files(spec, base=base):
         match record_ending(path):
             case ".jsonl":
-                yield from _of_records(read_jsonl(path, _field(spec)))
+                yield from _of_records(read_jsonl(path, (spec.text_field,)))
             case ".parquet":
-                yield from _of_records(read_parquet(path, _field(spec)))
+                yield from _of_records(read_parquet(path, (spec.text_field,)))
             case _:
                 yield from _of_text(path, spec.documents)
 
@@ -128,7 +128,7 @@ def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
     """What tells the documents of a corpus from all others: a function of the content of its files."""
     digest = hashlib.sha256(f"{spec.documents} {spec.text_field}\n".encode())
     if spec.hub is not None:
-        digest.update(fingerprint_hub(_dataset(spec.hub, base), spec.config_name, spec.split).encode())
+        digest.update(fingerprint_hub(spec.hub, spec.config_name, spec.split, base).encode())
         return digest.hexdigest()
     for path in find_files(spec, base=base):
         try:
@@ -158,15 +158,6 @@ def whole_documents(parts: Iterable[TextPart]) -> Iterator[str]:
         if ends_document:
             yield "".join(begun)
             begun = []
-
-
-def _field(spec: LanguageCorpusSpec) -> tuple[str]:
-    return (spec.text_field,)
-
-
-def _dataset(hub: str, base: Path) -> str:
-    folder = base / hub
-    return str(folder) if folder.is_dir() else hub
 
 
 def _of_records(records: Iterable[NumberedTexts]) -> Iterator[TextPart]:

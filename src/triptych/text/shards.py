@@ -158,15 +158,12 @@ def write_shards(
         records = _complete_shards(folder, dtype)
         num_done = records[-1].num_parts if records else 0
         parts = islice((TextPart(text) if isinstance(text, str) else text for text in texts), num_done, None)
-        frame = _frame(tokenizer)
+        frame = Frame.of(tokenizer)  # the tokens around every document
+        if not frame.after and tokenizer.eos_id is not None:
+            frame = frame._replace(after=(tokenizer.eos_id,))
         groups = _groups(parts)
         for group in groups:
-            last = (
-                records[-1]
-                if records
-                else ShardRecord(num_tokens=0, num_documents=0, num_bytes=0, num_parts=0, ends_document=True)
-            )
-            shard = _Shard(tokenizer, frame, dtype, last)
+            shard = _Shard(tokenizer, frame, dtype, records[-1] if records else None)
             shard.write(folder, len(records), chain([group], groups), tokens_per_shard)
             records.append(shard.record)
         index = ShardIndex(dtype=dtype, vocab_size=tokenizer.vocab_size, shards=tuple(records))
@@ -193,11 +190,11 @@ def read_shards(folder: Path) -> TokenShards:
 class _Shard:
     """A shard while it is written."""
 
-    def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord) -> None:
+    def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord | None) -> None:
         self._tokenizer, self._frame, self._dtype = tokenizer, frame, dtype
         self._starts: list[int] = []
         self._num_tokens = self._num_bytes = 0
-        self._num_parts, self._is_between = before.num_parts, before.ends_document
+        self._num_parts, self._is_between = (before.num_parts, before.ends_document) if before else (0, True)
 
     @property
     def record(self) -> ShardRecord:
@@ -254,14 +251,6 @@ def _groups(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _frame(tokenizer: Tokenizer) -> Frame:
-    """The tokens around every document."""
-    frame = Frame.of(tokenizer)
-    if not frame.after and tokenizer.eos_id is not None:
-        return frame._replace(after=(tokenizer.eos_id,))
-    return frame
 
 
 def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:
