@@ -387,6 +387,21 @@ def test_a_page_of_another_host_cannot_ask(served: Served) -> None:
     assert served.ask("/health", Host="localhost:1234").status == 200
 
 
+def test_tokens_of_translations_are_counted(served: Served, translator: Model) -> None:
+    def counted() -> list[float]:
+        figures = str(served.ask("/metrics").body)
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        return [float(figures.partition(f"\n{name} ")[2].split()[0]) for name in names]
+
+    before = counted()
+    fields = {"q": LINES[:3], "source": "en", "target": "de", "alternatives": 1}
+    served.ask("/translate", fields)
+    read = translator.opened.tokenizers.source.encode([LINES[0], LINES[1]])
+    found = translator.translate(LINES[:2], num_best=2, beam_size=2)
+    new = sum(len(one.pieces) for of in found for one in of.candidates)
+    assert [after - of for after, of in zip(counted(), before, strict=True)] == [sum(map(len, read)), new]
+
+
 def test_figures_count_what_was_answered(served: Served) -> None:
     served.ask("/v1/completions", {"model": "gpt", "prompt": "The cat", "max_tokens": 3})
     figures = str(served.ask("/metrics").body)
@@ -511,7 +526,9 @@ def test_a_queue_takes_in_so_much_and_no_more() -> None:
 def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(translator: Model) -> None:
     job, fields = Doubling(), {"q": "twelve", "source": "en", "target": "de"}
     with (
-        Served({"en-de": translator}, Limits(max_waiting=1, batch_items=1, seconds=0.3)) as served,
+        Served(
+            {"en-de": translator}, Limits(max_requests=1, max_waiting=1, batch_items=1, seconds=0.3)
+        ) as served,
         closing(job),
     ):
         server = served.server.config.app.state.server  # type: ignore[union-attr]
@@ -522,6 +539,11 @@ def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(transla
         slow, full = (served.ask("/translate", fields) for _ in range(2))
         assert (slow.status, slow.body) == (503, {"error": "no answer within 0.3 seconds"})
         assert (full.status, full.headers["retry-after"]) == (429, "1")
+        server.num_requests += 1
+        crowded = served.ask("/translate", fields)
+        server.num_requests -= 1
+        assert (crowded.status, crowded.headers["retry-after"]) == (503, "1")
+        assert crowded.body["error"].startswith("too many requests")
         server.is_stopping = True
         for path in ("/health", "/translate"):
             ending = served.ask(path, fields if path == "/translate" else None)

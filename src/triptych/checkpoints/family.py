@@ -11,7 +11,7 @@ from typing import Any, final
 
 from pydantic import ValidationError, model_validator
 
-from triptych.checkpoints.specs import AttentionSpec, Choice, ModelSpec, Spec
+from triptych.checkpoints.specs import AttentionSpec, Choice, ExportSpec, ModelSpec, Spec
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.toml import read_toml
@@ -45,6 +45,7 @@ class Family(Spec):
     attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
     # what its models are made of besides; None where they can be read, and not run
     model: ModelSpec | None = None
+    export: ExportSpec | None = None  # how models of recipes are written; None where they are not
     rest: tuple[str, ...] = ()  # tensors that look like attention by their names and are not, as patterns
     unread: tuple[Unread, ...] = ()  # attention that is reported, and not read
 

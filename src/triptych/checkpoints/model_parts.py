@@ -7,14 +7,14 @@ import torch
 
 from triptych.checkpoints.layer import Place
 from triptych.checkpoints.layer_map import (
-    Alternating,
-    Halves,
+    ONLY_ROW,
+    STACK_ROWS,
+    TRANSPOSED,
     Named,
-    OnlyRow,
     Shape,
-    StackRows,
     TensorMap,
-    Transposed,
+    alternating,
+    halves,
     norm_tensors,
     tensor_names,
 )
@@ -211,7 +211,7 @@ class FeedForwardMap:
         """The maps of a layer, or of all of its experts."""
         size, d_model = config.d_ff, self.d_model
         if spec.fused:
-            split = (Alternating if spec.alternating else Halves)(0 if experts is None else 1)
+            split = (alternating if spec.alternating else halves)(0 if experts is None else 1)
             parts = tuple(spec.fused.split())
             self._map(ours, parts, spec, spec.inner, (2 * size, d_model), config.bias, experts, (split,))
         else:
@@ -233,8 +233,8 @@ class FeedForwardMap:
     ) -> None:
         single = "{expert}" in module or experts is None
         count: tuple[int, ...] = () if single or experts is None else (experts,)
-        turned: tuple[TensorMap, ...] = (Transposed(),) if spec.transposed else ()
-        stacked: tuple[TensorMap, ...] = (StackRows(),) if "{expert}" in module else ()
+        turned: tuple[TensorMap, ...] = (TRANSPOSED,) if spec.transposed else ()
+        stacked: tuple[TensorMap, ...] = (STACK_ROWS,) if "{expert}" in module else ()
         weights, biases = zip(*self._names(spec, module, experts), strict=True)
         stored = shape[::-1] if spec.transposed else shape
         named = tuple(f"{ours}.{part}" for part in parts)
@@ -294,7 +294,7 @@ class HeadMap:
         names = [name for name in map(self._above, spec.bias_at) if name in self.infos]
         if names:
             bias = True
-            self.entries.add(("head.output.bias",), Named((names[0],), (1, vocab_size), (OnlyRow(),)))
+            self.entries.add(("head.output.bias",), Named((names[0],), (1, vocab_size), (ONLY_ROW,)))
         elif bias:
             self.entries.enter("head.output.bias", f"{module}.bias", (vocab_size,))
         over_root = self.place.factor(self.place.chosen(spec.over_root))

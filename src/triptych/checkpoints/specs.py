@@ -486,3 +486,26 @@ class ModelSpec(Spec):
     heads: tuple[HeadSpec, ...] = ()
     rest: tuple[str, ...] = ()  # tensors that change nothing, as patterns
     harmless: tuple[str, ...] = ()  # fields of the configuration that change nothing of this family's models
+
+
+@final
+class ExportedTensors(Spec):
+    """Tensors of a new checkpoint; sizes and conditions are of the facts that the writer gives."""
+
+    when: str = ""
+    layers: str = ""  # how many there are of each, with {layer} in its name; one if empty
+    at: str = ""  # what their names begin with
+    maps: dict[str, tuple[str, ...]]  # shapes of weights, by the rest of the names of their modules
+    biases: str = "false"  # on what condition they have biases
+    transposed: bool = False  # whether weights are stored `[in, out]`
+    bare: bool = False  # whether the names are those of tensors
+
+
+@final
+class ExportSpec(Spec):
+    """How a model of a recipe is written in the family's format."""
+
+    classes: dict[str, str]  # the class of each `model_type`
+    # the fields of `config.json` in their order, as expressions of the facts; what gives nothing is left out
+    settings: dict[str, str]
+    tensors: tuple[ExportedTensors, ...]
