@@ -124,7 +124,7 @@ def test_a_character_across_two_blocks_is_whole(tmp_path: Path) -> None:
 def test_long_documents_are_cut_without_loss(texts: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "LONGEST_PART", 8)
-        parts = list(documents._of_records((i, (text,)) for i, text in enumerate(texts)))
+        parts = list(documents.cut_parts(piece for text in texts for piece in (text, None)))
     assert all(0 < len(part.text) <= 8 for part in parts)
     assert "".join(part.text for part in parts) == "".join(texts)
     assert sum(part.ends_document for part in parts) == sum(text != "" for text in texts)
