@@ -55,12 +55,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "identity_query": {"projections": "identity_query", "k_bias": True, "v_bias": True, "o_bias": True},
     "identity_value": {"projections": "identity_value", "q_bias": True, "k_bias": True, "o_bias": True},
     "identity_output": {"projections": "identity_output", **BIASES},
-    "identity_ov": {
-        "projections": "identity_ov",
-        "q_bias": True,
-        "k_bias": True,
-        "o_bias": True,
-    },
+    "identity_ov": {"projections": "identity_ov", "q_bias": True, "k_bias": True, "o_bias": True},
 }
 WIDE: dict[str, tuple[dict[str, Any], str]] = {
     "wide keys": ({"projections": "factored", "d_k": 8}, "W_QK of rank 8, and .* = 6 channels.*qk_rank=6"),

@@ -62,7 +62,6 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def write_config(model: OwnModel, folder: Path) -> None:
-    """Write `config.json`."""
     record: dict[str, Any] = {"format": _FORMAT}
     match model:
         case EncoderDecoder():
@@ -92,7 +91,6 @@ def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def write_model(model: OwnModel, folder: Path) -> None:
-    """Write configuration and weights."""
     write_config(model, folder)
     write_weights(model_tensors(model), folder / _WEIGHTS)
 
@@ -213,7 +211,6 @@ def _one_line(error: Exception) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file."""
     try:
         require_regular(path)
         return load_file(path)
