@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from safetensors.torch import load_file
@@ -37,13 +35,6 @@ class SignalAt(Display):
 
     def __init__(self, step: int, number: signal.Signals) -> None:
         self.step, self.number = step, number
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def update(self, moment: Moment) -> None:
         if moment.step == self.step:

@@ -179,7 +179,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
     """
 
     def __init__(self, record: SentencePieceRecord) -> None:
-        self._record = record
+        self.record = record
         self._processor = load_sentencepiece(record.model)
         self.pad_id, self.bos_id, self.eos_id = record.pad_id, record.bos_id, record.eos_id
         self.unk_id = record.unk_id
@@ -193,42 +193,36 @@ class SentencePieceTokenizer(SentenceTokenizer):
         self._ids = {piece: token for token, piece in enumerate(record.vocab) if piece not in never}
 
     @property
-    def record(self) -> SentencePieceRecord:
-        """All that it is made of."""
-        return self._record
-
-    @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The pieces by id."""
-        return self._record.vocab
+        return self.record.vocab
 
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
         """Token ids of each text, without beginning and end; a string is one text."""
         return [
-            [self._ids.get(piece, self._record.unk_id) for piece in self._cut(text)]
+            [self._ids.get(piece, self.record.unk_id) for piece in self._cut(text)]
             for text in as_lines(texts)
         ]
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids; unknown tokens are special."""
-        vocab, skipped = self._record.vocab, self.special_ids if skip_special else frozenset()
+        vocab, skipped = self.record.vocab, self.special_ids if skip_special else frozenset()
         texts = [
             self._processor.decode([vocab[token] for token in some if token not in skipped])
             .replace(SPACE_MARK, " ")
             .strip()
             for some in ids
         ]
-        return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
+        return [join_punctuation(text) for text in texts] if self.record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary has it."""
-        return [self._record.vocab[token] for token in ids]
+        return [self.record.vocab[token] for token in ids]
 
     def to_json(self) -> str:
         """The tokenizer in a format of its own."""
-        return self._record.model_dump_json()
+        return self.record.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "SentencePieceTokenizer":

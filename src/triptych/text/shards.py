@@ -59,23 +59,11 @@ class TokenShards:
 
     def __init__(self, index: ShardIndex, folder: Path) -> None:
         self.index, self.folder = index, folder
+        self.num_tokens = sum(record.num_tokens for record in index.shards)  # special ones included
+        self.num_documents = sum(record.num_documents for record in index.shards)  # that have a token
+        self.num_bytes = sum(record.num_bytes for record in index.shards)  # of the text in UTF-8
         self._ends = list(accumulate(record.num_tokens for record in index.shards))
         self._mapped = lru_cache(_MOST_MAPPED)(self._map)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, special ones included."""
-        return sum(record.num_tokens for record in self.index.shards)
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents that have a token."""
-        return sum(record.num_documents for record in self.index.shards)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the text in UTF-8, in bytes."""
-        return sum(record.num_bytes for record in self.index.shards)
 
     @property
     def bytes_per_token(self) -> float:
@@ -84,13 +72,8 @@ class TokenShards:
 
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
         """A copy of the tokens from `start` up to `stop`."""
-        return np.concatenate(
-            [np.zeros(0, np.int32)]
-            + [
-                self._mapped(shard)[0][low:high].astype(np.int32)
-                for shard, low, high in self._cut(start, stop)
-            ]
-        )
+        parts = (self._mapped(shard)[0][low:high] for shard, low, high in self._cut(start, stop))
+        return np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32) for part in parts)])
 
     def starts_within(self, start: int, stop: int) -> Int64[np.ndarray, "num_starts"]:
         """The starts of documents from `start` up to `stop`, in order."""

@@ -250,7 +250,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     except UsageError:
         if path.suffix == ".toml" or not path.is_file():
             raise
-        raise UsageError(f"{path} is no recipe; to make one for this text: {_command_for(path)}") from None
+        kind, made = "--tsv" if record_ending(path) else "--text", f"{path.name.split('.')[0]}.toml"
+        command = shlex.join(["triptych", "new", made, kind, str(path)])
+        raise UsageError(f"{path} is no recipe; to make one for this text: {command}") from None
     if name := re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-"):
         tree.setdefault("name", name)
     if (path.parent / "config.json").exists():
@@ -258,12 +260,6 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     if checkpoint is not None:
         tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))
-
-
-def _command_for(text: Path) -> str:
-    """The command that makes a recipe for a text."""
-    kind = "--tsv" if record_ending(text) else "--text"
-    return shlex.join(["triptych", "new", f"{text.name.split('.')[0]}.toml", kind, str(text)])
 
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
