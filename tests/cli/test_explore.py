@@ -103,7 +103,14 @@ def test_a_what_if_tells_how_the_next_token_and_the_loss_change(
 
 
 def test_the_python_of_what_ifs_is_what_they_do(served: Served, language_model: Model) -> None:
-    calls = ["tie(0, W_K, W_V)", "ablate(0.1)", "even(1.1)", "unscaled(1.0)", "without_positions()"]
+    calls = [
+        "tie(0, W_K, W_V)",
+        "one_head(0)",
+        "ablate(0.1)",
+        "even(1.1)",
+        "unscaled(1.0)",
+        "without_positions()",
+    ]
     fields = {"model": "gpt", "text": TEXT, "changes": calls, "count": 4}
     found = served.ask("/v1/explore/write", fields).body
     names = {"model": language_model, "torch": torch, "scale": language_model["1.0"].d_k ** -0.5}

@@ -40,6 +40,7 @@ from triptych.face.changes import (
     SIDE_OF,
     Change,
     Edit,
+    Part,
     PositionsOff,
     Steering,
     ValueChange,
@@ -50,7 +51,6 @@ from triptych.face.changes import (
     resampling,
     tied_map,
     with_map,
-    with_one_head,
 )
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.composition import Composition, Into, compose
@@ -860,7 +860,7 @@ class Model:
         if what not in ACTIVATIONS:
             raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
         names = self._places.names
-        edits = {
+        edits: dict[int, dict[Part, Edit]] = {
             number: {
                 head: patched(what, getattr(run[f"{names[number]}.{head}"], what).detach(), positions)
                 for head in own
@@ -870,7 +870,12 @@ class Model:
         return self._changed(ValueChange(f"patch({_said(heads)}, {what})", what, edits))
 
     def edit(
-        self, heads: str | Sequence[str], what: Activation, with_: Callable[[Tensor], Tensor]
+        self,
+        heads: str | Sequence[str],
+        what: Activation,
+        with_: Callable[[Tensor], Tensor],
+        *,
+        together: bool = False,
     ) -> "Model":
         """The model with a formula of your own between two steps of its heads.
 
@@ -879,14 +884,15 @@ class Model:
             what: which value: q, k, v, scores, weights or z.
             with_: from the value of one head, `[batch, …]` as in `Run`, to what takes its place, of the same
                 shape.
+            together: whether `with_` gets the named heads of a layer at once, `[batch, heads, …]`.
 
         Raises:
             UsageError: there is no such head or value.
         """
         if what not in ACTIVATIONS:
             raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
-        edits = {
-            number: {head: _ignoring_position(with_) for head in own}
+        edits: dict[int, dict[Part, Edit]] = {
+            number: {part: _ignoring_position(with_) for part in ([tuple(own)] if together else own)}
             for number, own in self._heads(heads).items()
         }
         return self._changed(ValueChange(f"edit({_said(heads)}, {what})", what, edits))
@@ -951,23 +957,6 @@ class Model:
         numbers = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
         tied = partial(tied_map, name=name, to=to)
         changed = self._changed(WeightChange(f"tie({place}, {name}, {to})", dict.fromkeys(numbers, tied)))
-        for number in numbers:
-            changed.layers[number].weights  # noqa: B018
-        return changed
-
-    def one_head(self, place: str | int) -> "Model":
-        """The model with one wide head in a layer: the parameters of all, and one softmax for all values.
-
-        Its score is the sum of the heads' products over √(heads · d_k).
-
-        Args:
-            place: a layer, or "*" for all.
-
-        Raises:
-            UsageError: the heads have positions, norms or scores of their own.
-        """
-        numbers = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
-        changed = self._changed(WeightChange(f"one_head({place})", dict.fromkeys(numbers, with_one_head)))
         for number in numbers:
             changed.layers[number].weights  # noqa: B018
         return changed
