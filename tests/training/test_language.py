@@ -11,16 +11,13 @@ from torch.nn import functional as F
 import triptych
 from interrupting import SignalAt, assert_same_run
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.models import LanguageModel, LanguageModelConfig, read_model
+from triptych.models import read_model
 from triptych.models.architecture import HeadConfig
 from triptych.models.language_model import LanguageModelHead
 from triptych.opening import open_language_model
-from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
 from triptych.training import LanguageRecipe, resolve, runs
 from triptych.training.losses import head_loss
 from triptych.training.metrics import read_metrics
-from triptych.training.objectives import TokensOfText
-from triptych.training.precision import NarrowTwin
 from triptych.training.progress import LineDisplay
 from triptych.training.state import read_counters
 
@@ -182,11 +179,6 @@ def test_an_unknown_task_names_those_there_are() -> None:
         resolve({"task": "language-modle"})
 
 
-def shards_of(folder: Path, finished: dict[str, Path]) -> TokenShards:
-    tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
-    return write_shards(LINES, tokenizer, folder)
-
-
 @pytest.mark.parametrize("chunk", [3, None])
 @pytest.mark.parametrize(
     "config",
@@ -219,28 +211,3 @@ def test_the_loss_of_every_head_is_that_of_its_logits(
     gradients = torch.autograd.grad(found.smoothed, weights)
     for one, other in zip(gradients, torch.autograd.grad(expected, weights), strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_in_bfloat16_the_twin_of_a_language_model_gives_the_gradients_of_float32(
-    norm: str, finished: dict[str, Path], tmp_path: Path
-) -> None:
-    batches = PackedBatches(shards_of(tmp_path, finished), context=16, batch_size=8, seed=0)
-    batch = batches.collate(batches.plan(0)[0])
-    gradients = []
-    for narrow in (False, True):
-        torch.manual_seed(0)
-        config = LanguageModelConfig(num_layers=2, d_model=16, num_heads=2, context=16, norm=norm)
-        model = LanguageModel.of(config, "decoder", 300)
-        objective = TokensOfText(model, batches, batches, 1.0)
-        twin = NarrowTwin(model) if narrow else None
-        if twin is not None:
-            twin.follow()
-        objective.loss(twin.model if twin else model, batch).smoothed.backward()
-        if twin is not None:
-            twin.hand_over_gradients()
-        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
-    exact, rounded = gradients
-    assert exact.shape == rounded.shape
-    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
