@@ -78,7 +78,7 @@ def test_a_line_as_long_as_the_limit_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("source", "target"), [("", ""), ("\n \n", "a\nb\n")])
 def test_an_empty_corpus_is_refused(tmp_path: Path, source: str, target: str) -> None:
-    with pytest.raises(DataError, match=r"a\.de and a\.en is empty: 0 pairs"):
+    with pytest.raises(DataError, match=r"a\.de and a\.en: 0 pairs"):
         read_parallel(write_sides(tmp_path, source, target), base=tmp_path)
 
 

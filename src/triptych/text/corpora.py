@@ -171,7 +171,9 @@ class ParallelCorpus:
         """
         times = Counter(self.source)
         if len(times) == 1:
-            raise DataError(f"{self.name} has one source, nothing can be held out of it: give data.valid")
+            raise DataError(
+                f"{self.name}: all sources are the same, so nothing can be held out: give data.valid"
+            )
         left, held = min(max(round(share * len(self)), 1), _MOST_HELD_OUT), set[str]()
         order = sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]
         for source in order:
@@ -214,7 +216,7 @@ def read_parallel(
             line_numbers.append(number)
     counts = CorpusCounts(lines_read, empty_dropped, too_long_dropped, max_line_chars)
     if not sources:
-        raise DataError(f"{name} is empty: {counts.describe()}; at least one pair is needed")
+        raise DataError(f"{name}: {counts.describe()}; at least one pair is needed")
     return ParallelCorpus(sources, targets, line_numbers, name, counts)
 
 

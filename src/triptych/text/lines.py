@@ -16,7 +16,7 @@ from typing import Protocol, final, runtime_checkable
 
 import zstandard
 
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, near_path
 
 GZIP = "gzip"
 ZSTANDARD = "Zstandard"
@@ -137,7 +137,7 @@ def open_file(path: Path) -> io.BufferedReader:
     except IsADirectoryError as error:
         raise UsageError(f"{path} is a folder; give a file in it") from error
     except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist") from error
+        raise UsageError(f"{path} does not exist{near_path(path)}") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be opened: {error.strerror}") from error
 

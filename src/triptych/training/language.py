@@ -167,8 +167,9 @@ class TextOfRun:
         for part, shards in (("training", train), ("validation", valid)):
             if shards.num_tokens < 2:
                 raise DataError(f"the {part} text has {shards.num_tokens} tokens: at least two are needed")
+            plural = "s" * (shards.num_documents != 1)
             display.say(
-                f"{part} text: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens, "
+                f"{part} text: {shards.num_documents:,} document{plural}, {shards.num_tokens:,} tokens, "
                 f"{shards.bytes_per_token:.2f} bytes a token"
             )
         return train, valid
