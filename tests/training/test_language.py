@@ -3,6 +3,7 @@
 import math
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 import triptych
 from interrupting import SignalAt, assert_same_run
+from tiny_recipe import text_tree
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.models import read_model
 from triptych.models.architecture import HeadConfig
@@ -28,25 +30,14 @@ LINES = [f"the {colour} {animal} sat on mat {i}" for i, (colour, animal) in enum
 
 
 def recipe_of(folder: Path, task: str = "language-model", **sections: dict[str, object]) -> LanguageRecipe:
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("\n".join(LINES) + "\n")
-    tree: dict[str, object] = {
-        "task": task,
-        "seed": 3,
-        "data": {
-            "train": {"files": [str(text)], "documents": "line"},
-            "cache": str(folder / "cache"),
-            **sections.get("data", {}),
-        },
-        "tokenizer": {"vocab_size": 300},
-        "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": 16, "dropout": 0.1,
-                  **sections.get("model", {})},
-        "training": {"max_steps": _STEPS, "batch_size": 8, "warmup_steps": 2, "learning_rate": 0.01,
-                     "save_every_steps": 3, "log_every_steps": 2, "threads": 1, "optimizer": "muon",
-                     "average_last": 2, **sections.get("training", {})},
-        "validation": {"every_steps": 4, **sections.get("validation", {})},
+    given: dict[str, dict[str, Any]] = {
+        "model": {"dropout": 0.1},
+        "training": {"max_steps": _STEPS, "save_every_steps": 3, "log_every_steps": 2, "optimizer": "muon",
+                     "average_last": 2},
+        "validation": {"every_steps": 4},
     }  # fmt: skip
+    given = {name: {**given.get(name, {}), **sections.get(name, {})} for name in (given | sections)}
+    tree = {"seed": 3, **text_tree(folder, LINES, task, **given)}
     recipe = resolve(tree)
     assert isinstance(recipe, LanguageRecipe)
     return recipe
