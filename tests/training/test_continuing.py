@@ -57,7 +57,7 @@ def small(name: str, folder: Path, **settings: Any) -> Path:
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), Decoder()
     torch.manual_seed(5)
     model_class = getattr(transformers, settings.pop("model", TINY[name].model))
-    config = getattr(transformers, TINY[name].config)(
+    config = TINY[name].config(
         **{**TINY[name].settings, "vocab_size": len(letters) + 3, "tie_word_embeddings": True, **settings}
     )
     model_class(config).save_pretrained(folder)

@@ -17,11 +17,6 @@ from triptych.files import write_text
 from triptych.toml import read_toml
 
 START, END = "<!-- families -->\n", "<!-- end of families -->\n"
-_TESTS = {
-    "decoder": "test_models_run.py",
-    "encoder": "test_encoders_run.py",
-    "encoder-decoder": "test_encoder_decoders_run.py",
-}
 
 _FOLDER = files("triptych.checkpoints") / "families"
 
@@ -36,8 +31,6 @@ class Unread(Spec):
 
 @final
 class Family(Spec):
-    """An architecture family."""
-
     name: str
     model_types: tuple[str, ...] = ()
     remote: bool = False  # whether its class comes with its checkpoints, and is not in `transformers`
@@ -81,7 +74,6 @@ def family_of(model_type: str) -> Family | None:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families that come along."""
     return tuple(_read_all())
 
 
@@ -201,7 +193,7 @@ def _row(family: Family) -> str:
     positions = (position.kind for spec in family.attention for position in spec.positions)
     products = "disentangled" in positions
     written = "no" if model is None else "in part" if products else "yes"
-    shown = ["test_families.py", *([_TESTS[run], "test_model_writing.py"] if run in _TESTS else [])]
+    shown = ["test_families.py", *(["test_models_run.py", "test_model_writing.py"] if model else [])]
     shown = ["test_without_a_class.py"] if family.remote else shown
     tests = ", ".join(f"`{test}`" for test in shown)
     return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"

@@ -199,7 +199,7 @@ class Fitting:
         kept: Sequence[int] | None,
         same_sizes: bool,
     ) -> None:
-        self.checkpoint, self.site, self.same_sizes = checkpoint, before.site, same_sizes
+        self.checkpoint, self.layer, self.same_sizes = checkpoint, before, same_sizes
         self.place = checkpoint.place(before.site)
         self.before, self.after = before.weights, after
         self.semantics = before.weights.semantics
@@ -263,7 +263,7 @@ class Fitting:
         return replace(after, **evened, o=o, norm=None, memory_norm=None)  # type: ignore[arg-type]
 
     def _can_be(self, sizes: MapSizes) -> bool:
-        return not self.same_sizes and resizing(self.checkpoint, self.site, sizes) is not None
+        return not self.same_sizes and resizing(self.checkpoint, self.layer.site, sizes) is not None
 
     def _in_heads(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         if whole.num_heads == old.heads:

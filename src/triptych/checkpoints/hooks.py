@@ -20,8 +20,6 @@ from triptych.storage.untrusted import shown
 
 
 class Hook(ABC):
-    """Code of one family."""
-
     fields: tuple[str, ...] = ()  # of the configuration, those that it reads
 
     @abstractmethod

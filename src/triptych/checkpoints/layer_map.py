@@ -48,18 +48,15 @@ class Named:
     steps: tuple[TensorMap, ...] = ()  # from them to ours
 
     def then(self, *steps: TensorMap) -> "Named":
-        """The same with more steps."""
         return Named(self.names, self.shape, (*self.steps, *steps))
 
     def read(self, take: Take) -> Parts:
-        """Ours."""
         parts: Parts = [take(name, self.shape) for name in self.names]
         for step in self.steps:
             parts = step.read(parts)
         return parts
 
     def write(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """The stored ones."""
         for step in reversed(self.steps):
             parts = step.write(parts)
         return zip(self.names, parts, strict=True)
@@ -155,16 +152,13 @@ class LayerMap:
 
     @property
     def names(self) -> set[str]:
-        """The stored tensors."""
         return {name for stored in self.entries.values() for name in stored.names}
 
     @property
     def parts(self) -> set[str]:
-        """Our tensors."""
         return {part for parts in self.entries for part in parts}
 
     def read(self, take: Take) -> dict[str, Tensor]:
-        """Ours, from the stored ones."""
         read = ((parts, stored.read(take)) for parts, stored in self.entries.items())
         return {part: tensor for parts, tensors in read for part, tensor in zip(parts, tensors, strict=True)}
 
@@ -179,7 +173,6 @@ class LayerMap:
 
 
 def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
-    """How a layer is written."""
     sizes = place.sizes if sizes is None else sizes
     spec = place.spec
     read = _latent if spec.latent else _joined if spec.qkv else _apart
@@ -294,7 +287,6 @@ def module_map(
 
 
 def tensor_names(module: str) -> tuple[str, str]:
-    """Names of weight and bias of a map."""
     if "*" in module:
         return module.replace("*", "weight"), module.replace("*", "bias")
     return f"{module}.weight", f"{module}.bias"

@@ -157,7 +157,6 @@ class _Mapping:
         )
 
     def _block_inputs(self) -> BlockInputsConfig | None:
-        """What the inputs of the blocks are made of."""
         spec, place = self.spec.input, self.first
         if spec is None or not place.holds(spec.when):
             return None
@@ -172,7 +171,6 @@ class _Mapping:
         return BlockInputsConfig(rows, width, norm)
 
     def _block_input(self, ours: str, place: Place) -> BlockInputConfig | None:
-        """What a block makes of its own."""
         spec = self.spec.input
         if spec is None or not place.holds(spec.when):
             return None

@@ -32,7 +32,6 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """The folder of the files."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property

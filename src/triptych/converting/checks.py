@@ -104,7 +104,6 @@ def logits_of(model: EncoderDecoder, pairs: Pairs) -> Tensor:
 def compare_logits(
     what: str, expected: Tensor, found: Tensor, tolerance: float, note: str = ""
 ) -> ConversionCheck:
-    """Compare logits."""
     difference = float((found.double() - expected.double()).abs().max())
     allowed = tolerance * max(1.0, float(expected.double().abs().max()))
     if not difference <= allowed:

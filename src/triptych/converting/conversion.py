@@ -77,7 +77,6 @@ def convert(
 def _convert_language_model(
     opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization
 ) -> Conversion:
-    """Write a model of the tokens of a text."""
     if to not in ("hf", "ctranslate2"):
         raise UsageError(
             f"{opened.folder} is a model of one text, which is converted --to hf or ctranslate2 alone"

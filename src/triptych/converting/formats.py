@@ -43,8 +43,6 @@ _ACTIVATIONS = {our: their for their, our in reversed([*ACTIVATIONS.items()])}
 @final
 @dataclass(frozen=True)
 class Exported:
-    """A model in a format."""
-
     settings: Mapping[str, Any]  # of its `config.json`.
     tensors: Mapping[str, Tensor]  # by the format's names
     done: tuple[str, ...] = ()  # what was done to make the model fit, in words

@@ -90,7 +90,6 @@ class TextGenerator:
         batch_rows: int = 32,
         other: OtherEngine | None = None,
     ) -> None:
-        """Put a generator together."""
         check_vocabulary(model, tokenizer)
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self._batch_rows = batch_rows
@@ -196,7 +195,6 @@ class TextGenerator:
     def _continuations(
         self, found: Sequence[Hypothesis], streams: Sequence[TextStream], options: GenerationOptions
     ) -> list[Continuation]:
-        """Of one prompt."""
         continuations = []
         for one, text in zip(found, streams, strict=False):
             own = _cut(one, text) if options.beam_size > 1 else one
