@@ -103,10 +103,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     found: dict[str, int] = {}
     latent, turned = spec.latent, place.count(spec.latent.turned) if spec.latent else 0
     plain = latent.plain if latent else place.width
-    of_sizes = [
-        (here.heads, wanted.heads, spec.heads),
-        (here.width - turned, wanted.width - turned, plain),
-    ]
+    of_sizes = [(here.heads, wanted.heads, spec.heads), (here.width - turned, wanted.width - turned, plain)]
     if latent:
         of_sizes.append((here.value_width, wanted.value_width, latent.value))
         of_sizes.append((here.rank or 0, wanted.rank or 0, latent.rank))
