@@ -304,7 +304,7 @@ class Explorer {
     const [before, after] = next.loss;
     const small = (value) => (value < 1e-9 ? "0 (below 1e-9)" : digits(value));
     const facts = [
-      [`KL of the next token at “${shortly(next.token)}” (${next.at})`, `${small(next.kl)} nats`],
+      [`KL of the next token ${this.isTranslator ? "where" : "at"} “${shortly(next.token)}” (${next.at})${this.isTranslator ? " is written" : ""}`, `${small(next.kl)} nats`],
       ["KL, mean over the text", `${small(next.mean_kl)} nats`],
       ["loss on the text, nats per token", before === null ? "–" : `${digits(before)} → ${digits(after)} (${after >= before ? "+" : "−"}${digits(Math.abs(after - before))})`],
     ].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
