@@ -5,7 +5,7 @@ read this one record. Whoever can do without a part of it has to look whether th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -127,14 +127,21 @@ def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
 class HeadGate:
     """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1.
 
-    One for each head, or for each channel of its values.
+    One for each head, or for each channel of its values. Of differential attention the first head of a pair
+    is taken whole, and `σ(x w_i + b_i)` times what the second moves is taken off it.
     """
 
-    # Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation.
+    # Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation. Pairs:
+    # Ye et al. 2026, Differential Transformer V2 (huggingface.co/blog/microsoft/diff-attn-v2).
 
     # of the input that the queries are made of: `[heads, d_model]`, or `[heads, d_v, d_model]`
     weight: Float[Tensor, "*gates d_model"]
     bias: Float[Tensor, "*gates"] | None = None
+    whole: tuple[bool, ...] = ()  # of pairs: which heads have no gate; the others' gates are negative
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.whole) or self.weight.shape[0]
 
     @property
     def of_channels(self) -> bool:
@@ -157,7 +164,16 @@ class HeadGate:
         heads, d_model = self.weight.shape[0], self.weight.shape[-1]
         bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
         gates = torch.nn.functional.linear(x, self.weight.reshape(-1, d_model).to(x.dtype), bias).sigmoid()
-        return gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call, no-any-return]
+        gates = gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+        if not self.whole:
+            return gates
+        signed = gates.new_ones(len(x), len(self.whole), x.shape[1], 1)
+        signed[:, self._own(range(len(self.whole)))] = -gates
+        return signed
+
+    def _own(self, heads: Iterable[int]) -> list[int]:
+        """Those of some heads that have a gate."""
+        return [head for head in heads if not self.whole or not self.whole[head]]
 
     def tensors(self) -> dict[str, Tensor]:
         """The weight, and the bias if there is one."""
@@ -169,11 +185,14 @@ class HeadGate:
         if shift is not None:
             moved = wide @ shift.double()
             bias = (moved if bias is None else bias.double() + moved).to(self.weight.dtype)
-        return HeadGate((wide * gain.double()).to(self.weight.dtype), bias)
+        return replace(self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias)
 
     def of_heads(self, order: Sequence[int]) -> "HeadGate":
         """That of some heads, in some order."""
-        return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
+        rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
+        chosen = [rows[head] for head in self._own(order)]
+        whole = tuple(self.whole[head] for head in order) if self.whole else ()
+        return replace(self, whole=whole, **{name: part[chosen] for name, part in self.tensors().items()})
 
 
 @final
