@@ -131,8 +131,8 @@ class HeadGate:
     is taken whole, and `σ(x w_i + b_i)` times what the second moves is taken off it.
     """
 
-    # Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation. Pairs:
-    # Ye et al. 2026, Differential Transformer V2 (huggingface.co/blog/microsoft/diff-attn-v2).
+    # Sources: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation.
+    # Ye et al. 2026, Differential Transformer V2 (huggingface.co/blog/microsoft/diff-attn-v2), pairs.
 
     # of the input that the queries are made of: `[heads, d_model]`, or `[heads, d_v, d_model]`
     weight: Float[Tensor, "*gates d_model"]
@@ -164,12 +164,11 @@ class HeadGate:
         heads, d_model = self.weight.shape[0], self.weight.shape[-1]
         bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
         gates = torch.nn.functional.linear(x, self.weight.reshape(-1, d_model).to(x.dtype), bias).sigmoid()
-        gates = gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+        of_heads: Tensor = gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
         if not self.whole:
-            return gates
-        signed = gates.new_ones(len(x), len(self.whole), x.shape[1], 1)
-        signed[:, self._own(range(len(self.whole)))] = -gates
-        return signed
+            return of_heads
+        negative, one = iter(of_heads.neg().unbind(1)), torch.ones_like(of_heads[:, 0])
+        return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
 
     def _own(self, heads: Iterable[int]) -> list[int]:
         """Those of some heads that have a gate."""
@@ -178,6 +177,10 @@ class HeadGate:
     def tensors(self) -> dict[str, Tensor]:
         """The weight, and the bias if there is one."""
         return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+
+    def of_tensors(self, tensors: Mapping[str, Tensor]) -> "HeadGate":
+        """The gate of another weight and bias, by name."""
+        return replace(self, weight=tensors["weight"], bias=tensors.get("bias"))
 
     def reading(self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None) -> "HeadGate":
         """The gate that makes of x what this one makes of `gain ∘ x + shift`; rounded once."""
@@ -192,7 +195,8 @@ class HeadGate:
         rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
         chosen = [rows[head] for head in self._own(order)]
         whole = tuple(self.whole[head] for head in order) if self.whole else ()
-        return replace(self, whole=whole, **{name: part[chosen] for name, part in self.tensors().items()})
+        gate = self.of_tensors({name: part[chosen] for name, part in self.tensors().items()})
+        return replace(gate, whole=whole)
 
 
 @final
