@@ -4,11 +4,10 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from safetensors.torch import load_file
@@ -37,13 +36,6 @@ class SignalAt(Display):
 
     def __init__(self, step: int, number: signal.Signals) -> None:
         self.step, self.number = step, number
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def update(self, moment: Moment) -> None:
         if moment.step == self.step:
@@ -78,6 +70,13 @@ class WaitAt(SignalAt):
         if moment.step == self.step:
             self._reached.set()
             assert self._go_on.wait(60)
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
 
 
 @contextmanager

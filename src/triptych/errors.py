@@ -4,6 +4,10 @@ The command prints the message of a `TriptychError` as one line and exits with i
 fault of ours: its traceback goes to a file (`cli/failures.py`).
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
 from triptych.printable import printable
 
 # Characters of a line that a person will read; what a damaged file holds may be longer.
@@ -43,6 +47,21 @@ class ElsewhereError(TriptychError):
 
 class ConfigurationWarning(UserWarning):
     """A field of a checkpoint's configuration that is set and not followed, as `transformers` does not."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that a mistyped one is nearest to, if one is near."""
+    return next(iter(get_close_matches(word, list(known), n=1)), None)
+
+
+def near_path(path: str | Path) -> str:
+    """What a message says after a path that does not exist: the name in its folder that is nearest."""
+    path, folder = Path(path), Path(path).parent
+    try:
+        near = None if path.exists() else nearest(path.name, (entry.name for entry in folder.iterdir()))
+    except (OSError, ValueError):  # a folder that may not be read; no name of a file
+        return ""
+    return "" if near is None else f" (did you mean {folder / near}?)"
 
 
 def _cut(line: str) -> str:

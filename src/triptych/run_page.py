@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from triptych.attending.page import AttentionPage, join_pages, viewer_data
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, near_path
 from triptych.face import Model, load
 from triptych.inspection.record import averages, summary
 from triptych.reports import MetricPoint, Report, Table, TranslationSample, require_charts, write_report
@@ -51,7 +51,9 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
     """
     folder = Path(run)
     if not holds_run(folder):
-        raise UsageError(f"{folder} holds no run of triptych: give the folder that `triptych train` made")
+        raise UsageError(
+            f"{folder} holds no run of triptych{near_path(folder)}: give a folder that `triptych train` made"
+        )
     require_charts()
     page = folder / "report.html" if path is None else Path(path)
     recipe, model = read_recipe(folder / RECIPE), load(folder)

@@ -15,7 +15,8 @@ def read_toml(path: Path, what: str, missing: str | None = None) -> dict[str, An
     except FileNotFoundError as error:
         raise UsageError(missing or f"{path}: {error.strerror}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{what} {path} cannot be read: {error}") from None
+        reason = "it is a folder; give a file in it" if path.is_dir() else error
+        raise UsageError(f"{what} {path} cannot be read: {reason}") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{what} {path} is not valid TOML: {error}") from None
     except RecursionError:

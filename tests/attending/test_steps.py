@@ -84,7 +84,7 @@ def test_heads_and_bias_add_up_to_the_output_of_the_layer(name: str, tmp_path: P
     transformers = pytest.importorskip("transformers")
     tiny = TINY[name]
     model_class = getattr(transformers, HEADS.get(name, tiny.model))
-    saved(model_class, lambda: getattr(transformers, tiny.config)(**tiny.settings), tmp_path)
+    saved(model_class, lambda: tiny.configured(), tmp_path)
     write_tokenizer(tmp_path)
     model = load(tmp_path, dtype=torch.float32)
     two = "translate" in model.can or name.startswith("t5")

@@ -4,9 +4,8 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 from triptych.checkpoints.family import family_of
 from triptych.checkpoints.fields import not_understood_of_model
 from triptych.storage.settings import Settings
-
-Ours = TypeVar("Ours")
 
 
 class _Wide:
@@ -71,19 +68,6 @@ def saved(model_class: Any, configure: Callable[[], Any], folder: Path, leave: s
 def has_experts(config: Any) -> bool:
     """Whether a model has mixtures of experts, which must be "eager" in float64."""
     return any(hasattr(config, f"{number}_experts") for number in ("num_local", "n_routed", "num"))
-
-
-def pairs(
-    make: Callable[[str, Path], Any], load: Callable[[Path], Ours], factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Any, Ours]]:
-    """A function from a name to a tiny model of `transformers` and ours of its files, each made once."""
-
-    @cache
-    def pair(name: str) -> tuple[Any, Ours]:
-        folder = factory.mktemp("tiny")
-        return make(name, folder), load(folder)
-
-    return pair
 
 
 def changed(folder: Path, tensors: dict[str, Any], fields: dict[str, Any] | None = None) -> None:

@@ -30,7 +30,7 @@ LEFT_OUT = ("PerceiverForImageClassificationLearned",)
 def classes_of(name: str) -> list[tuple[type[Any], Any]]:
     """The classes of a tiny model's family, each with its configuration."""
     tiny = TINY[name]
-    own = getattr(transformers, tiny.config)
+    own = tiny.config
     config = own(**tiny.settings)
     configs = {own: config}
     configs |= {
@@ -69,7 +69,7 @@ def test_half_of_a_clip_is_read_as_it_is_saved(stack: str, tmp_path: Path) -> No
 def save_half(name: str, half: str, folder: Path) -> Any:
     """The encoder or the decoder of a tiny model, saved alone and loaded from there, in float64."""
     torch.manual_seed(0)
-    config = getattr(transformers, TINY[name].config)(**TINY[name].settings)
+    config = TINY[name].configured()
     whole = getattr(transformers, TINY[name].model)(config)
     saved = getattr(getattr(whole, whole.base_model_prefix, whole), half)
     with torch.no_grad():

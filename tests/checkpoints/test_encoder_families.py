@@ -205,7 +205,7 @@ def test_a_table_of_beit_is_of_the_layer_or_of_all(both: bool, shared: bool, tmp
         "use_shared_relative_position_bias": shared,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TINY, "beit, one table", Tiny(tiny.model, tiny.config, settings))
+        patch.setitem(TINY, "beit, one table", Tiny(tiny.model, settings))
         made("beit, one table", tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     assert isinstance(checkpoint, Checkpoint)

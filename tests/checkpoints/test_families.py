@@ -51,7 +51,7 @@ def made(name: str, folder: Path) -> Any:
 
 def _make(tiny: Tiny, folder: Path, *, falcon: bool) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, tiny.config)(**tiny.settings)
+    config = tiny.configured()
     model = getattr(transformers, tiny.model)(config)
     with torch.no_grad():  # what begins as 0 or 1 would hide what is done with it
         for parameter in model.parameters():
@@ -280,6 +280,6 @@ def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    tried = {getattr(transformers, tiny.config).model_type for tiny in TINY.values()}
+    tried = {tiny.config.model_type for tiny in TINY.values()}
     for family in families():
         assert tried & set(family.model_types) or not family.attention or family.remote, family.name

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attending.models import letters
 from checkpoints.oracle import apart, in_float64, saved
-from checkpoints.test_models_run import RUN, made, some_ids, theirs, type_of
+from checkpoints.runs import DECODERS, made, some_ids, theirs, type_of
 from checkpoints.tiny_models import TINY
 from triptych.attending import read_attention
 from triptych.checkpoints.models import load_language_model
@@ -63,7 +63,7 @@ REFUSED_HERE = {"nanochat": ("dynamic",)}
 
 def takes(name: str) -> bool:
     """Whether a tiny model is the first of its type, and has rotary positions that can be scaled."""
-    config = getattr(transformers, TINY[name].config)(**TINY[name].settings).get_text_config()
+    config = TINY[name].configured().get_text_config()
     first = next(other for other in TINY if type_of(other) == type_of(name))
     return bool(getattr(config, "rope_parameters", None)) and name in (
         first,
@@ -83,21 +83,21 @@ IN_EVERY_RUN = [
     ("gemma3, text", "dynamic"),
     ("deepseek_v3", "dynamic"),
 ]
-FAMILIES = [name for name in (*RUN, *ENCODERS) if takes(name)]
+FAMILIES = [name for name in (*DECODERS, *ENCODERS) if takes(name)]
 ALL = [
     pytest.param(name, kind, marks=() if (name, kind) in IN_EVERY_RUN else pytest.mark.slow)
     for name in FAMILIES
     for kind in KINDS
     if kind not in (*FAIL_THERE.get(name, ()), *REFUSED_HERE.get(name, ()))
 ]
-GROWING = [case for case in ALL if case.values[1] in ("dynamic", "longrope") and case.values[0] in RUN]
+GROWING = [case for case in ALL if case.values[1] in ("dynamic", "longrope") and case.values[0] in DECODERS]
 
 
 def scaled(name: str, kind: str, folder: Path, **more: Any) -> Any:
     """A tiny model of `transformers` whose rotary positions are scaled, saved in a folder."""
     tiny = TINY[name]
     settings = {**tiny.settings, **MORE.get(name, {}), **more}
-    config = getattr(transformers, tiny.config)(**settings).get_text_config()
+    config = tiny.config(**settings).get_text_config()
     config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two widths of heads
 
     def record(own: dict[str, Any]) -> dict[str, Any]:
@@ -122,19 +122,14 @@ def scaled(name: str, kind: str, folder: Path, **more: Any) -> Any:
     nested = config.nested_rope_parameter_keys(config.rope_parameters)
     own = config.rope_parameters
     records = {key: record(own[key]) for key in nested} if nested else record(own)
-    changes = {
-        **MORE.get(name, {}),
-        **more,
-        "rope_parameters": records,
-        "max_position_embeddings": LONGEST,
-    }
+    changes = {**MORE.get(name, {}), **more, "rope_parameters": records, "max_position_embeddings": LONGEST}
     if name == "mistral3":
         changes = {"text_config": {**tiny.settings["text_config"], **changes}}
     if name not in ENCODERS:
         return made(name, folder, changes)
 
     def configure() -> Any:
-        made_of = getattr(transformers, tiny.config)(**{**tiny.settings, **changes})
+        made_of = tiny.config(**{**tiny.settings, **changes})
         made_of._attn_implementation = "eager"
         return made_of
 

@@ -5,14 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
-from checkpoints import test_encoder_decoders_run as of_both
-from checkpoints import test_encoders_run as of_encoders
-from checkpoints import test_models_run as of_decoders
-from checkpoints.test_models_run import apart, changed, in_float64, made
+from checkpoints.oracle import apart, changed, in_float64
+from checkpoints.runs import ENCODERS, RUNS, TOLERANCE, loaded, made, outputs, read_by, some, theirs
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.models import ReadModel, changed_tensors, load_encoder_decoder, load_language_model
+from triptych.checkpoints.models import ReadModel, changed_tensors, load_language_model
 from triptych.errors import DataError
 from triptych.storage.copying import FolderCopy
 
@@ -21,21 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # Fused and transposed maps, a tied output; gains stored relative to 1; latents and experts.
 IN_EVERY_RUN = ("gpt2", "gemma3, text", "deepseek_v3")
-PLACES = {
-    **dict.fromkeys(of_both.CASES, of_both),
-    **dict.fromkeys(of_encoders.CASES, of_encoders),
-    **dict.fromkeys(of_decoders.RUN, of_decoders),
-}
-NAMES = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in PLACES]
+NAMES = some(RUNS, IN_EVERY_RUN)
 # Tables of positions that are products of several tensors.
-NOT_WRITTEN = [
-    name for name in of_encoders.CASES if name.startswith("deberta") and name != "deberta, learned"
-]
-TOLERANCE = {**of_decoders.TOLERANCE, **of_encoders.TOLERANCE, **of_both.TOLERANCE}
-
-
-def read(name: str, folder: Path) -> ReadModel:
-    return load_encoder_decoder(folder) if PLACES[name] is of_both else load_language_model(folder).model
+NOT_WRITTEN = [name for name in ENCODERS if name.startswith("deberta") and name != "deberta, learned"]
 
 
 def write_read_model(model: ReadModel, source: Path, target: Path) -> None:
@@ -57,40 +42,29 @@ def trained(model: ReadModel) -> ReadModel:
     return model
 
 
-def outputs(name: str, model: nn.Module) -> Tensor:
-    """What a model gives for some tokens, ours or that of `transformers`."""
-    ours = not isinstance(model, transformers.PreTrainedModel)
-    if PLACES[name] is of_both:
-        src, tgt = of_both.some_ids(9), of_both.some_ids(7)
-        return model(src, tgt) if ours else of_both.theirs(model, src, tgt).logits
-    ids = of_decoders.some_ids()
-    if ours:
-        return model(ids).logits  # type: ignore[no-any-return]
-    return of_encoders.outputs(of_decoders.theirs(model, ids))
-
-
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_a_model_with_other_numbers_is_what_transformers_and_we_read_again(name: str, tmp_path: Path) -> None:
-    other = PLACES[name].made(name, tmp_path / "made")  # type: ignore[attr-defined]
-    model = trained(read(name, tmp_path / "made"))
+    other = made(name, tmp_path / "made")
+    model = trained(loaded(name, tmp_path / "made"))
     if name in NOT_WRITTEN:
         with pytest.raises(DataError, match=r"tables of positions of .* changed"):
             write_read_model(model, tmp_path / "made", tmp_path / "written")
         return
     write_read_model(model, tmp_path / "made", tmp_path / "written")
-    expected = outputs(name, model)
-    assert apart(outputs(name, read(name, tmp_path / "written")), expected) < 1e-10
+    ids = read_by(name)
+    expected = outputs(model(*ids))
+    assert apart(outputs(loaded(name, tmp_path / "written")(*ids)), expected) < 1e-10
     with in_float64():
         again = type(other).from_pretrained(tmp_path / "written", config=other.config, dtype=torch.float64)
-    assert apart(outputs(name, again.eval()), expected) < TOLERANCE.get(name, 1e-10)
+    assert apart(outputs(theirs(again.eval(), *ids)), expected) < TOLERANCE.get(name, 1e-10)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_numbers_that_came_back_to_what_they_were_are_stored_as_they_were(name: str, tmp_path: Path) -> None:
-    PLACES[name].made(name, tmp_path / "made")  # type: ignore[attr-defined]
-    write_read_model(read(name, tmp_path / "made"), tmp_path / "made", tmp_path / "written")
+    made(name, tmp_path / "made")
+    write_read_model(loaded(name, tmp_path / "made"), tmp_path / "made", tmp_path / "written")
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("made", "written"))
     assert list(before) == list(after)
     assert all(torch.equal(after[tensor], numbers) for tensor, numbers in before.items())
@@ -115,7 +89,7 @@ def test_a_tied_map_that_is_in_the_file_as_well_changes_with_the_table(tmp_path:
     made("gpt2", tmp_path / "made")
     table = load_file(tmp_path / "made" / "model.safetensors")["transformer.wte.weight"]
     changed(tmp_path / "made", {"lm_head.weight": table.clone()})
-    write_read_model(trained(read("gpt2", tmp_path / "made")), tmp_path / "made", tmp_path / "written")
+    write_read_model(trained(loaded("gpt2", tmp_path / "made")), tmp_path / "made", tmp_path / "written")
     written = load_file(tmp_path / "written" / "model.safetensors")
     assert torch.equal(written["lm_head.weight"], written["transformer.wte.weight"])
     assert not torch.equal(written["lm_head.weight"], table)
@@ -123,8 +97,8 @@ def test_a_tied_map_that_is_in_the_file_as_well_changes_with_the_table(tmp_path:
 
 @torch.no_grad()
 def test_layers_that_share_a_tensor_and_differ_now_are_refused(tmp_path: Path) -> None:
-    of_encoders.made("mpnet", tmp_path / "made")
-    model = read("mpnet", tmp_path / "made")
+    made("mpnet", tmp_path / "made")
+    model = loaded("mpnet", tmp_path / "made")
     next(p for name, p in model.named_parameters() if name.endswith("bias_table")).add_(1)
     with pytest.raises(DataError, match=r"layers share .*relative_attention_bias.weight"):
         write_read_model(model, tmp_path / "made", tmp_path / "written")

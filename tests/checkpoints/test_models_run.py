@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,34 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from checkpoints.oracle import apart, changed, fields_not_understood, has_experts, in_float64, pairs, saved
+from checkpoints.oracle import apart, changed, fields_not_understood, in_float64
+from checkpoints.runs import (
+    DECODERS,
+    FEW,
+    PAIRS,
+    REFUSED,
+    RUNS,
+    TOLERANCE,
+    decoder_of,
+    loaded,
+    made,
+    outputs,
+    read_by,
+    some,
+    some_ids,
+    theirs,
+    type_of,
+)
+from checkpoints.runs import pair_of as pair_of
 from checkpoints.tiny_models import TINY
-from triptych.attention import PositionIds
+from triptych.attention import DecoderCache, PositionIds
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.family import Family, families, family_of
+from triptych.checkpoints.family import families, family_of
 from triptych.checkpoints.model_map import model_map
-from triptych.checkpoints.models import load_language_model
-from triptych.checkpoints.specs import ModelSpec
+from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.decoding.engine import Engine
 from triptych.errors import DataError, UsageError
-from triptych.models.language_model import LanguageModel
 from triptych.opening import record_calls
 from triptych.storage.settings import Settings, paths_in
 from triptych.storage.tensors import open_tensors
@@ -32,170 +47,145 @@ from triptych.storage.tensors import open_tensors
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Learned positions and fused maps; grouped keys, gates; gains relative to 1; rotary pairs side by side, one
-# norm for two readers; ALiBi, a norm of embeddings; norms after sums; sandwiches, gate and inner map in one;
-# latents, experts in groups.
-IN_EVERY_RUN = ("gpt2", "llama", "gemma", "gptj", "bloom", "openai-gpt", "glm4", "deepseek_v3")
-# Why models of families that are run are not.
-REFUSED = {
-    "granitemoehybrid": "layer 1 of 3 is attention; the rest are Mamba-2 mixers, which are not",
-    "gemma3": "vision_tower.encoder.layers.0.self_attn is no self-attention of its decoder",
-    "xglm with cross-attention": "layers.0.encoder_attn is no self-attention of its decoder",
-    "llama4": "multi_modal_projector.linear_1.weight, vision_model.class_embedding",
-}
-# Of two experts for one choice, little would show.
-SEVERAL_EXPERTS = {
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    "num_experts_per_tok": 2,
-}
-IN_GROUPS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"topk_method": "group_limited_greedy", "n_group": 2, "routed_scaling_factor": 1.5},
-    "deepseek_v3": {"n_group": 2, "topk_group": 1},
-}
-# Of models that are tiny without one.
-WITH_HEAD = {"gemma3, both ways": "Gemma3ForCausalLM"}
-# Classes within a class, whose modules are only imported when it is made; `in_float64` must find them.
-WITHIN = {"mistral3": "MistralForCausalLM", "mistral3, ministral": "Ministral3ForCausalLM"}
-# BLOOM writes the root of 2/π with eight digits.
-TOLERANCE = {"bloom": 1e-9, "bloom, six heads": 1e-9}
+PairOf = Callable[[str], tuple[Any, Any]]
 
 
-def type_of(name: str) -> str:
-    """The `model_type` of a tiny model."""
-    return str(getattr(transformers, TINY[name].config).model_type)
-
-
-def decoder_of(family: Family | None) -> ModelSpec | None:
-    """What decoders without an encoder are made of; None of other families, which have tests of their own."""
-    model = None if family is None else family.model
-    return model if model is not None and model.kind == "decoder" and model.encoder is None else None
-
-
-def can_be_run(name: str) -> bool:
-    model = decoder_of(family_of(type_of(name)))
-    if model is None or name in REFUSED:
-        return False
-    config = Settings(getattr(transformers, TINY[name].config)(**TINY[name].settings).to_dict(), name)
-    return not any(config.holds(choice.when) for choice in model.refused)
-
-
-RUN = [name for name in TINY if can_be_run(name)]
-MOST = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in RUN]
-FEW = [pytest.param(name, marks=() if name in IN_EVERY_RUN[:2] else pytest.mark.slow) for name in RUN]
-
-
-def made(name: str, folder: Path, changes: dict[str, Any] | None = None) -> Any:
-    """A tiny model with random numbers everywhere, in float64, saved in a folder."""
-    tiny = TINY[name]
-    model_class = getattr(transformers, WITH_HEAD.get(name, tiny.model))  # imports its module
-    _ = getattr(transformers, WITHIN.get(name, tiny.model))
-    more = {field: value for field, value in SEVERAL_EXPERTS.items() if field in tiny.settings}
-    settings = {**tiny.settings, **more, **IN_GROUPS.get(name, {}), **(changes or {})}
-
-    def configure() -> Any:
-        config = getattr(transformers, tiny.config)(**settings)
-        # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
-        config._attn_implementation = "sdpa" if name.startswith("falcon") else "eager"
-        if has_experts(config):
-            config._experts_implementation = "eager"
-        return config
-
-    return saved(model_class, configure, folder)
-
-
-Pair = tuple[Any, LanguageModel]
-
-
-@pytest.fixture(scope="module")
-def pair_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """A tiny model of `transformers`, and ours of its files; made once."""
-    return pairs(made, lambda folder: load_language_model(folder).model, tmp_path_factory)
-
-
-def theirs(model: Any, ids: Tensor, **given: Any) -> Any:
-    with in_float64(), torch.no_grad():
-        return model(input_ids=ids, **given)
-
-
-def some_ids(batch: int = 2, length: int = 11) -> Tensor:
-    return torch.randint(3, 40, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", some(RUNS))
 @torch.no_grad()
-def test_logits_and_attention_weights_are_those_of_transformers(
-    name: str, pair_of: Callable[[str], Pair]
-) -> None:
+def test_outputs_and_attention_weights_are_those_of_transformers(name: str, pair_of: PairOf) -> None:
     other, model = pair_of(name)
-    ids = some_ids()
+    ids, kind = read_by(name), RUNS[name].kind
     gives_weights = other.config._attn_implementation == "eager"
-    expected = theirs(other, ids, output_attentions=gives_weights)
+    expected = theirs(other, *ids, output_attentions=gives_weights)
     with record_calls(model) as calls:
-        found = model(ids)
-    assert found.logits.dtype == torch.float64
-    assert apart(found.logits, expected.logits) < TOLERANCE.get(name, 1e-10)
-    if gives_weights:
-        assert len(calls) == len(expected.attentions)
-        for call, layer in zip(calls, expected.attentions, strict=True):
-            assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
+        found = outputs(model(*ids))
+    assert kind != "encoder" or not model.causal
+    assert found.dtype == torch.float64
+    assert apart(found, outputs(expected)) < TOLERANCE.get(name, 1e-10)
+    if not gives_weights:
+        return
+    layers = (
+        [layer for half in ("encoder", "decoder", "cross") for layer in expected[f"{half}_attentions"]]
+        if kind == "pairs"
+        else expected.attentions
+    )
+    calls.sort(key=lambda call: ("encoder", "decoder", "cross").index(call.kind))
+    assert len(calls) == len(layers)
+    for call, layer in zip(calls, layers, strict=True):
+        assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", some(RUNS, FEW))
 @torch.no_grad()
 def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
     other = made(name, tmp_path).float()
-    model = load_language_model(tmp_path, dtype=torch.float32).model
-    ids = some_ids()
-    found, expected = model(ids).logits, other(input_ids=ids).logits
+    model, ids = loaded(name, tmp_path, torch.float32), read_by(name)
+    target = {"decoder_input_ids": ids[1]} if len(ids) > 1 else {}
+    found, expected = outputs(model(*ids)), outputs(other(input_ids=ids[0], **target))
     assert found.dtype == torch.float32
     assert apart(found, expected) < 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", some(RUNS, FEW))
+@pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding_on_the_right_changes_nothing(name: str, pair_of: Callable[[str], Pair]) -> None:
+def test_padding_is_seen_on_neither_side(name: str, side: str, pair_of: PairOf) -> None:
     other, model = pair_of(name)
-    ids, there = some_ids(), torch.ones(2, 11, dtype=torch.bool)
-    there[1, 7:] = False
-    expected = theirs(other, ids, attention_mask=there.long()).logits
-    found = model(ids, mask=there[:, None, None]).logits
-    assert apart(found[there], expected[there]) < TOLERANCE.get(name, 1e-10)
-    assert apart(found[1:, :7], model(ids[1:, :7]).logits) < 1e-10
-
-
-@pytest.mark.parametrize("name", FEW)
-@torch.no_grad()
-def test_padding_on_the_left_moves_positions(name: str, pair_of: Callable[[str], Pair]) -> None:
-    other, model = pair_of(name)
-    ids, there = some_ids(), torch.ones(2, 11, dtype=torch.bool)
-    there[1, :4] = False
-    positions = (there.cumsum(1) - 1).clamp(min=0)
-    given = {"position_ids": positions} if "position_ids" in signature(other.forward).parameters else {}
-    expected = theirs(other, ids, attention_mask=there.long(), **given).logits
-    found = model(ids, mask=there[:, None, None], positions=PositionIds(positions, 11)).logits
+    (ids, *target), kind, tolerance = read_by(name), RUNS[name].kind, TOLERANCE.get(name, 1e-10)
+    own = slice(4, None) if side == "left" else slice(0, 7)
+    there = torch.ones(ids.shape, dtype=torch.bool)
+    there[1] = False
+    there[1, own] = True
+    if kind != "decoder":
+        ids[~there] = other.config.pad_token_id
+    if kind == "pairs":
+        found = model(ids, *target)
+        assert apart(found, theirs(other, ids, *target).logits) < tolerance
+        if side == "right":
+            assert apart(found[1:], model(ids[1:, own], target[0][1:])) < 1e-10
+        return
+    positions, given, moved = None, {}, {}
+    if kind == "decoder" and side == "left":
+        positions = (there.cumsum(1) - 1).clamp(min=0)
+        given = {"positions": PositionIds(positions, 11)}
+        moved = {"position_ids": positions} if "position_ids" in signature(other.forward).parameters else {}
+    found = outputs(model(ids, mask=there[:, None, None], **given))
     same = there.clone()
-    same[1] &= name != "llama4, text"  # whose queries grow with their place in a row, padding counted
-    assert apart(found[same], expected[same]) < TOLERANCE.get(name, 1e-10)
-    assert apart(found[1:, 4:], model(ids[1:, 4:]).logits) < 1e-10
+    same[1] &= name != "llama4, text" or side == "right"  # whose queries grow with their place in a row
+    expected = outputs(theirs(other, ids, attention_mask=there.long(), **moved))
+    assert apart(found[same], expected[same]) < tolerance
+    if side == "right" or kind == "decoder":
+        assert apart(found[1:, own], outputs(model(ids[1:, own]))) < 1e-10
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", some([*DECODERS, *PAIRS], FEW))
 @torch.no_grad()
-def test_token_by_token_is_the_whole_prompt_at_once(name: str, pair_of: Callable[[str], Pair]) -> None:
+def test_token_by_token_is_the_whole_text_at_once(name: str, pair_of: PairOf) -> None:
     _, model = pair_of(name)
-    if not model.causal:
+    if RUNS[name].kind == "pairs":
+        src, ids = read_by(name)
+        memory, mask = model.encode(src), model.memory_mask(src)
+        cache, whole = DecoderCache(len(model.decoder.blocks)), model(src, ids)
+    elif model.causal:
+        (ids,) = read_by(name)
+        cache, whole = model.new_cache(), model(ids).logits
+    else:
         pytest.skip("it sees both sides")
-    ids, cache = some_ids(), model.new_cache()
-    steps = [model(ids[:, :4], cache=cache).logits]
-    steps += [model(ids[:, place : place + 1], cache=cache).logits for place in range(4, ids.shape[1])]
+    found = []
+    for part in (ids[:, :3], *ids[:, 3:].split(1, dim=1)):
+        if RUNS[name].kind == "pairs":
+            found.append(model.head(model.decode(part, memory, mask, cache)))
+        else:
+            found.append(model(part, cache=cache).logits)
     assert cache.length == ids.shape[1]
-    assert apart(torch.cat(steps, dim=1), model(ids).logits) < 1e-10
+    assert apart(torch.cat(found, dim=1), whole) < 1e-10
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
+    assert fields_not_understood(RUNS[name].configured()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "fields", "said"),
+    [
+        ("gpt2", {"transformer.h.0.mlp.gate.weight": torch.ones(2)}, {}, "transformer.h.0.mlp.gate.weight"),
+        ("gpt2", {"transformer.h.1.mlp.c_fc.bias": None}, {}, "is no tensor transformer.h.1.mlp.c_fc.bias"),
+        ("gpt2", {"transformer.ln_f.weight": torch.ones(3)}, {}, "ln_f.weight: shape"),
+        ("gpt2", {"lm_head.weight": torch.ones(40, 24)}, {}, "lm_head.weight is not transformer.wte.weight"),
+        ("gpt2", {}, {"n_inner": 90}, "c_fc.weight: shape"),
+        ("gpt2", {}, {"residual_multiplier": 0.5}, "what residual_multiplier changes"),
+        ("gpt2", {}, {"c_fc": "a module's name"}, "what c_fc changes"),
+        ("gpt2", {}, {"activation_function": "mish"}, "activation 'mish' is not one of"),
+        ("gpt2", {}, {"tie_word_embeddings": False}, "there is no tensor lm_head.weight"),
+        ("openai-gpt", {}, {"afn": "mish"}, "activation 'mish' is not one of"),
+        ("bloom", {}, {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true and pretrain"),
+        ("deepseek_v2", {}, {"topk_method": "noaux_tc"}, "is neither greedy nor group_limited_greedy"),
+        ("bert", {"classifier.weight": torch.ones(2, 24)}, {}, "unknown tensor classifier.weight: models of"),
+        (
+            "bert",
+            {"cls.predictions.decoder.bias": torch.ones(40)},
+            {},
+            "cls.predictions.decoder.bias is not cls.predictions.bias",
+        ),
+        ("bert", {}, {"hidden_act": "mish"}, "activation 'mish' is not one of"),
+        ("bert", {}, {"is_decoder": True}, "no self-attention of its encoder"),
+        ("deberta-v2", {}, {"conv_kernel_size": 3}, "conv_kernel_size is not 0"),
+        ("electra, generator", {"electra.embeddings_project.weight": None}, {}, "and no map leads to 24"),
+    ],
+)
+def test_what_is_not_understood_or_missing_is_refused_by_name(
+    name: str, tensors: dict[str, Any], fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    changed(tmp_path, tensors, fields)
+    with pytest.raises(DataError, match=said) as raised:
+        load_language_model(tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 @torch.no_grad()
-def test_the_engine_continues_texts_of_unlike_lengths_where_layers_borrow_keys(
-    pair_of: Callable[[str], Pair],
-) -> None:
+def test_the_engine_continues_texts_of_unlike_lengths_where_layers_borrow_keys(pair_of: PairOf) -> None:
     _, model = pair_of("gemma4, text")
     engine, texts = Engine(model), [[3, 5, 7, 9, 11, 13], [4, 6, 8]]
     cache, logits = engine.read(texts)
@@ -207,22 +197,17 @@ def test_the_engine_continues_texts_of_unlike_lengths_where_layers_borrow_keys(
         logits = engine.step(tokens, cache)
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> None:
-    assert fields_not_understood(getattr(transformers, TINY[name].config)(**TINY[name].settings)) == []
-
-
 def test_every_family_that_is_run_has_a_tiny_model() -> None:
-    run = {type_of(name) for name in RUN}
+    run = {type_of(name) for name in DECODERS}
     for family in families():
         if decoder_of(family) is not None and not family.remote:
             assert run & {*family.model_types}, family.name
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", some(DECODERS, FEW))
 def test_a_field_that_is_left_out_is_what_the_class_makes_it(name: str, tmp_path: Path) -> None:
     tiny = TINY[name]
-    made_by = getattr(transformers, tiny.config)
+    made_by = tiny.config
     family = family_of(type_of(name))
     assert family is not None
     assert family.model is not None
@@ -273,9 +258,18 @@ def test_the_same_tensors_turn_in_halves_in_llama_and_in_pairs_in_helium(tmp_pat
     assert apart(found, theirs(helium, some_ids()).logits) < 1e-10
 
 
+@torch.no_grad()
+def test_norms_may_have_the_names_of_old(tmp_path: Path) -> None:
+    other, ids = made("bert", tmp_path), read_by("bert")
+    norms = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if "LayerNorm" in name}
+    old = {name.replace(".weight", ".gamma").replace(".bias", ".beta"): t for name, t in norms.items()}
+    changed(tmp_path, {**dict.fromkeys(norms), **old})
+    assert apart(outputs(loaded("bert", tmp_path)(*ids)), outputs(theirs(other, *ids))) < 1e-10
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
-def test_the_stream_is_taken_after_the_last_norm_as_there(name: str, pair_of: Callable[[str], Pair]) -> None:
+def test_the_stream_is_taken_after_the_last_norm_as_there(name: str, pair_of: PairOf) -> None:
     other, model = pair_of(name)
     expected = theirs(other, some_ids(), output_hidden_states=True).hidden_states[-1]
     assert apart(model(some_ids()).hidden, expected) < 1e-10
@@ -323,59 +317,10 @@ def test_turned_channels_keep_their_factor_where_no_norm_takes_it_off(tmp_path: 
     assert apart(found, theirs(other, some_ids()).logits) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "said"),
-    [
-        ("openai-gpt", {"afn": "mish"}, "activation 'mish' is not one of"),
-        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true and pretraining_tp"),
-        (
-            "deepseek_v2",
-            {"topk_method": "noaux_tc"},
-            "topk_method is neither greedy nor group_limited_greedy",
-        ),
-    ],
-)
-def test_what_a_field_says_is_followed_or_refused_by_name(
-    name: str, fields: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    made(name, tmp_path)
-    load_language_model(tmp_path)
-    changed(tmp_path, {}, fields)
-    with pytest.raises(DataError, match=said):
-        load_language_model(tmp_path)
-
-
 @pytest.fixture
 def gpt2(tmp_path: Path) -> Path:
     made("gpt2", tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("tensors", "fields", "said"),
-    [
-        (
-            {"transformer.h.0.mlp.gate.weight": torch.ones(2)},
-            {},
-            "tensor transformer.h.0.mlp.gate.weight",
-        ),
-        ({"transformer.h.1.mlp.c_fc.bias": None}, {}, "there is no tensor transformer.h.1.mlp.c_fc.bias"),
-        ({"transformer.ln_f.weight": torch.ones(3)}, {}, "ln_f.weight: shape"),
-        ({"lm_head.weight": torch.ones(40, 24)}, {}, "lm_head.weight is not transformer.wte.weight"),
-        ({}, {"n_inner": 90}, "c_fc.weight: shape"),
-        ({}, {"residual_multiplier": 0.5}, "what residual_multiplier changes"),
-        ({}, {"c_fc": "a module's name"}, "what c_fc changes"),
-        ({}, {"activation_function": "mish"}, "activation 'mish' is not one of"),
-        ({}, {"tie_word_embeddings": False}, "there is no tensor lm_head.weight"),
-    ],
-)
-def test_what_is_not_understood_or_missing_is_refused_by_name(
-    tensors: dict[str, Any], fields: dict[str, Any], said: str, gpt2: Path
-) -> None:
-    changed(gpt2, tensors, fields)
-    with pytest.raises(DataError, match=said) as raised:
-        load_language_model(gpt2)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_tied_map_that_is_in_the_file_as_well_must_be_the_table(gpt2: Path) -> None:
@@ -461,3 +406,78 @@ def test_what_a_configuration_may_have_or_leave_out_is_read_as_transformers_read
     with torch.no_grad():
         found = load_language_model(tmp_path).model(ids).logits
     assert apart(found, theirs(other, ids).logits) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "electra, generator", "albert", "roformer", "nomic_bert"]
+)
+@torch.no_grad()
+def test_segments_have_rows_of_their_own(name: str, pair_of: PairOf) -> None:
+    other, model = pair_of(name)
+    ids, types = read_by(name)[0], (torch.arange(11) > 5).long().expand(2, 11)
+    expected = outputs(theirs(other, ids, token_type_ids=types))
+    found = model(ids, types=types).logits
+    assert apart(found, expected) < TOLERANCE.get(name, 1e-10)
+    assert apart(found, model(ids).logits) > 1e-3
+
+
+@torch.no_grad()
+def test_given_positions_are_taken_instead_of_counted_ones(pair_of: PairOf) -> None:
+    other, model = pair_of("roberta")
+    ids, places = read_by("roberta")[0], torch.arange(3, 14)
+    expected = theirs(other, ids, position_ids=places.expand(2, 11) + other.config.pad_token_id + 1).logits
+    assert apart(model(ids, positions=PositionIds(places, 14)).logits, expected) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("m2m_100", {"activation_function": None, "scale_embedding": None}),
+        ("t5", {"dense_act_fn": "silu"}),
+        ("t5, gated", {"dense_act_fn": "relu"}),
+    ],
+)
+@torch.no_grad()
+def test_what_a_file_leaves_out_or_says_twice_is_what_the_class_makes_of_it(
+    name: str, fields: Mapping[str, Any], tmp_path: Path
+) -> None:
+    made(name, tmp_path)
+    path = tmp_path / "config.json"
+    record = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({field: value for field, value in record.items() if value is not None}))
+    model_class = RUNS[name].of_class
+    with in_float64():
+        other = model_class.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    src, tgt = read_by(name)
+    found = load_encoder_decoder(tmp_path)(src, tgt)
+    assert apart(found, theirs(other, src, tgt).logits) < 1e-10
+
+
+def test_a_model_with_an_encoder_is_no_language_model_and_the_other_way_round(tmp_path: Path) -> None:
+    made("bart", tmp_path / "bart")
+    with pytest.raises(DataError, match="a model of BART has an encoder and a decoder"):
+        load_language_model(tmp_path / "bart")
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY["gpt2"].settings)).save_pretrained(
+        tmp_path / "g"
+    )
+    with pytest.raises(DataError, match="GPT-2 is not run as an encoder with a decoder"):
+        load_encoder_decoder(tmp_path / "g")
+
+
+def test_what_no_recipe_describes_is_not_rewritten_as_if_one_did(pair_of: PairOf) -> None:
+    _, model = pair_of("bart")
+    with pytest.raises(ValueError, match="no recipe describes it"):
+        _ = model.config
+
+
+@pytest.mark.parametrize("name", ["vit", "clip", "whisper", "wav2vec2"])
+def test_models_of_pictures_and_of_speech_can_be_read_and_say_that_they_are_not_run(
+    name: str, tmp_path: Path
+) -> None:
+    tiny = TINY[name]
+    config = tiny.configured()
+    getattr(transformers, tiny.model)(config).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="can be read, and not run"):
+        load_language_model(tmp_path)
+    with pytest.raises(DataError, match="is not run as an encoder with a decoder"):
+        load_encoder_decoder(tmp_path)

@@ -28,7 +28,7 @@ def saved(name: str, folder: Path) -> dict[str, Any]:
     """Write a tiny model; its configuration."""
     torch.manual_seed(0)
     tiny = TINY[name]
-    config = getattr(transformers, tiny.config)(**tiny.settings)
+    config = tiny.configured()
     getattr(transformers, tiny.model)(config).save_pretrained(folder)
     return dict(json.loads((folder / "config.json").read_text()))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triptych.checkpoints.layer import MapSizes
-from triptych.checkpoints.layer_map import Named, Split, SplitHeads, Transposed
+from triptych.checkpoints.layer_map import TRANSPOSED, Named, split_heads, split_rows
 from triptych.checkpoints.specs import FusedLayout
 from triptych.errors import DataError
 
@@ -37,9 +37,9 @@ def test_writing_what_was_read_gives_what_was_stored(
     tensor = torch.arange(float(rows)) if bias else torch.arange(3.0 * rows).view(rows, 3)
     stored = Named(("qkv",))
     if transposed and not bias:
-        tensor, stored = tensor.mT.contiguous(), stored.then(Transposed())
+        tensor, stored = tensor.mT.contiguous(), stored.then(TRANSPOSED)
     stored = stored.then(
-        Split(layout, MapSizes(heads, groups, width, value_width)), SplitHeads(heads, groups, groups)
+        split_rows(layout, MapSizes(heads, groups, width, value_width)), split_heads(heads, groups, groups)
     )
     parts = read(stored, {"qkv": tensor})
     assert [(len(part), part.shape[-1]) for part in parts] == [
@@ -53,10 +53,12 @@ def test_writing_what_was_read_gives_what_was_stored(
 def test_rows_go_to_queries_keys_and_values_as_their_layout_says() -> None:
     sizes = MapSizes(4, 2, 1, 1)
     rows = {"qkv": torch.arange(8.0)}
-    first, second = (read(Named(("qkv",)).then(Split(layout, sizes)), rows) for layout in LAYOUTS[:2])
+    first, second = (read(Named(("qkv",)).then(split_rows(layout, sizes)), rows) for layout in LAYOUTS[:2])
     assert [part.tolist() for part in first] == [[0, 1, 2, 3], [4, 5], [6, 7]]
     assert [part.tolist() for part in second] == [[0, 1, 4, 5], [2, 6], [3, 7]]
-    third = read(Named(("qkv",)).then(Split(LAYOUTS[2], MapSizes(4, 4, 1, 1))), {"qkv": torch.arange(12.0)})
+    third = read(
+        Named(("qkv",)).then(split_rows(LAYOUTS[2], MapSizes(4, 4, 1, 1))), {"qkv": torch.arange(12.0)}
+    )
     assert [part.tolist() for part in third] == [[0, 3, 6, 9], [2, 5, 8, 11], [1, 4, 7, 10]]
     with pytest.raises(DataError, match="6 heads cannot lie in 4 parts"):
-        read(Named(("qkv",)).then(Split(LAYOUTS[2], MapSizes(6, 6, 1, 1))), {"qkv": torch.arange(18.0)})
+        read(Named(("qkv",)).then(split_rows(LAYOUTS[2], MapSizes(6, 6, 1, 1))), {"qkv": torch.arange(18.0)})

@@ -12,7 +12,7 @@ from torch import nn
 
 import triptych
 from checkpoints.oracle import in_float64
-from checkpoints.test_encoder_decoders_run import made
+from checkpoints.runs import made
 from checkpoints.tiny_translators import WORDS, translator_folder, write_tokenizer
 from decoding.plain_search import search
 from triptych.checkpoints.models import load_encoder_decoder
@@ -169,10 +169,7 @@ def test_languages_stand_where_the_class_of_the_tokenizer_puts_them(tmp_path: Pa
         triptych.load(tmp_path / name, languages=("de_DE", "en_XX")).translator()
         for name in ("behind", "before")
     )
-    for translator, source, start in (
-        (behind, [9, 2, 38], (39,)),
-        (before, [38, 9, 2], (2, 39)),
-    ):
+    for translator, source, start in ((behind, [9, 2, 38], (39,)), (before, [38, 9, 2], (2, 39))):
         assert translator.tokenizers.source.encode(["w9"], add_special=True) == [source]
         assert translator.tokenizers.target.rules.start == start
         assert translator.tokenizers.target.encode(["w9"], add_special=True) == [[9, 2]]

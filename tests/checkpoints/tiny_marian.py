@@ -74,10 +74,7 @@ def tensors_of(config: dict[str, Any], dtype: torch.dtype = torch.float64) -> di
 
 
 def write_marian(
-    folder: Path,
-    tensors: dict[str, Tensor] | None = None,
-    dtype: torch.dtype = torch.float64,
-    **changes: Any,
+    folder: Path, tensors: dict[str, Tensor] | None = None, dtype: torch.dtype = torch.float64, **changes: Any
 ) -> dict[str, Tensor]:
     """Write a checkpoint with some of `CONFIG` changed; a field that is None is left out."""
     config = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}
@@ -112,10 +109,7 @@ class Reference:
         self.config, self.tensors = config, tensors
 
     def logits(self, src: list[int], tgt_in: list[int]) -> Tensor:
-        shared, tied = (
-            self.config["share_encoder_decoder_embeddings"],
-            self.config["tie_word_embeddings"],
-        )
+        shared, tied = (self.config["share_encoder_decoder_embeddings"], self.config["tie_word_embeddings"])
         source = self.tensors["model.shared.weight" if shared else "model.encoder.embed_tokens.weight"]
         target = self.tensors["model.shared.weight" if shared else "model.decoder.embed_tokens.weight"]
         x = self.embed(source, src)

@@ -8,23 +8,27 @@ from typing import Any, NamedTuple
 
 import pytest
 
+transformers = pytest.importorskip("transformers")
+
 
 class Tiny(NamedTuple):
-    """A tiny model.
-
-    Attributes:
-        model: name of its class in `transformers`.
-        config: name of the class of its configuration.
-        settings: what that is called with.
-    """
+    """A tiny model: the name of its class in `transformers`, and the settings of its configuration."""
 
     model: str
-    config: str
     settings: Mapping[str, Any]
 
+    @property
+    def config(self) -> Any:
+        """The class of its configuration."""
+        return getattr(transformers, self.model).config_class
 
-def tiny(model: str, config: str, base: Mapping[str, Any] | None = None, /, **settings: Any) -> Tiny:
-    return Tiny(model, config, {**(base or {}), **settings})
+    def configured(self, **changes: Any) -> Any:
+        """Its configuration, with these settings changed."""
+        return self.config(**{**self.settings, **changes})
+
+
+def tiny(model: str, base: Mapping[str, Any] | None = None, /, **settings: Any) -> Tiny:
+    return Tiny(model, {**(base or {}), **settings})
 
 
 _COMMON: dict[str, Any] = {
@@ -161,14 +165,11 @@ _DELTA_NET = {
 }
 
 TINY: dict[str, Tiny] = {
-    "bert": tiny("BertModel", "BertConfig", _COMMON),
-    "bert with cross-attention": tiny(
-        "BertLMHeadModel", "BertConfig", _COMMON, is_decoder=True, add_cross_attention=True
-    ),
-    "roberta": tiny("RobertaModel", "RobertaConfig", _COMMON),
+    "bert": tiny("BertModel", _COMMON),
+    "bert with cross-attention": tiny("BertLMHeadModel", _COMMON, is_decoder=True, add_cross_attention=True),
+    "roberta": tiny("RobertaModel", _COMMON),
     "distilbert": tiny(
         "DistilBertModel",
-        "DistilBertConfig",
         dim=24,
         hidden_dim=32,
         n_layers=2,
@@ -176,20 +177,13 @@ TINY: dict[str, Tiny] = {
         vocab_size=40,
         max_position_embeddings=64,
     ),
-    "albert": tiny("AlbertModel", "AlbertConfig", _COMMON, embedding_size=12),
+    "albert": tiny("AlbertModel", _COMMON, embedding_size=12),
     "albert in groups": tiny(
-        "AlbertModel",
-        "AlbertConfig",
-        _COMMON,
-        embedding_size=12,
-        num_hidden_groups=2,
-        inner_group_num=2,
-        num_hidden_layers=4,
+        "AlbertModel", _COMMON, embedding_size=12, num_hidden_groups=2, inner_group_num=2, num_hidden_layers=4
     ),
-    "electra": tiny("ElectraModel", "ElectraConfig", _COMMON, embedding_size=12),
+    "electra": tiny("ElectraModel", _COMMON, embedding_size=12),
     "deberta-v2": tiny(
         "DebertaV2Model",
-        "DebertaV2Config",
         _DEBERTA,
         pos_att_type=["p2c", "c2p"],
         position_buckets=8,
@@ -197,30 +191,22 @@ TINY: dict[str, Tiny] = {
         share_att_key=True,
     ),
     "deberta-v2, maps of its own": tiny(
-        "DebertaV2Model",
-        "DebertaV2Config",
-        _DEBERTA,
-        pos_att_type=["c2p"],
-        share_att_key=False,
-        max_relative_positions=6,
+        "DebertaV2Model", _DEBERTA, pos_att_type=["c2p"], share_att_key=False, max_relative_positions=6
     ),
-    "gpt2": tiny("GPT2LMHeadModel", "GPT2Config", _GPT),
-    "gpt_bigcode": tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT),
-    "gpt_bigcode, a key each": tiny("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT, multi_query=False),
-    "gpt2, scaled by layer": tiny(
-        "GPT2LMHeadModel", "GPT2Config", _GPT, scale_attn_by_inverse_layer_idx=True
-    ),
-    "gpt2, not scaled": tiny("GPT2LMHeadModel", "GPT2Config", _GPT, scale_attn_weights=False),
+    "gpt2": tiny("GPT2LMHeadModel", _GPT),
+    "gpt_bigcode": tiny("GPTBigCodeForCausalLM", _GPT),
+    "gpt_bigcode, a key each": tiny("GPTBigCodeForCausalLM", _GPT, multi_query=False),
+    "gpt2, scaled by layer": tiny("GPT2LMHeadModel", _GPT, scale_attn_by_inverse_layer_idx=True),
+    "gpt2, not scaled": tiny("GPT2LMHeadModel", _GPT, scale_attn_weights=False),
     "gpt2, scaled by layer alone": tiny(
-        "GPT2LMHeadModel", "GPT2Config", _GPT, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True
+        "GPT2LMHeadModel", _GPT, scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True
     ),
-    "openai-gpt": tiny("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", _GPT),
-    "biogpt": tiny("BioGptForCausalLM", "BioGptConfig", _COMMON),
-    "xglm": tiny("XGLMForCausalLM", "XGLMConfig", _XGLM),
-    "xglm with cross-attention": tiny("XGLMForCausalLM", "XGLMConfig", _XGLM, add_cross_attention=True),
+    "openai-gpt": tiny("OpenAIGPTLMHeadModel", _GPT),
+    "biogpt": tiny("BioGptForCausalLM", _COMMON),
+    "xglm": tiny("XGLMForCausalLM", _XGLM),
+    "xglm with cross-attention": tiny("XGLMForCausalLM", _XGLM, add_cross_attention=True),
     "gpt_neo": tiny(
         "GPTNeoForCausalLM",
-        "GPTNeoConfig",
         hidden_size=24,
         num_layers=2,
         num_heads=4,
@@ -229,36 +215,23 @@ TINY: dict[str, Tiny] = {
         window_size=4,
         max_position_embeddings=64,
     ),
-    "gpt_neox": tiny("GPTNeoXForCausalLM", "GPTNeoXConfig", _COMMON, hidden_size=64),
-    "codegen": tiny("CodeGenForCausalLM", "CodeGenConfig", _GPT, n_embd=32, n_head=8, rotary_dim=2, n_ctx=64),
-    "gptj": tiny("GPTJForCausalLM", "GPTJConfig", _GPT, rotary_dim=4),
-    "opt": tiny("OPTForCausalLM", "OPTConfig", _OPT, word_embed_proj_dim=24),
+    "gpt_neox": tiny("GPTNeoXForCausalLM", _COMMON, hidden_size=64),
+    "codegen": tiny("CodeGenForCausalLM", _GPT, n_embd=32, n_head=8, rotary_dim=2, n_ctx=64),
+    "gptj": tiny("GPTJForCausalLM", _GPT, rotary_dim=4),
+    "opt": tiny("OPTForCausalLM", _OPT, word_embed_proj_dim=24),
     "opt, narrow embeddings": tiny(
-        "OPTForCausalLM", "OPTConfig", _OPT, word_embed_proj_dim=16, do_layer_norm_before=False
+        "OPTForCausalLM", _OPT, word_embed_proj_dim=16, do_layer_norm_before=False
     ),
-    "bloom": tiny("BloomForCausalLM", "BloomConfig", hidden_size=24, n_layer=2, n_head=4, vocab_size=40),
-    "bloom, six heads": tiny(
-        "BloomForCausalLM", "BloomConfig", hidden_size=24, n_layer=2, n_head=6, vocab_size=40
-    ),
-    "falcon, one key head": tiny("FalconForCausalLM", "FalconConfig", _COMMON, multi_query=True),
-    "falcon, groups": tiny(
-        "FalconForCausalLM", "FalconConfig", _COMMON, num_kv_heads=2, new_decoder_architecture=True
-    ),
+    "bloom": tiny("BloomForCausalLM", hidden_size=24, n_layer=2, n_head=4, vocab_size=40),
+    "bloom, six heads": tiny("BloomForCausalLM", hidden_size=24, n_layer=2, n_head=6, vocab_size=40),
+    "falcon, one key head": tiny("FalconForCausalLM", _COMMON, multi_query=True),
+    "falcon, groups": tiny("FalconForCausalLM", _COMMON, num_kv_heads=2, new_decoder_architecture=True),
     "falcon, a key each": tiny(
-        "FalconForCausalLM",
-        "FalconConfig",
-        _COMMON,
-        multi_query=False,
-        alibi=True,
-        bias=True,
-        parallel_attn=False,
+        "FalconForCausalLM", _COMMON, multi_query=False, alibi=True, bias=True, parallel_attn=False
     ),
-    "mpt": tiny(
-        "MptForCausalLM", "MptConfig", d_model=24, n_heads=4, n_layers=2, vocab_size=40, max_seq_len=64
-    ),
+    "mpt": tiny("MptForCausalLM", d_model=24, n_heads=4, n_layers=2, vocab_size=40, max_seq_len=64),
     "mpt, six heads, clipped": tiny(
         "MptForCausalLM",
-        "MptConfig",
         d_model=24,
         n_heads=6,
         n_layers=2,
@@ -268,7 +241,6 @@ TINY: dict[str, Tiny] = {
     ),
     "mpt, a scale of its own": tiny(
         "MptForCausalLM",
-        "MptConfig",
         d_model=24,
         n_heads=4,
         n_layers=2,
@@ -276,16 +248,15 @@ TINY: dict[str, Tiny] = {
         max_seq_len=64,
         attn_config={"softmax_scale": 0.7},
     ),
-    "llama": tiny("LlamaForCausalLM", "LlamaConfig", _NARROW),
-    "llama 3": tiny("LlamaForCausalLM", "LlamaConfig", _GROUPED, rope_parameters=_LLAMA3),
-    "llama, biases": tiny("LlamaForCausalLM", "LlamaConfig", _GROUPED, attention_bias=True),
-    "mistral": tiny("MistralForCausalLM", "MistralConfig", _GROUPED, sliding_window=4),
-    "mixtral": tiny("MixtralForCausalLM", "MixtralConfig", _GROUPED, num_local_experts=2),
-    "qwen2": tiny("Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
-    "qwen3": tiny("Qwen3ForCausalLM", "Qwen3Config", _NARROW),
+    "llama": tiny("LlamaForCausalLM", _NARROW),
+    "llama 3": tiny("LlamaForCausalLM", _GROUPED, rope_parameters=_LLAMA3),
+    "llama, biases": tiny("LlamaForCausalLM", _GROUPED, attention_bias=True),
+    "mistral": tiny("MistralForCausalLM", _GROUPED, sliding_window=4),
+    "mixtral": tiny("MixtralForCausalLM", _GROUPED, num_local_experts=2),
+    "qwen2": tiny("Qwen2ForCausalLM", _GROUPED),
+    "qwen3": tiny("Qwen3ForCausalLM", _NARROW),
     "qwen3_moe": tiny(
         "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
         _NARROW,
         num_experts=2,
         num_experts_per_tok=1,
@@ -294,36 +265,24 @@ TINY: dict[str, Tiny] = {
         use_sliding_window=True,
         sliding_window=4,
     ),
-    "seed_oss": tiny("SeedOssForCausalLM", "SeedOssConfig", _NARROW, attention_out_bias=True, mlp_bias=True),
+    "seed_oss": tiny("SeedOssForCausalLM", _NARROW, attention_out_bias=True, mlp_bias=True),
     "granite": tiny(
-        "GraniteForCausalLM",
-        "GraniteConfig",
-        _GROUPED,
-        attention_multiplier=0.7,
-        residual_multiplier=0.3,
-        logits_scaling=2.0,
+        "GraniteForCausalLM", _GROUPED, attention_multiplier=0.7, residual_multiplier=0.3, logits_scaling=2.0
     ),
     "granitemoe": tiny(
-        "GraniteMoeForCausalLM",
-        "GraniteMoeConfig",
-        _GROUPED,
-        attention_multiplier=0.7,
-        attention_bias=True,
-        **_TWO_EXPERTS,
+        "GraniteMoeForCausalLM", _GROUPED, attention_multiplier=0.7, attention_bias=True, **_TWO_EXPERTS
     ),
     "granitemoeshared": tiny(
         "GraniteMoeSharedForCausalLM",
-        "GraniteMoeSharedConfig",
         _GROUPED,
         attention_multiplier=0.7,
         shared_intermediate_size=8,
         **_TWO_EXPERTS,
     ),
-    "glm": tiny("GlmForCausalLM", "GlmConfig", _NARROW, head_dim=12),
-    "glm4": tiny("Glm4ForCausalLM", "Glm4Config", _NARROW, head_dim=12),
+    "glm": tiny("GlmForCausalLM", _NARROW, head_dim=12),
+    "glm4": tiny("Glm4ForCausalLM", _NARROW, head_dim=12),
     "glm4_moe": tiny(
         "Glm4MoeForCausalLM",
-        "Glm4MoeConfig",
         _GROUPED,
         head_dim=12,
         attention_bias=True,
@@ -334,14 +293,12 @@ TINY: dict[str, Tiny] = {
     ),
     "hunyuan_v1_dense": tiny(
         "HunYuanDenseV1ForCausalLM",
-        "HunYuanDenseV1Config",
         _NARROW,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
     ),
-    "apertus": tiny("ApertusForCausalLM", "ApertusConfig", _GROUPED, head_dim=12),
+    "apertus": tiny("ApertusForCausalLM", _GROUPED, head_dim=12),
     "t5gemma": tiny(
         "T5GemmaForConditionalGeneration",
-        "T5GemmaConfig",
         {},
         encoder={**_NARROW, "sliding_window": 3, "attn_logit_softcapping": 0.02, "query_pre_attn_scalar": 7},
         decoder={
@@ -352,41 +309,28 @@ TINY: dict[str, Tiny] = {
         },
         vocab_size=40,
     ),
-    "nemotron": tiny(
-        "NemotronForCausalLM", "NemotronConfig", _NARROW, head_dim=12, attention_bias=True, mlp_bias=True
-    ),
-    "exaone4": tiny("Exaone4ForCausalLM", "Exaone4Config", _NARROW, num_hidden_layers=4, sliding_window=4),
+    "nemotron": tiny("NemotronForCausalLM", _NARROW, head_dim=12, attention_bias=True, mlp_bias=True),
+    "exaone4": tiny("Exaone4ForCausalLM", _NARROW, num_hidden_layers=4, sliding_window=4),
     "exaone4, all turned": tiny(
-        "Exaone4ForCausalLM",
-        "Exaone4Config",
-        _NARROW,
-        sliding_window=None,
-        layer_types=["full_attention"] * 2,
+        "Exaone4ForCausalLM", _NARROW, sliding_window=None, layer_types=["full_attention"] * 2
     ),
     "ministral": tiny(
-        "MinistralForCausalLM",
-        "MinistralConfig",
-        _NARROW,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
+        "MinistralForCausalLM", _NARROW, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
     ),
-    "ministral3": tiny("Ministral3ForCausalLM", "Ministral3Config", _NARROW, **_TEMPERATURE),
+    "ministral3": tiny("Ministral3ForCausalLM", _NARROW, **_TEMPERATURE),
     "mistral3": tiny(
         "Mistral3ForConditionalGeneration",
-        "Mistral3Config",
         text_config={**_NARROW, "model_type": "mistral", "sliding_window": 4},
         vision_config=_PIXTRAL,
     ),
     "mistral3, ministral": tiny(
         "Mistral3ForConditionalGeneration",
-        "Mistral3Config",
         text_config={**_NARROW, **_TEMPERATURE, "model_type": "ministral3"},
         vision_config=_PIXTRAL,
     ),
-    "llama4, text": tiny("Llama4ForCausalLM", "Llama4TextConfig", _LLAMA4),
+    "llama4, text": tiny("Llama4ForCausalLM", _LLAMA4),
     "llama4, stretched": tiny(
         "Llama4ForCausalLM",
-        "Llama4TextConfig",
         _LLAMA4,
         num_hidden_layers=2,
         attn_temperature_tuning=False,
@@ -394,7 +338,6 @@ TINY: dict[str, Tiny] = {
     ),
     "llama4": tiny(
         "Llama4ForConditionalGeneration",
-        "Llama4Config",
         text_config={**_LLAMA4, "num_hidden_layers": 2, "no_rope_layers": [0, 1], "use_qk_norm": False},
         vision_config={
             **_PICTURES,
@@ -407,7 +350,6 @@ TINY: dict[str, Tiny] = {
     ),
     "gemma3n": tiny(
         "Gemma3nForCausalLM",
-        "Gemma3nTextConfig",
         _NARROW,
         num_hidden_layers=5,
         num_kv_shared_layers=2,
@@ -420,7 +362,6 @@ TINY: dict[str, Tiny] = {
     ),
     "gemma4, text": tiny(
         "Gemma4ForCausalLM",
-        "Gemma4TextConfig",
         _NARROW,
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -435,7 +376,6 @@ TINY: dict[str, Tiny] = {
     ),
     "gemma4, experts": tiny(
         "Gemma4ForCausalLM",
-        "Gemma4TextConfig",
         _NARROW,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=4,
@@ -447,26 +387,15 @@ TINY: dict[str, Tiny] = {
         moe_intermediate_size=8,
         attention_bias=True,
     ),
-    "gemma": tiny("GemmaForCausalLM", "GemmaConfig", _NARROW),
+    "gemma": tiny("GemmaForCausalLM", _NARROW),
     "gemma2": tiny(
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        _NARROW,
-        sliding_window=4,
-        query_pre_attn_scalar=7,
-        attn_logit_softcapping=0.02,
+        "Gemma2ForCausalLM", _NARROW, sliding_window=4, query_pre_attn_scalar=7, attn_logit_softcapping=0.02
     ),
     "gemma3, text": tiny(
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        _NARROW,
-        sliding_window=4,
-        query_pre_attn_scalar=7,
-        num_hidden_layers=6,
+        "Gemma3ForCausalLM", _NARROW, sliding_window=4, query_pre_attn_scalar=7, num_hidden_layers=6
     ),
     "gemma3, both ways": tiny(
         "Gemma3TextModel",
-        "Gemma3TextConfig",
         _NARROW,
         sliding_window=6,
         query_pre_attn_scalar=7,
@@ -475,14 +404,12 @@ TINY: dict[str, Tiny] = {
     ),
     "gemma3": tiny(
         "Gemma3ForConditionalGeneration",
-        "Gemma3Config",
         text_config={**_NARROW, "sliding_window": 4},
         vision_config=_PICTURES,
     ),
-    "phi": tiny("PhiForCausalLM", "PhiConfig", _GROUPED, partial_rotary_factor=0.67, qk_layernorm=True),
+    "phi": tiny("PhiForCausalLM", _GROUPED, partial_rotary_factor=0.67, qk_layernorm=True),
     "phimoe": tiny(
         "PhimoeForCausalLM",
-        "PhimoeConfig",
         _GROUPED,
         **_TWO_EXPERTS,
         attention_bias=True,
@@ -495,32 +422,20 @@ TINY: dict[str, Tiny] = {
             "long_mscale": 1.7,
         },
     ),
-    "phi3": tiny("Phi3ForCausalLM", "Phi3Config", _GROUPED),
+    "phi3": tiny("Phi3ForCausalLM", _GROUPED),
     "phi3, stretched": tiny(
-        "Phi3ForCausalLM",
-        "Phi3Config",
-        _GROUPED,
-        original_max_position_embeddings=16,
-        rope_parameters=_LONGROPE,
+        "Phi3ForCausalLM", _GROUPED, original_max_position_embeddings=16, rope_parameters=_LONGROPE
     ),
     "stablelm": tiny(
-        "StableLmForCausalLM",
-        "StableLmConfig",
-        _GROUPED,
-        partial_rotary_factor=0.34,
-        use_qkv_bias=True,
-        qk_layernorm=True,
+        "StableLmForCausalLM", _GROUPED, partial_rotary_factor=0.34, use_qkv_bias=True, qk_layernorm=True
     ),
-    "starcoder2": tiny("Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
-    "olmo": tiny("OlmoForCausalLM", "OlmoConfig", _GROUPED),
-    "olmo, clipped": tiny("OlmoForCausalLM", "OlmoConfig", _GROUPED, clip_qkv=0.05),
-    "olmoe": tiny(
-        "OlmoeForCausalLM", "OlmoeConfig", _GROUPED, num_experts=2, num_experts_per_tok=1, clip_qkv=0.5
-    ),
-    "olmo2": tiny("Olmo2ForCausalLM", "Olmo2Config", _GROUPED),
+    "starcoder2": tiny("Starcoder2ForCausalLM", _GROUPED),
+    "olmo": tiny("OlmoForCausalLM", _GROUPED),
+    "olmo, clipped": tiny("OlmoForCausalLM", _GROUPED, clip_qkv=0.05),
+    "olmoe": tiny("OlmoeForCausalLM", _GROUPED, num_experts=2, num_experts_per_tok=1, clip_qkv=0.5),
+    "olmo2": tiny("Olmo2ForCausalLM", _GROUPED),
     "olmo3": tiny(
         "Olmo3ForCausalLM",
-        "Olmo3Config",
         _GROUPED,
         num_hidden_layers=4,
         sliding_window=4,
@@ -529,22 +444,16 @@ TINY: dict[str, Tiny] = {
             "full_attention": {**_YARN, "attention_factor": 1.2},
         },
     ),
-    "cohere": tiny("CohereForCausalLM", "CohereConfig", _GROUPED, use_qk_norm=True),
-    "cohere2": tiny("Cohere2ForCausalLM", "Cohere2Config", _GROUPED, num_hidden_layers=4, sliding_window=4),
-    "ernie4_5": tiny("Ernie4_5ForCausalLM", "Ernie4_5Config", _GROUPED, use_bias=True, head_dim=6),
-    "helium": tiny("HeliumForCausalLM", "HeliumConfig", _GROUPED, head_dim=6),
-    "smollm3": tiny("SmolLM3ForCausalLM", "SmolLM3Config", _GROUPED, no_rope_layers=[1, 0]),
+    "cohere": tiny("CohereForCausalLM", _GROUPED, use_qk_norm=True),
+    "cohere2": tiny("Cohere2ForCausalLM", _GROUPED, num_hidden_layers=4, sliding_window=4),
+    "ernie4_5": tiny("Ernie4_5ForCausalLM", _GROUPED, use_bias=True, head_dim=6),
+    "helium": tiny("HeliumForCausalLM", _GROUPED, head_dim=6),
+    "smollm3": tiny("SmolLM3ForCausalLM", _GROUPED, no_rope_layers=[1, 0]),
     "gpt_oss": tiny(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        _NARROW,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        sliding_window=4,
+        "GptOssForCausalLM", _NARROW, num_local_experts=2, num_experts_per_tok=1, sliding_window=4
     ),
     "qwen3_next": tiny(
         "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
         _GROUPED,
         **_DELTA_NET,
         num_hidden_layers=4,
@@ -557,7 +466,6 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3_5": tiny(
         "Qwen3_5ForCausalLM",
-        "Qwen3_5TextConfig",
         _GROUPED,
         **_DELTA_NET,
         head_dim=16,
@@ -565,7 +473,6 @@ TINY: dict[str, Tiny] = {
     ),
     "granitemoehybrid": tiny(
         "GraniteMoeHybridForCausalLM",
-        "GraniteMoeHybridConfig",
         _GROUPED,
         **_MAMBA,
         **_TWO_EXPERTS,
@@ -576,7 +483,6 @@ TINY: dict[str, Tiny] = {
     ),
     "granitemoehybrid, all attention": tiny(
         "GraniteMoeHybridForCausalLM",
-        "GraniteMoeHybridConfig",
         _GROUPED,
         **_MAMBA,
         layer_types=["full_attention"] * 2,
@@ -585,11 +491,10 @@ TINY: dict[str, Tiny] = {
         shared_intermediate_size=8,
         num_local_experts=0,
     ),
-    "nanochat": tiny("NanoChatForCausalLM", "NanoChatConfig", _GROUPED),
-    "lfm2": tiny("Lfm2ForCausalLM", "Lfm2Config", _GROUPED, num_hidden_layers=3, full_attn_idxs=[1]),
+    "nanochat": tiny("NanoChatForCausalLM", _GROUPED),
+    "lfm2": tiny("Lfm2ForCausalLM", _GROUPED, num_hidden_layers=3, full_attn_idxs=[1]),
     "falcon_h1": tiny(
         "FalconH1ForCausalLM",
-        "FalconH1Config",
         _GROUPED,
         **_MAMBA,
         mamba_d_ssm=48,
@@ -599,7 +504,6 @@ TINY: dict[str, Tiny] = {
     ),
     "nemotron_h": tiny(
         "NemotronHForCausalLM",
-        "NemotronHConfig",
         {name: value for name, value in _NARROW.items() if name != "num_hidden_layers"},
         **_STEPS,
         layers_block_type=["linear_attention", "full_attention", "moe", "mlp"],
@@ -615,7 +519,6 @@ TINY: dict[str, Tiny] = {
     ),
     "jamba": tiny(
         "JambaForCausalLM",
-        "JambaConfig",
         _GROUPED,
         num_hidden_layers=4,
         attn_layer_period=3,
@@ -624,55 +527,40 @@ TINY: dict[str, Tiny] = {
         num_experts_per_tok=1,
         mamba_d_state=4,
     ),
-    "bamba": tiny(
-        "BambaForCausalLM", "BambaConfig", _GROUPED, **_MAMBA, attn_layer_indices=[1], hidden_size=32
-    ),
-    "deepseek_v2": tiny("DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT),
-    "deepseek_v2, queries whole": tiny(
-        "DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT, q_lora_rank=None
-    ),
-    "deepseek_v3": tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT),
-    "deepseek_v3, halves": tiny("DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT, rope_interleave=False),
-    "deepseek_v2, stretched": tiny(
-        "DeepseekV2ForCausalLM", "DeepseekV2Config", _LATENT, rope_parameters=_YARN
-    ),
-    "deepseek_v3, stretched": tiny(
-        "DeepseekV3ForCausalLM", "DeepseekV3Config", _LATENT, rope_parameters=_YARN
-    ),
-    "t5": tiny("T5ForConditionalGeneration", "T5Config", _T5),
+    "bamba": tiny("BambaForCausalLM", _GROUPED, **_MAMBA, attn_layer_indices=[1], hidden_size=32),
+    "deepseek_v2": tiny("DeepseekV2ForCausalLM", _LATENT),
+    "deepseek_v2, queries whole": tiny("DeepseekV2ForCausalLM", _LATENT, q_lora_rank=None),
+    "deepseek_v3": tiny("DeepseekV3ForCausalLM", _LATENT),
+    "deepseek_v3, halves": tiny("DeepseekV3ForCausalLM", _LATENT, rope_interleave=False),
+    "deepseek_v2, stretched": tiny("DeepseekV2ForCausalLM", _LATENT, rope_parameters=_YARN),
+    "deepseek_v3, stretched": tiny("DeepseekV3ForCausalLM", _LATENT, rope_parameters=_YARN),
+    "t5": tiny("T5ForConditionalGeneration", _T5),
     "t5, far": tiny(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        _T5,
-        relative_attention_num_buckets=8,
-        relative_attention_max_distance=6,
+        "T5ForConditionalGeneration", _T5, relative_attention_num_buckets=8, relative_attention_max_distance=6
     ),
-    "mt5": tiny("MT5ForConditionalGeneration", "MT5Config", _T5),
-    "bart": tiny("BartForConditionalGeneration", "BartConfig", _TWO_STACKS),
-    "mbart": tiny("MBartForConditionalGeneration", "MBartConfig", _TWO_STACKS),
-    "pegasus": tiny("PegasusForConditionalGeneration", "PegasusConfig", _TWO_STACKS),
-    "m2m_100": tiny("M2M100ForConditionalGeneration", "M2M100Config", _TWO_STACKS),
-    "marian": tiny("MarianMTModel", "MarianConfig", _TWO_STACKS, decoder_start_token_id=0),
+    "mt5": tiny("MT5ForConditionalGeneration", _T5),
+    "bart": tiny("BartForConditionalGeneration", _TWO_STACKS),
+    "mbart": tiny("MBartForConditionalGeneration", _TWO_STACKS),
+    "pegasus": tiny("PegasusForConditionalGeneration", _TWO_STACKS),
+    "m2m_100": tiny("M2M100ForConditionalGeneration", _TWO_STACKS),
+    "marian": tiny("MarianMTModel", _TWO_STACKS, decoder_start_token_id=0),
     "whisper": tiny(
         "WhisperForConditionalGeneration",
-        "WhisperConfig",
         **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
         num_mel_bins=8,
         max_source_positions=16,
         max_target_positions=32,
         decoder_start_token_id=1,
     ),
-    "vit": tiny("ViTModel", "ViTConfig", _PICTURES),
+    "vit": tiny("ViTModel", _PICTURES),
     "clip": tiny(
         "CLIPModel",
-        "CLIPConfig",
         text_config={**_COMMON, "max_position_embeddings": 16},
         vision_config={**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
     ),
-    "dinov2": tiny("Dinov2Model", "Dinov2Config", _PICTURES),
+    "dinov2": tiny("Dinov2Model", _PICTURES),
     "wav2vec2": tiny(
         "Wav2Vec2Model",
-        "Wav2Vec2Config",
         hidden_size=24,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -686,7 +574,6 @@ TINY: dict[str, Tiny] = {
     ),
     "perceiver": tiny(
         "PerceiverModel",
-        "PerceiverConfig",
         num_latents=5,
         d_latents=24,
         d_model=16,
@@ -695,80 +582,55 @@ TINY: dict[str, Tiny] = {
         num_self_attention_heads=4,
         num_cross_attention_heads=4,
     ),
-    "modernbert": tiny(
-        "ModernBertModel", "ModernBertConfig", _COMMON, num_hidden_layers=4, local_attention=6
-    ),
+    "modernbert": tiny("ModernBertModel", _COMMON, num_hidden_layers=4, local_attention=6),
     "modernbert, biases": tiny(
-        "ModernBertModel",
-        "ModernBertConfig",
-        _COMMON,
-        local_attention=5,
-        attention_bias=True,
-        norm_bias=True,
-        mlp_bias=True,
+        "ModernBertModel", _COMMON, local_attention=5, attention_bias=True, norm_bias=True, mlp_bias=True
     ),
-    "nomic_bert": tiny("NomicBertModel", "NomicBertConfig", _COMMON, head_dim=10),
-    "blenderbot": tiny("BlenderbotForConditionalGeneration", "BlenderbotConfig", _TWO_STACKS),
-    "blenderbot-small": tiny("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", _TWO_STACKS),
-    "longformer": tiny("LongformerModel", "LongformerConfig", _COMMON, attention_window=[4, 8]),
+    "nomic_bert": tiny("NomicBertModel", _COMMON, head_dim=10),
+    "blenderbot": tiny("BlenderbotForConditionalGeneration", _TWO_STACKS),
+    "blenderbot-small": tiny("BlenderbotSmallForConditionalGeneration", _TWO_STACKS),
+    "longformer": tiny("LongformerModel", _COMMON, attention_window=[4, 8]),
     "led": tiny(
         "LEDForConditionalGeneration",
-        "LEDConfig",
         **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
         max_encoder_position_embeddings=64,
         max_decoder_position_embeddings=64,
         attention_window=4,
     ),
-    "mpnet": tiny("MPNetModel", "MPNetConfig", _COMMON, relative_attention_num_buckets=36),
-    "roformer": tiny("RoFormerModel", "RoFormerConfig", _COMMON, embedding_size=12),
+    "mpnet": tiny("MPNetModel", _COMMON, relative_attention_num_buckets=36),
+    "roformer": tiny("RoFormerModel", _COMMON, embedding_size=12),
     "roformer with cross-attention": tiny(
-        "RoFormerForCausalLM", "RoFormerConfig", _COMMON, is_decoder=True, add_cross_attention=True
+        "RoFormerForCausalLM", _COMMON, is_decoder=True, add_cross_attention=True
     ),
-    "deberta": tiny(
-        "DebertaModel", "DebertaConfig", _DEBERTA, pos_att_type=["c2p", "p2c"], max_relative_positions=6
-    ),
-    "deberta, learned": tiny("DebertaModel", "DebertaConfig", _COMMON),
-    "esm": tiny("EsmForMaskedLM", "EsmConfig", _COMMON, mask_token_id=3),
+    "deberta": tiny("DebertaModel", _DEBERTA, pos_att_type=["c2p", "p2c"], max_relative_positions=6),
+    "deberta, learned": tiny("DebertaModel", _COMMON),
+    "esm": tiny("EsmForMaskedLM", _COMMON, mask_token_id=3),
     "esm, rotary": tiny(
-        "EsmForMaskedLM",
-        "EsmConfig",
-        _COMMON,
-        position_embedding_type="rotary",
-        mask_token_id=3,
-        token_dropout=True,
+        "EsmForMaskedLM", _COMMON, position_embedding_type="rotary", mask_token_id=3, token_dropout=True
     ),
     "siglip": tiny(
         "SiglipModel",
-        "SiglipConfig",
         text_config={**_COMMON, "max_position_embeddings": 16, "projection_size": 16},
         vision_config={**_PICTURES, "hidden_size": 16, "num_attention_heads": 2},
     ),
     "siglip2, vision": tiny(
         "Siglip2VisionModel",
-        "Siglip2VisionConfig",
         **{name: value for name, value in _PICTURES.items() if name != "image_size"},
         num_patches=9,
     ),
-    "beit": tiny("BeitModel", "BeitConfig", _PICTURES, use_absolute_position_embeddings=True),
+    "beit": tiny("BeitModel", _PICTURES, use_absolute_position_embeddings=True),
     "beit, tables": tiny(
         "BeitModel",
-        "BeitConfig",
         _PICTURES,
         image_size=24,
         use_relative_position_bias=True,
         use_shared_relative_position_bias=True,
     ),
     "dinov3": tiny(
-        "DINOv3ViTModel",
-        "DINOv3ViTConfig",
-        _PICTURES,
-        image_size=[16, 32],
-        num_attention_heads=3,
-        num_register_tokens=2,
+        "DINOv3ViTModel", _PICTURES, image_size=[16, 32], num_attention_heads=3, num_register_tokens=2
     ),
     "dinov3, gated": tiny(
         "DINOv3ViTModel",
-        "DINOv3ViTConfig",
         _PICTURES,
         image_size=24,
         num_attention_heads=2,
@@ -777,7 +639,7 @@ TINY: dict[str, Tiny] = {
         key_bias=True,
         query_bias=False,
     ),
-    "umt5": tiny("UMT5ForConditionalGeneration", "UMT5Config", _T5),
+    "umt5": tiny("UMT5ForConditionalGeneration", _T5),
 }
 
 # They read and write what another tiny model of the same family does, with a difference in reading.

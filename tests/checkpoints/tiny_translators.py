@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from checkpoints.test_encoder_decoders_run import made
+from checkpoints.runs import made
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(4, 38)), "de_DE", "en_XX")
 
@@ -17,7 +17,7 @@ def translator_folder(folder: Path, model: str, **said: Any) -> Any:
 
     Args:
         folder: to be made.
-        model: a name of `CASES`.
+        model: a name of `RUNS`.
         said: see `write_tokenizer`.
     """
     other = made(model, folder)

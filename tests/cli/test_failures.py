@@ -16,6 +16,29 @@ from triptych.cli import main
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train mien.toml", "there is no recipe mien.toml (did you mean mine.toml?)"),
+        ("report mien", "mien holds no run of triptych (did you mean mine?)"),
+        ("verify mien --against mine", "mien does not exist (did you mean mine?)"),
+        ("compare mine", "study mine cannot be read: it is a folder; give a file in it"),
+        ("evaluate mien --text mine.toml", "mien: no such path (did you mean mine?), and "),
+        ("inspect a/b/mien", "a/b/mien: there is no such file or folder, and it is no name on the Hub"),
+    ],
+)
+def test_a_mistyped_path_is_one_line_that_names_what_is_there(
+    words: str, message: str, triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine.toml").touch()
+    answer = triptych(*words.split())
+    assert answer.code in (1, 2)
+    assert answer.err.startswith(f"triptych: {message}")
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "translate {run} {text} --out",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -131,6 +132,12 @@ def test_a_text_is_scored_in_nats_and_bits(triptych: Command, checkpoint: Path, 
     assert record["interval"][0] < record["nats_per_token"] < record["interval"][1]
     line = triptych("evaluate", checkpoint, *options).out
     assert line.startswith(f"{record['nats_per_token']:.4f} nats per token")
+    kept = os.dup(0)
+    with text.open("rb") as file:
+        os.dup2(file.fileno(), 0)
+    assert triptych("evaluate", checkpoint, "--text", "-", *options[2:]).out == line
+    os.dup2(kept, 0)
+    os.close(kept)
 
 
 def test_records_are_documents(triptych: Command, checkpoint: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from triptych.face import Model, load
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup, Run
 from triptych.serving.models import Continuing, ServedModel
-from triptych.serving.worker import Item, Job, Worker
+from triptych.serving.worker import Item, Job, Lane, Queue, Worker
 
 
 @pytest.fixture(scope="module")
@@ -387,6 +387,21 @@ def test_a_page_of_another_host_cannot_ask(served: Served) -> None:
     assert served.ask("/health", Host="localhost:1234").status == 200
 
 
+def test_tokens_of_translations_are_counted(served: Served, translator: Model) -> None:
+    def counted() -> list[float]:
+        figures = str(served.ask("/metrics").body)
+        names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+        return [float(figures.partition(f"\n{name} ")[2].split()[0]) for name in names]
+
+    before = counted()
+    fields = {"q": LINES[:3], "source": "en", "target": "de", "alternatives": 1}
+    served.ask("/translate", fields)
+    read = translator.opened.tokenizers.source.encode([LINES[0], LINES[1]])
+    found = translator.translate(LINES[:2], num_best=2, beam_size=2)
+    new = sum(len(one.pieces) for of in found for one in of.candidates)
+    assert [after - of for after, of in zip(counted(), before, strict=True)] == [sum(map(len, read)), new]
+
+
 def test_figures_count_what_was_answered(served: Served) -> None:
     served.ask("/v1/completions", {"model": "gpt", "prompt": "The cat", "max_tokens": 3})
     figures = str(served.ask("/metrics").body)
@@ -412,7 +427,7 @@ def test_a_text_joins_what_is_being_decoded_and_one_that_nobody_waits_for_leaves
         """Other texts join when this one has begun; the first of them goes away."""
         told[0] += 1
         if told[0] == 3:
-            served.worker.submit(items[1:])
+            served.queue.submit(items[1:])
 
     def tell_and_leave(part: object) -> None:
         told[1] += 1
@@ -424,7 +439,7 @@ def test_a_text_joins_what_is_being_decoded_and_one_that_nobody_waits_for_leaves
     ]
     for item in items:
         item.result.add_done_callback(lambda _, item=item: over.append(item))  # type: ignore[misc]
-    served.worker.submit(items[:1])
+    served.queue.submit(items[:1])
     assert items[0].result.result(60) == alone[0]
     assert items[2].result.result(60) == alone[2]
     served.worker.close()
@@ -450,23 +465,71 @@ class Doubling(Job):
         return [item.given * 2 for item in items]
 
 
+class Ending(Doubling):
+    """A job whose items wait for others to end."""
+
+    waits = True
+
+
+class Staying(Doubling):
+    """A job that is computed in this process alone."""
+
+    travels = False
+
+
 @contextmanager
-def worker_of(batch_items: int = 8, max_waiting: int = 8) -> Iterator[Worker]:
-    worker = Worker("test", Limits(batch_items=batch_items, max_waiting=max_waiting, max_characters=12))
+def worked_queue(batch_items: int = 8, max_waiting: int = 8) -> Iterator[Queue]:
+    queue = Queue(Limits(batch_items=batch_items, max_waiting=max_waiting, max_characters=12))
+    worker = Worker("test", queue)
     try:
-        yield worker
+        yield queue
     finally:
         worker.close()
 
 
+def test_the_oldest_text_is_taken_first_and_with_it_those_of_its_length() -> None:
+    queue, lane, job = Queue(Limits(batch_items=2)), Lane(), Doubling()
+    queue.add(lane)
+    queue.submit([Item(job, given) for given in ("aaa", "b", "cccc", "d", "e")])
+    taken = list[list[str]]()
+    while begun := queue.take(lane, waits=False):
+        taken.append([item.given for item in begun])
+        for item in begun:
+            item.result.set_result(None)
+    assert taken == [["aaa", "cccc"], ["b", "d"], ["e"]]
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+def test_a_line_waits_until_most_others_have_ended_or_for_so_long(patience: float) -> None:
+    queue, lane, job = Queue(Limits(batch_items=8), patience), Lane(), Ending()
+    queue.add(lane)
+    queue.submit([Item(job, "a") for _ in range(4)])
+    begun = queue.take(lane, waits=False) or []
+    queue.submit([Item(job, "b")])
+    assert [item.given for item in queue.take(lane, waits=False) or []] == ([] if patience else ["b"])
+    for item in begun[:3]:
+        item.result.set_result(None)
+    assert [item.given for item in queue.take(lane, waits=False) or []] == (["b"] if patience else [])
+
+
+def test_lanes_share_what_waits_but_for_what_is_computed_here() -> None:
+    queue, here, other, job = Queue(Limits(batch_items=8)), Lane(), Lane(is_here=False), Doubling()
+    queue.add(here)
+    queue.add(other)
+    queue.submit([Item(job, "a") for _ in range(6)])
+    assert [len(queue.take(lane, waits=False) or []) for lane in (other, here)] == [3, 3]
+    queue.submit([Item(Staying(), "b")])
+    assert [len(queue.take(lane, waits=False) or []) for lane in (other, here)] == [0, 1]
+
+
 def test_a_text_that_fails_fails_alone_and_one_that_nobody_waits_for_is_not_computed() -> None:
     job = Doubling()
-    with worker_of() as worker:
+    with worked_queue() as queue:
         items = [Item(job, given) for given in ("first", "a", "bad", "left", "b")]
-        worker.submit(items[:1])
-        while worker.num_waiting:
+        queue.submit(items[:1])
+        while queue.num_waiting:
             time.sleep(0.01)
-        worker.submit(items[1:])
+        queue.submit(items[1:])
         items[3].is_left = True
         job.go_on.set()
         assert [items[place].result.result(60) for place in (0, 1, 4)] == ["firstfirst", "aa", "bb"]
@@ -478,14 +541,14 @@ def test_a_text_that_fails_fails_alone_and_one_that_nobody_waits_for_is_not_comp
 
 def test_a_batch_holds_so_much_text_and_what_has_begun_is_not_told_twice() -> None:
     job, told = Doubling(), list[str]()
-    with worker_of() as worker:
+    with worked_queue() as queue:
         first = Item(job, "a")
-        worker.submit([first])
-        while worker.num_waiting:
+        queue.submit([first])
+        while queue.num_waiting:
             time.sleep(0.01)
         long = [Item(job, "x" * 12), Item(job, "y"), Item(job, "bad", told.append)]
         long[2].say("begun")
-        worker.submit(long)
+        queue.submit(long)
         job.go_on.set()
         assert [long[0].result.result(60), long[1].result.result(60)] == ["x" * 24, "yy"]
         with pytest.raises(UsageError, match="bad"):
@@ -496,14 +559,14 @@ def test_a_batch_holds_so_much_text_and_what_has_begun_is_not_told_twice() -> No
 
 def test_a_queue_takes_in_so_much_and_no_more() -> None:
     job = Doubling()
-    with worker_of(batch_items=1, max_waiting=2) as worker:
+    with worked_queue(batch_items=1, max_waiting=2) as queue:
         first = Item(job, "a")
-        worker.submit([first])
-        while worker.num_waiting:
+        queue.submit([first])
+        while queue.num_waiting:
             time.sleep(0.01)
-        worker.submit([Item(job, "b"), Item(job, "c")])
+        queue.submit([Item(job, "b"), Item(job, "c")])
         with pytest.raises(RequestError, match="too many") as refused:
-            worker.submit([Item(job, "d")])
+            queue.submit([Item(job, "d")])
         assert (refused.value.status, refused.value.retry_after) == (429, 1)
         job.go_on.set()
 
@@ -511,17 +574,24 @@ def test_a_queue_takes_in_so_much_and_no_more() -> None:
 def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(translator: Model) -> None:
     job, fields = Doubling(), {"q": "twelve", "source": "en", "target": "de"}
     with (
-        Served({"en-de": translator}, Limits(max_waiting=1, batch_items=1, seconds=0.3)) as served,
+        Served(
+            {"en-de": translator}, Limits(max_requests=1, max_waiting=1, batch_items=1, seconds=0.3)
+        ) as served,
         closing(job),
     ):
         server = served.server.config.app.state.server  # type: ignore[union-attr]
-        worker = server.models["en-de"].worker
-        worker.submit([Item(job, "a")])
-        while worker.num_waiting:
+        queue = server.models["en-de"].queue
+        queue.submit([Item(job, "a")])
+        while queue.num_waiting:
             time.sleep(0.01)
         slow, full = (served.ask("/translate", fields) for _ in range(2))
         assert (slow.status, slow.body) == (503, {"error": "no answer within 0.3 seconds"})
         assert (full.status, full.headers["retry-after"]) == (429, "1")
+        server.num_requests += 1
+        crowded = served.ask("/translate", fields)
+        server.num_requests -= 1
+        assert (crowded.status, crowded.headers["retry-after"]) == (503, "1")
+        assert crowded.body["error"].startswith("too many requests")
         server.is_stopping = True
         for path in ("/health", "/translate"):
             ending = served.ask(path, fields if path == "/translate" else None)

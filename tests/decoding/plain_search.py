@@ -1,4 +1,4 @@
-"""Greedy and beam search, step by step through the model's own modules: the slow reference.
+"""Greedy and beam search through the model's own modules, without a cache: the slow reference.
 
 `search` follows the same rules faster, by an engine.
 """
@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.attention import DecoderCache
 from triptych.decoding.engine import DecodingEngine
 from triptych.decoding.loop import Loop
 from triptych.decoding.search import (
@@ -37,13 +36,7 @@ def search(
 
 @torch.no_grad()
 def plain_search(
-    model: EncoderDecoder,
-    src: Int[Tensor, "batch src_len"],
-    options: SearchOptions,
-    bos_id: int,
-    eos_id: int,
-    *,
-    use_cache: bool = True,
+    model: EncoderDecoder, src: Int[Tensor, "batch src_len"], options: SearchOptions, bos_id: int, eos_id: int
 ) -> list[list[Hypothesis]]:
     """The best outputs for each source sentence, best first.
 
@@ -56,12 +49,11 @@ def plain_search(
         options: how to search.
         bos_id: the token every output begins with.
         eos_id: the token that ends one.
-        use_cache: keep keys and values of earlier tokens; without it every step starts over.
 
     Returns:
         num_best hypotheses for every sentence (fewer only where the search found fewer).
     """
-    beams = _Beams(model, src, options, bos_id, eos_id, use_cache)
+    beams = _Beams(model, src, options, bos_id, eos_id)
     while beams.open_sentences:
         beams.advance()
     return beams.results()
@@ -72,19 +64,12 @@ class _Beams:
     """The open hypotheses of all unfinished sentences: `beam_size` rows for each, side by side."""
 
     def __init__(
-        self,
-        model: EncoderDecoder,
-        src: Tensor,
-        options: SearchOptions,
-        bos_id: int,
-        eos_id: int,
-        use_cache: bool,
+        self, model: EncoderDecoder, src: Tensor, options: SearchOptions, bos_id: int, eos_id: int
     ) -> None:
         self.model, self.options, self.eos_id = model, options, eos_id
         self.never = torch.tensor([model.pad_id, bos_id], device=src.device)
         self.memory = model.encode(src)
         self.memory_mask = model.memory_mask(src)
-        self.cache = DecoderCache(len(model.decoder.blocks)) if use_cache else None
         batch, k = src.shape[0], options.beam_size
         self.open_sentences = list(range(batch))
         source_tokens = ((src != model.pad_id).sum(dim=1) - 1).tolist()
@@ -115,8 +100,7 @@ class _Beams:
         return [best_first(found)[: self.options.num_best] for found in self.finished]
 
     def _next_log_probs(self) -> Float[Tensor, "open beam vocab"]:
-        new = self.ids[:, -1:] if self.cache else self.ids
-        x = self.model.decode(new, self.memory, self.memory_mask, self.cache)[:, -1]
+        x = self.model.decode(self.ids, self.memory, self.memory_mask)[:, -1]
         logits = self.model.head(x).float()
         logits.index_fill_(1, self.never, -torch.inf)
         log_probs = logits.log_softmax(dim=-1).view(len(self.open_sentences), self.options.beam_size, -1)
@@ -147,17 +131,12 @@ class _Beams:
             if not self._is_done(sentence, best_open[place])
         ]
         k = self.options.beam_size
-        dropped = len(places) < len(self.open_sentences)
         kept = torch.tensor(places, dtype=torch.long, device=values.device)
         rows = (kept[:, None] * k + parents[kept]).flatten()
         self.ids = torch.cat([self.ids[rows], tokens[kept].view(-1, 1)], dim=1)
         self.log_probs = values[kept]
         self.open_sentences = [self.open_sentences[place] for place in places]
-        if dropped:
-            self.memory, self.memory_mask = self.memory[kept], self.memory_mask[kept]
-        # Greedy search with every sentence open leaves the rows as they are.
-        if self.cache and places and (k > 1 or dropped):
-            self.cache.select(rows, kept if dropped else None)
+        self.memory, self.memory_mask = self.memory[kept], self.memory_mask[kept]
 
     def _is_done(self, sentence: int, best_open: float) -> bool:
         found = self.finished[sentence]

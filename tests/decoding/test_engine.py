@@ -54,9 +54,7 @@ def make_model(
         positions=PositionsConfig(scheme=positions, max_tokens=40),
         encoder=EncoderConfig(num_layers=2, attention=site),
         decoder=DecoderConfig(
-            num_layers=2,
-            attention=site,
-            cross_attention=AttentionConfig() if within else site,
+            num_layers=2, attention=site, cross_attention=AttentionConfig() if within else site
         ),
     )
     model = EncoderDecoder.of(config, 30, vocab, PAD).eval().double()
@@ -105,11 +103,10 @@ def test_positions_are_where_they_belong(positions: str, projections: str) -> No
     assert_alike(*both(make_model(projections, positions=positions), pad(SOURCES), options))
 
 
-@pytest.mark.parametrize("stop", ["certain", "full"])
-@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("alpha", [0.6, 2.0])
 @pytest.mark.parametrize("num_best", [1, 3])
-def test_options_mean_the_same(stop: str, alpha: float, num_best: int) -> None:
-    options = SearchOptions(beam_size=3, alpha=alpha, num_best=num_best, max_extra_tokens=9, stop=stop)
+def test_a_search_that_stops_with_a_full_beam_means_the_same(alpha: float, num_best: int) -> None:
+    options = SearchOptions(beam_size=3, alpha=alpha, num_best=num_best, max_extra_tokens=9, stop="full")
     assert_alike(*both(make_model(), pad(SOURCES), options))
 
 
@@ -163,7 +160,8 @@ def test_int8_is_for_cpus() -> None:
 @pytest.mark.parametrize(
     ("projections", "positions"),
     [
-        *((name, positions) for name in sorted(PARAMETERISATIONS) for positions in ("sinusoidal", "learned")),
+        *((name, "sinusoidal") for name in sorted(PARAMETERISATIONS)),
+        ("factored", "learned"),
         ("grouped", "rotary"),
         ("grouped", "alibi"),
     ],

@@ -11,12 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from heads import D_MODEL, NUM_HEADS, make_layer
 from tolerances import assert_same
 from triptych import thresholds
-from triptych.algebra.positions import (
-    ALiBi,
-    DisentangledBias,
-    RelativePositionBias,
-    RotaryEmbedding,
-)
+from triptych.algebra.positions import ALiBi, DisentangledBias, RelativePositionBias, RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention, PositionIds

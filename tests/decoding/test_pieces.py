@@ -21,18 +21,8 @@ def without_space(text: str) -> str:
     return "".join(text.split())
 
 
-@given(line=LINES, limit=st.integers(1, 40))
-def test_nothing_but_white_space_is_lost(line: str, limit: int) -> None:
-    assert without_space("".join(split_line(line, at_most(limit)))) == without_space(line)
-
-
-@given(line=LINES, limit=st.integers(1, 40))
-def test_every_piece_fits(line: str, limit: int) -> None:
-    assert all(at_most(limit)(piece) for piece in split_line(line, at_most(limit)))
-
-
 @given(line=LINES, limit=st.integers(4, 40))
-def test_every_piece_fits_when_it_is_bytes_that_count(line: str, limit: int) -> None:
+def test_every_piece_fits_and_nothing_but_white_space_is_lost(line: str, limit: int) -> None:
     def fits(text: str) -> bool:
         return len(text.encode()) <= limit
 

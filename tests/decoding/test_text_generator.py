@@ -1,18 +1,15 @@
 """Continuations as text: whole characters, stop strings, and the same text as it comes and at the end."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from triptych.attending import attend
 from triptych.decoding import GenerationOptions, SamplingOptions, TextGenerator
 from triptych.decoding.text_generator import TextStream
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.opening import OpenedModel, Reader
 from triptych.text import Tokenizer, load_tokenizer
 
 END = "<|endoftext|>"
@@ -148,16 +145,6 @@ def test_rows_of_the_table_past_the_tokenizers_tokens_are_never_chosen(letters: 
     for options in (GenerationOptions(20, SAMPLING, num_samples=4), GenerationOptions(5, beam_size=3)):
         for found in TextGenerator(larger, letters).generate(["Hello"], options)[0]:
             assert max(found.ids) < 257
-
-
-def test_attend_continues_a_text_as_its_generator_does(letters: Tokenizer) -> None:
-    generator = TextGenerator(model(), letters)
-    (found,) = generator.generate(["Hello"], GenerationOptions(4))[0]
-    opened = OpenedModel("letters", Path("letters"), generator.model, letters)
-    seen = attend(Reader(opened), "Hello", max_new_tokens=4)
-    assert seen.ids == (*ids(letters, "Hello"), *found.ids)
-    assert seen.num_generated == 4
-    assert [len(layer) for layer in seen.weights] == [2]
 
 
 def test_what_cannot_be_is_refused(letters: Tokenizer) -> None:

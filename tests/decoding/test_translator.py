@@ -1,20 +1,14 @@
 """Text in, text out."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from decoding.plain_search import search
-from tolerances import assert_same
-from triptych.attending import attend
 from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator
 from triptych.decoding.batches import LONGEST_LINE
 from triptych.decoding.translator import split_line
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
-from triptych.opening import OpenedModel, Reader
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
-from triptych.training import DecodingConfig
 
 GERMAN = [
     "Der Hund schläft.",
@@ -196,28 +190,3 @@ def test_the_model_is_evaluated_and_put_back_as_it_was(translator: Translator, t
     first = translator.translate(GERMAN)
     assert translator.translate(GERMAN) == first  # half of everything would be dropped
     assert translator.model.training is training
-
-
-@pytest.mark.parametrize("target", [None, ENGLISH[1], ""])
-def test_attention_has_a_row_for_every_target_token_that_sums_to_one(
-    translator: Translator, tokenizers: TokenizerPair, target: str | None
-) -> None:
-    decoding = DecodingConfig(beam_size=2, max_extra_tokens=4)  # as the fixture has it
-    opened = OpenedModel("run", Path("run"), translator.model, tokenizers, decoding=decoding)
-    seen = attend(Reader(opened), GERMAN[1], target=target)
-    if target is None:
-        chosen = translator.translate([GERMAN[1]])[0].candidates[0].pieces
-        assert seen.tokens == (*chosen, "<eos>")
-    else:
-        ids = tokenizers.target.encode([target])[0]
-        assert seen.tokens == (*tokenizers.target.pieces(ids), "<eos>")
-    assert seen.source_tokens is not None
-    assert seen.source_tokens[-1] == "<eos>"
-    num_source, num_target = len(seen.source_tokens), len(seen.tokens)
-    layers = {kind: list(seen.of(kind)) for kind in ("encoder", "decoder", "cross")}
-    assert [layer.shape for layer in layers["encoder"]] == [(2, num_source, num_source)]
-    assert [layer.shape for layer in layers["decoder"]] == [(2, num_target, num_target)] * 2
-    assert [layer.shape for layer in layers["cross"]] == [(2, num_target, num_source)] * 2
-    for layer in [one for own in layers.values() for one in own]:
-        assert not layer.requires_grad
-        assert_same(layer.sum(dim=-1), torch.ones_like(layer[..., 0]), kind="output")

@@ -36,7 +36,7 @@ def write_checkpoint(name: str, folder: Path, **settings: Any) -> Any:
     ids = {"vocab_size": _SIZE, "pad_token_id": _PAD, "bos_token_id": None, "eos_token_id": _END}
     ids |= {"decoder_start_token_id": _PAD} if name == "t5" else {}
     torch.manual_seed(0)
-    config = getattr(transformers, tiny.config)(**{**tiny.settings, **ids, **settings})
+    config = tiny.config(**{**tiny.settings, **ids, **settings})
     # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
     config._attn_implementation = "sdpa" if name.startswith("falcon") else "eager"
     model = getattr(transformers, _CLASS.get(name, tiny.model))(config).eval()

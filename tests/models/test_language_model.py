@@ -22,18 +22,6 @@ def text(length: int = 9) -> torch.Tensor:
     return torch.randint(0, VOCAB, (3, length), generator=torch.Generator().manual_seed(1))
 
 
-SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi"]
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_text_read_token_by_token_gives_the_logits_of_the_whole(scheme: str) -> None:
-    model, ids = make(positions=PositionsConfig(scheme=scheme)), text()  # type: ignore[arg-type]
-    whole, cache = model(ids).logits, model.new_cache()
-    parts = [model(ids[:, :4], cache=cache).logits]
-    parts += [model(ids[:, i : i + 1], cache=cache).logits for i in range(4, 9)]
-    assert_same(torch.cat(parts, dim=1), whole, kind="output")
-
-
 def test_a_decoder_does_not_see_later_tokens_and_an_encoder_does() -> None:
     ids = text()
     changed = ids.clone()

@@ -45,10 +45,6 @@ def test_the_feed_forward_layer_has_the_activation_that_was_chosen(name: str) ->
     assert_same(copy.deepcopy(layer)(x), layer(x), kind="exact")
 
 
-def test_the_activation_is_relu_if_nothing_is_said() -> None:
-    assert make() == make(activation="relu", output_bias=False)
-
-
 @pytest.mark.parametrize("option", [{"activation": "tanh"}, {"output_bias": "maybe"}])
 def test_what_there_is_not_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"model.{next(iter(option))}"):

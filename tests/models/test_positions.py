@@ -9,13 +9,7 @@ from decoding.plain_search import plain_search, search
 from tolerances import assert_same
 from triptych.attention import DecoderCache
 from triptych.decoding import Engine, SearchOptions
-from triptych.models import (
-    DecoderConfig,
-    EncoderConfig,
-    EncoderDecoder,
-    ModelConfig,
-    PositionsConfig,
-)
+from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig, PositionsConfig
 from triptych.text import OutputRules
 
 PAD, BOS, EOS, VOCAB = 0, 1, 2, 20

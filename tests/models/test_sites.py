@@ -10,12 +10,7 @@ from torch import nn
 
 from tolerances import assert_same
 from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import (
-    Factored,
-    MultiHeadAttention,
-    RotaryPositions,
-    parameterisation,
-)
+from triptych.attention import Factored, MultiHeadAttention, RotaryPositions, parameterisation
 from triptych.models import (
     AttentionConfig,
     DecoderConfig,

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from triptych.errors import UsageError
 from triptych.text import (
-    MaskedBatches,
+    Masking,
     MaskingSpec,
+    PackedBatches,
     TokenizerSpec,
     TokenShards,
     generate_pairs,
@@ -34,11 +35,11 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     return write_shards(TEXTS[:5], TOKENIZER, tmp_path_factory.mktemp("few"))
 
 
-def batches_of(shards: TokenShards, **options: object) -> MaskedBatches:
-    masking = {name: options.pop(name) for name in [*options] if name in MaskingSpec.model_fields}
+def batches_of(shards: TokenShards, **options: object) -> PackedBatches:
+    spec = {name: options.pop(name) for name in [*options] if name in MaskingSpec.model_fields}
+    masking = Masking(TOKENIZER, MaskingSpec.model_validate(spec))
     given_options = {"context": 32, "batch_size": 4, "seed": 1, **options}
-    spec = MaskingSpec(**masking)  # type: ignore[arg-type]
-    return MaskedBatches(shards, TOKENIZER, spec, **given_options)  # type: ignore[arg-type]
+    return PackedBatches(shards, masking=masking, **given_options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -139,10 +140,10 @@ def test_within_documents_a_token_meets_its_own_document_alone(shards: TokenShar
         assert torch.equal(mask[row, 0], torch.from_numpy(own[:, None] == own[None, :]))
 
 
-def test_a_tokenizer_without_a_mask_token_is_refused(shards: TokenShards) -> None:
+def test_a_tokenizer_without_a_mask_token_is_refused() -> None:
     tokenizer = train_tokenizers(TokenizerSpec(vocab_size=300), ["a"], []).source
     with pytest.raises(UsageError, match="no mask token"):
-        MaskedBatches(shards, tokenizer, MaskingSpec(), context=8, batch_size=2, seed=0)
+        Masking(tokenizer, MaskingSpec())
 
 
 def test_a_row_of_special_tokens_has_a_target(tmp_path: Path) -> None:

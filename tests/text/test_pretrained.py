@@ -352,7 +352,7 @@ def test_rules_of_normalization_are_read_from_a_model() -> None:
 
     model = read_model(spm(PIECES, "unigram", RULES))
     assert model.charsmap == charsmap(RULES)
-    assert [piece for piece, _ in model.pieces] == [piece for piece, *_ in PIECES]
+    assert [piece for piece, _ in model.pieces] == list(model.ids) == [piece for piece, *_ in PIECES]
     assert model.unk_id == 0
 
 

@@ -30,6 +30,7 @@ from triptych.text import (
     read_documents,
     read_shards,
     tokenize_corpus,
+    train_tokenizer,
     train_tokenizers,
     write_shards,
 )
@@ -124,14 +125,14 @@ def test_a_character_across_two_blocks_is_whole(tmp_path: Path) -> None:
 def test_long_documents_are_cut_without_loss(texts: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "LONGEST_PART", 8)
-        parts = list(documents._of_records((i, (text,)) for i, text in enumerate(texts)))
+        parts = list(documents.cut_parts(piece for text in texts for piece in (text, None)))
     assert all(0 < len(part.text) <= 8 for part in parts)
     assert "".join(part.text for part in parts) == "".join(texts)
     assert sum(part.ends_document for part in parts) == sum(text != "" for text in texts)
 
 
 def test_a_long_document_has_the_tokens_that_it_has_whole(tmp_path: Path) -> None:
-    tokenizer = shakespeare_like_tokenizer(tmp_path)
+    tokenizer = train_tokenizer(TokenizerSpec(vocab_size=300), ["Line 1, of many.\n\n\nLine 2"])
     text = "".join(f"Line {i}, of many.\n" + "\n" * (i % 3) for i in range(12_000))
     (tmp_path / "a.txt").write_text(text)
     shards = tokenize_corpus(
@@ -139,28 +140,6 @@ def test_a_long_document_has_the_tokens_that_it_has_whole(tmp_path: Path) -> Non
     )
     expected = [*tokenizer.encode(text)[0], tokenizer.eos_id]
     assert shards.tokens(0, shards.num_tokens).tolist() == expected
-
-
-def shakespeare_like_tokenizer(folder: Path) -> Tokenizer:
-    """Of GPT-2's kind, which puts nothing in front of a part."""
-    import tokenizers
-
-    from triptych.text import load_tokenizer
-
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(["Line 1, of many.\n\n\nLine 2"], trainer)
-    (folder / "tok").mkdir()
-    inner.save(str(folder / "tok" / "tokenizer.json"))
-    (folder / "tok" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    return load_tokenizer(folder / "tok")
 
 
 def shards_of(texts: list[str], folder: Path, tokens_per_shard: int = 7) -> TokenShards:

@@ -143,7 +143,7 @@ def test_a_size_below_the_bytes_and_specials_is_refused(kind: str, smallest: int
 
 
 def test_a_minimal_frequency_is_refused_where_it_has_no_effect() -> None:
-    with pytest.raises(ValidationError, match="min_frequency goes with kind"):
+    with pytest.raises(ValidationError, match='min_frequency goes with kind = "bpe", but kind is "unigram"'):
         TokenizerSpec(kind="unigram", min_frequency=3)
 
 

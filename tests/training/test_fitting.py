@@ -91,16 +91,12 @@ def test_a_vocabulary_of_one_side_is_for_half_of_the_text() -> None:
     ("key", "value"),
     [
         ("tokenizer.vocab_size", 777),
-        ("model.d_ff", 99),
         ("model.norm", "post"),
         ("model.encoder.num_layers", 5),
-        ("model.dropout", 0.25),
         ("training.max_steps", 77),
         ("training.batch_tokens", 999),
         ("training.warmup_steps", 7),
         ("training.learning_rate", 0.125),
-        ("training.schedule", "inverse_sqrt"),
-        ("training.clip_norm", 0.0),
         ("validation.every_steps", 5),
     ],
 )

@@ -165,7 +165,6 @@ class Checkpoint(AttentionSource):
         return tuple(LayerReader(self._places[site], self.tensors).rewritable())
 
     def bytes_of(self, site: Site) -> int:
-        """How many bytes the tensors within the module of a layer take."""
         return sum(self.tensors.infos[name].num_bytes for name in self.tensors.below(site.module))
 
     def longest_text(self, site: Site) -> int:

@@ -11,17 +11,12 @@ from typing import Any, final
 
 from pydantic import ValidationError, model_validator
 
-from triptych.checkpoints.specs import AttentionSpec, Choice, ModelSpec, Spec
+from triptych.checkpoints.specs import AttentionSpec, Choice, ExportSpec, ModelSpec, Spec
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.toml import read_toml
 
 START, END = "<!-- families -->\n", "<!-- end of families -->\n"
-_TESTS = {
-    "decoder": "test_models_run.py",
-    "encoder": "test_encoders_run.py",
-    "encoder-decoder": "test_encoder_decoders_run.py",
-}
 
 _FOLDER = files("triptych.checkpoints") / "families"
 
@@ -36,8 +31,6 @@ class Unread(Spec):
 
 @final
 class Family(Spec):
-    """An architecture family."""
-
     name: str
     model_types: tuple[str, ...] = ()
     remote: bool = False  # whether its class comes with its checkpoints, and is not in `transformers`
@@ -45,6 +38,7 @@ class Family(Spec):
     attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
     # what its models are made of besides; None where they can be read, and not run
     model: ModelSpec | None = None
+    export: ExportSpec | None = None  # how models of recipes are written; None where they are not
     rest: tuple[str, ...] = ()  # tensors that look like attention by their names and are not, as patterns
     unread: tuple[Unread, ...] = ()  # attention that is reported, and not read
 
@@ -80,7 +74,6 @@ def family_of(model_type: str) -> Family | None:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families that come along."""
     return tuple(_read_all())
 
 
@@ -200,7 +193,7 @@ def _row(family: Family) -> str:
     positions = (position.kind for spec in family.attention for position in spec.positions)
     products = "disentangled" in positions
     written = "no" if model is None else "in part" if products else "yes"
-    shown = ["test_families.py", *([_TESTS[run], "test_model_writing.py"] if run in _TESTS else [])]
+    shown = ["test_families.py", *(["test_models_run.py", "test_model_writing.py"] if model else [])]
     shown = ["test_without_a_class.py"] if family.remote else shown
     tests = ", ".join(f"`{test}`" for test in shown)
     return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"

@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.algebra.positions import DisentangledBias, ScoreBias
 from triptych.algebra.weights import Link
 from triptych.checkpoints.layer import Place
-from triptych.checkpoints.layer_map import LayerMap, SplitHeads, Take, module_map
+from triptych.checkpoints.layer_map import LayerMap, Take, module_map, split_heads
 from triptych.checkpoints.positions import yarn_magnitude
 from triptych.errors import DataError, UsageError
 from triptych.storage.settings import Settings
@@ -20,8 +20,6 @@ from triptych.storage.untrusted import shown
 
 
 class Hook(ABC):
-    """Code of one family."""
-
     fields: tuple[str, ...] = ()  # of the configuration, those that it reads
 
     @abstractmethod
@@ -140,7 +138,7 @@ def _link(place: Place, tensors: Tensors, take: Take, module: str, like: Link) -
     """A map of the file with as many copies and channels as another."""
     rows = like.copies * like.d_out
     entries = module_map(place, tensors, "map", module, (rows, None))
-    found = LayerMap({(part,): stored.then(SplitHeads(like.copies)) for part, stored in entries}).read(take)
+    found = LayerMap({(part,): stored.then(split_heads(like.copies)) for part, stored in entries}).read(take)
     return Link(found["map"], found.get("map.bias"))
 
 

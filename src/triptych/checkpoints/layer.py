@@ -169,7 +169,6 @@ class Place:
         return self.settings.count(expression, self.layer)
 
     def number(self, expression: str) -> float:
-        """A number."""
         return self.settings.number(expression, self.layer)
 
     def positive(self, expression: str) -> float:
@@ -203,7 +202,6 @@ class Place:
 
     @property
     def norm(self) -> NormSpec | None:
-        """The norm that the attention reads."""
         return self.first(self.spec.norm)
 
     @property
@@ -214,13 +212,11 @@ class Place:
 
     @property
     def head_norm(self) -> HeadNormSpec | None:
-        """The norms of queries and keys."""
         norm = self.spec.head_norm
         return norm if norm and self.holds(norm.when) else None
 
     @property
     def position(self) -> PositionSpec:
-        """How positions are encoded."""
         return self.first(self.spec.positions) or PositionSpec(kind="none")
 
     @property
@@ -251,7 +247,6 @@ class Place:
 
     @property
     def sizes(self) -> MapSizes:
-        """The sizes that the configuration gives."""
         spec, latent = self.spec, self.spec.latent
         heads = self.count(spec.heads)
         if latent:

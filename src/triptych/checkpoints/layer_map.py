@@ -3,7 +3,6 @@
 Nothing is computed: `write` of what `read` gave is what was stored, to the bit.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -22,17 +21,21 @@ Shape = tuple[int | None, ...]
 Parts = Sequence[Tensor]
 # Gives the stored tensor of a name; the shape it must have, None for a size that is free.
 Take = Callable[[str, Shape | None], Tensor]
-_QUARTERS = 4  # CodeGen's rows are as four processors held them
 
 
-class TensorMap(ABC):
-    """One step from stored tensors to ours (`read`), and back (`write`)."""
+@final
+@dataclass(frozen=True)
+class TensorMap:
+    """One step from stored tensors to ours, and back."""
 
-    @abstractmethod
-    def read(self, parts: Parts) -> Parts: ...
+    read: Callable[[Parts], Parts]
+    write: Callable[[Parts], Parts]
 
-    @abstractmethod
-    def write(self, parts: Parts) -> Parts: ...
+    @classmethod
+    def of_each(cls, read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> "TensorMap":
+        return cls(
+            lambda parts: [read(part) for part in parts], lambda parts: [write(part) for part in parts]
+        )
 
 
 @final
@@ -45,115 +48,55 @@ class Named:
     steps: tuple[TensorMap, ...] = ()  # from them to ours
 
     def then(self, *steps: TensorMap) -> "Named":
-        """The same with more steps."""
         return Named(self.names, self.shape, (*self.steps, *steps))
 
     def read(self, take: Take) -> Parts:
-        """Ours."""
         parts: Parts = [take(name, self.shape) for name in self.names]
         for step in self.steps:
             parts = step.read(parts)
         return parts
 
     def write(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
-        """The stored ones."""
         for step in reversed(self.steps):
             parts = step.write(parts)
         return zip(self.names, parts, strict=True)
 
 
-@final
-class StackRows(TensorMap):
-    """Tensors of one shape as the rows of one."""
-
-    def read(self, parts: Parts) -> Parts:
-        return [torch.stack([*parts])]
-
-    def write(self, parts: Parts) -> Parts:
-        return parts[0].unbind()
+# Tensors of one shape as the rows of one.
+STACK_ROWS = TensorMap(lambda parts: [torch.stack([*parts])], lambda parts: parts[0].unbind())
+# `[in, out]` as `[out, in]`.
+TRANSPOSED = TensorMap.of_each(lambda part: part.mT.contiguous(), lambda part: part.mT)
+# The one row of a matrix as a vector.
+ONLY_ROW = TensorMap.of_each(lambda part: part[0], lambda part: part[None])
 
 
-@final
-class Transposed(TensorMap):
-    """`[in, out]` as `[out, in]`."""
-
-    def read(self, parts: Parts) -> Parts:
-        return [part.mT.contiguous() for part in parts]
-
-    def write(self, parts: Parts) -> Parts:
-        return [part.mT for part in parts]
-
-
-@final
-class OnlyRow(TensorMap):
-    """The one row of a matrix as a vector."""
-
-    def read(self, parts: Parts) -> Parts:
-        return [part[0] for part in parts]
-
-    def write(self, parts: Parts) -> Parts:
-        return [part[None] for part in parts]
-
-
-@final
-@dataclass(frozen=True)
-class Halves(TensorMap):
+def halves(dim: int) -> TensorMap:
     """One tensor as two of the same size, one after the other along a dimension."""
-
-    dim: int
-
-    def read(self, parts: Parts) -> Parts:
-        return parts[0].chunk(2, self.dim)
-
-    def write(self, parts: Parts) -> Parts:
-        return [torch.cat([*parts], self.dim)]
+    return TensorMap(lambda parts: parts[0].chunk(2, dim), lambda parts: [torch.cat([*parts], dim)])
 
 
-@final
-@dataclass(frozen=True)
-class Alternating(TensorMap):
+def alternating(dim: int) -> TensorMap:
     """One tensor as two of the same size, in turns along a dimension."""
-
-    dim: int
-
-    def read(self, parts: Parts) -> Parts:
-        return [part.contiguous() for part in parts[0].unflatten(self.dim, (-1, 2)).unbind(self.dim + 1)]  # type: ignore[no-untyped-call]
-
-    def write(self, parts: Parts) -> Parts:
-        return [torch.stack([*parts], self.dim + 1).flatten(self.dim, self.dim + 1)]
+    return TensorMap(
+        lambda parts: [part.contiguous() for part in parts[0].unflatten(dim, (-1, 2)).unbind(dim + 1)],  # type: ignore[no-untyped-call]
+        lambda parts: [torch.stack([*parts], dim + 1).flatten(dim, dim + 1)],
+    )
 
 
-@final
-@dataclass(frozen=True)
-class Split(TensorMap):
+def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
     """The rows of one tensor as rows of queries, of keys and of values, in the order of a layout."""
+    heads, groups, width, value_width, *_ = sizes
+    blocks = {"q k v": 1, "by group": groups, "q v k in four parts": 4}[layout]
+    order = (0, 2, 1) if layout == "q v k in four parts" else (0, 1, 2)  # its own inverse
+    counts = (heads * width, groups * width, groups * value_width)
 
-    layout: FusedLayout
-    sizes: MapSizes
+    def read(parts: Parts) -> Parts:
+        if heads % blocks or groups % blocks:
+            raise DataError(f"{heads} heads cannot lie in {blocks} parts")
+        found = _from_blocks(parts[0], blocks, *(counts[side] for side in order))
+        return [found[side] for side in order]
 
-    def read(self, parts: Parts) -> Parts:
-        heads, groups, width, value_width, *_ = self.sizes
-        rows = (heads * width, groups * width, groups * value_width)
-        match self.layout:
-            case "q k v":
-                return parts[0].split([*rows])  # type: ignore[no-untyped-call, no-any-return]
-            case "by group":
-                return _from_blocks(parts[0], groups, *rows)
-            case "q v k in four parts":
-                if heads % _QUARTERS or groups % _QUARTERS:
-                    raise DataError(f"{heads} heads cannot lie in {_QUARTERS} parts")
-                q, v, k = _from_blocks(parts[0], _QUARTERS, rows[0], rows[2], rows[1])
-                return q, k, v
-
-    def write(self, parts: Parts) -> Parts:
-        q, k, v = parts
-        match self.layout:
-            case "q k v":
-                return [torch.cat([q, k, v])]
-            case "by group":
-                return [_in_blocks(self.sizes.groups, q, k, v)]
-            case "q v k in four parts":
-                return [_in_blocks(_QUARTERS, q, v, k)]
+    return TensorMap(read, lambda parts: [_in_blocks(blocks, *(parts[side] for side in order))])
 
 
 def _from_blocks(rows: Tensor, blocks: int, *counts: int) -> Parts:
@@ -166,48 +109,29 @@ def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
     return torch.cat([part.reshape(blocks, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
 
-@final
-@dataclass(frozen=True)
-class QueriesAndGates(TensorMap):
+def queries_and_gates(heads: int) -> TensorMap:
     """The rows of one tensor, head by head queries and then gates, as all queries and all gates."""
-
-    heads: int
-
-    def read(self, parts: Parts) -> Parts:
-        half = parts[0].shape[0] // 2
-        return _from_blocks(parts[0], self.heads, half, half)
-
-    def write(self, parts: Parts) -> Parts:
-        return [_in_blocks(self.heads, *parts)]
+    return TensorMap(
+        lambda parts: _from_blocks(parts[0], heads, *[parts[0].shape[0] // 2] * 2),
+        lambda parts: [_in_blocks(heads, *parts)],
+    )
 
 
-@final
-class SplitHeads(TensorMap):
+def split_heads(*copies: int) -> TensorMap:
     """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`."""
 
-    def __init__(self, *copies: int) -> None:
-        self.copies = copies
+    def read(parts: Parts) -> Parts:
+        apart = (part.unflatten(0, (n, -1)) for n, part in zip(copies, parts, strict=True))  # type: ignore[no-untyped-call]
+        return [part.transpose(1, -1) for part in apart]
 
-    def read(self, parts: Parts) -> Parts:
-        split = (part.unflatten(0, (n, -1)) for n, part in zip(self.copies, parts, strict=True))  # type: ignore[no-untyped-call]
-        return [part.transpose(1, -1) for part in split]
-
-    def write(self, parts: Parts) -> Parts:
-        return [part.transpose(1, -1).flatten(0, 1) for part in parts]
+    return TensorMap(read, lambda parts: [part.transpose(1, -1).flatten(0, 1) for part in parts])
 
 
-@final
-@dataclass(frozen=True)
-class HeadColumns(TensorMap):
+def head_columns(heads: int) -> TensorMap:
     """`[d_out, heads · width]` as `[heads, width, d_out]`."""
-
-    heads: int
-
-    def read(self, parts: Parts) -> Parts:
-        return [part.mT.reshape(self.heads, -1, part.shape[0]) for part in parts]
-
-    def write(self, parts: Parts) -> Parts:
-        return [part.flatten(0, 1).mT for part in parts]
+    return TensorMap.of_each(
+        lambda part: part.mT.reshape(heads, -1, part.shape[0]), lambda part: part.flatten(0, 1).mT
+    )
 
 
 @final
@@ -228,16 +152,13 @@ class LayerMap:
 
     @property
     def names(self) -> set[str]:
-        """The stored tensors."""
         return {name for stored in self.entries.values() for name in stored.names}
 
     @property
     def parts(self) -> set[str]:
-        """Our tensors."""
         return {part for parts in self.entries for part in parts}
 
     def read(self, take: Take) -> dict[str, Tensor]:
-        """Ours, from the stored ones."""
         read = ((parts, stored.read(take)) for parts, stored in self.entries.items())
         return {part: tensor for parts, tensors in read for part, tensor in zip(parts, tensors, strict=True)}
 
@@ -252,14 +173,13 @@ class LayerMap:
 
 
 def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
-    """How a layer is written."""
     sizes = place.sizes if sizes is None else sizes
     spec = place.spec
     read = _latent if spec.latent else _joined if spec.qkv else _apart
     entries = dict(read(place, tensors, sizes))
     o = dict(module_map(place, tensors, "o", spec.o, (None, sizes.heads * sizes.value_width)))
     entries |= {
-        (part,): stored.then(HeadColumns(sizes.heads)) if part == "o" else stored
+        (part,): stored.then(head_columns(sizes.heads)) if part == "o" else stored
         for part, stored in o.items()
     }
     if spec.sinks:
@@ -273,11 +193,7 @@ _Entries = Iterator[tuple[tuple[str, ...], Named]]
 def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
     """Rows and copies of the maps of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
-    return (
-        ("q", heads * width, heads),
-        ("k", groups * width, groups),
-        ("v", groups * value_width, groups),
-    )
+    return (("q", heads * width, heads), ("k", groups * width, groups), ("v", groups * value_width, groups))
 
 
 def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
@@ -288,20 +204,20 @@ def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
         for part, stored in module_map(place, tensors, side, module, (2 * rows if gated else rows, None)):
             if gated:
                 parts = (part, part.replace("q", "gate"))
-                yield parts, stored.then(QueriesAndGates(copies), SplitHeads(copies, copies))
+                yield parts, stored.then(queries_and_gates(copies), split_heads(copies, copies))
             else:
-                yield (part,), stored.then(SplitHeads(copies))
+                yield (part,), stored.then(split_heads(copies))
 
 
 def _joined(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec, sides = place.spec, _rows(sizes)
-    split = Split(spec.layout, sizes), SplitHeads(*(copies for _, _, copies in sides))
+    steps = split_rows(spec.layout, sizes), split_heads(*(copies for _, _, copies in sides))
     for part, stored in module_map(place, tensors, "", spec.qkv, (sum(rows for _, rows, _ in sides), None)):
         if not part or not (spec.q_bias or spec.v_bias):
-            yield tuple(f"{side}{part}" for side in _SIDES), stored.then(*split)
+            yield tuple(f"{side}{part}" for side in _SIDES), stored.then(*steps)
     for name, (side, rows, copies) in zip((spec.q_bias, "", spec.v_bias), sides, strict=True):
         if name:
-            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (SplitHeads(copies),))
+            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (split_heads(copies),))
 
 
 def _latent(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
@@ -340,7 +256,7 @@ def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
             first = tensors.infos.get(names[0])
             if kind == "weight" or first is not None:
                 each = Named(names, None if first is None else tuple(first.shape))
-                yield (stored,), each.then(StackRows()) if "{head}" in module else each
+                yield (stored,), each.then(STACK_ROWS) if "{head}" in module else each
 
 
 def _of_heads(name: str, heads: int, tensors: Tensors) -> tuple[str, ...]:
@@ -361,13 +277,12 @@ def module_map(
     """A weight as `[out, in]`, by the name of a part of ours, and its bias if it has one."""
     weight, bias = tensor_names(place.within(module))
     stored = Named((weight,), shape)
-    yield part, Named((weight,), shape[::-1], (Transposed(),)) if place.spec.transposed else stored
+    yield part, Named((weight,), shape[::-1], (TRANSPOSED,)) if place.spec.transposed else stored
     if bias in tensors.infos:
         yield f"{part}.bias", Named((bias,), shape[:1])
 
 
 def tensor_names(module: str) -> tuple[str, str]:
-    """Names of weight and bias of a map."""
     if "*" in module:
         return module.replace("*", "weight"), module.replace("*", "bias")
     return f"{module}.weight", f"{module}.bias"

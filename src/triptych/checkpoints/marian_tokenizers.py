@@ -43,7 +43,6 @@ class MarianIds(BaseModel):
 
     @property
     def tgt_vocab_size(self) -> int:
-        """Rows of the output."""
         own = None if self.share_encoder_decoder_embeddings else self.decoder_vocab_size
         return self.vocab_size if own is None else own
 
@@ -154,7 +153,6 @@ def _of_ours(folder: Path, settings: MarianIds) -> TokenizerPair:
 
 
 def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianIds) -> tuple[str, ...]:
-    """The pieces by id."""
     try:
         record = TypeAdapter(dict[str, int]).validate_python(read_json(path), strict=True)
     except ValidationError as error:
@@ -186,7 +184,6 @@ def _text(token: str | dict[str, Any]) -> str:
 
 
 def write_tokenizers(pair: TokenizerPair, max_tokens: int, folder: Path) -> None:
-    """Write both tokenizers."""
     source, target = pair.source, pair.target
     if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
         _write_sentencepieces(source.record, target.record, max_tokens, folder)

@@ -7,14 +7,14 @@ import torch
 
 from triptych.checkpoints.layer import Place
 from triptych.checkpoints.layer_map import (
-    Alternating,
-    Halves,
+    ONLY_ROW,
+    STACK_ROWS,
+    TRANSPOSED,
     Named,
-    OnlyRow,
     Shape,
-    StackRows,
     TensorMap,
-    Transposed,
+    alternating,
+    halves,
     norm_tensors,
     tensor_names,
 )
@@ -37,24 +37,18 @@ Entry = tuple[tuple[str, ...], Named]
 
 @final
 class Entries:
-    """The tensors of a model, as far as its parts have entered theirs.
-
-    Attributes:
-        found: names of ours, and what is stored for them.
-        copies: stored tensors that hold the numbers of another one, and that one.
-    """
+    """The tensors of a model, as far as its parts have entered theirs."""
 
     def __init__(self, name: str, tensors: Tensors) -> None:
         self.name, self.tensors = name, tensors
-        self.found: list[Entry] = []
-        self.copies: dict[str, str] = {}
+        self.found: list[Entry] = []  # names of ours, and what is stored for them
+        self.copies: dict[str, str] = {}  # stored tensors that hold the numbers of another one, and that one
 
     def enter(self, ours: str, name: str, shape: Shape) -> None:
         """Enter a tensor that is stored as it is; errors as of `add`."""
         self.add((ours,), Named((name,), shape))
 
     def add(self, ours: tuple[str, ...], stored: Named) -> None:
-        """Enter tensors."""
         for name in stored.names:
             if name not in self.tensors.infos:
                 raise DataError(f"{self.tensors.name}: there is no tensor {name}")
@@ -82,7 +76,6 @@ class Entries:
         self.copies[name] = original
 
     def refuse(self, why: str) -> Never:
-        """Say that the checkpoint cannot be run."""
         raise DataError(f"{self.name}: {why}")
 
 
@@ -211,7 +204,7 @@ class FeedForwardMap:
         """The maps of a layer, or of all of its experts."""
         size, d_model = config.d_ff, self.d_model
         if spec.fused:
-            split = (Alternating if spec.alternating else Halves)(0 if experts is None else 1)
+            split = (alternating if spec.alternating else halves)(0 if experts is None else 1)
             parts = tuple(spec.fused.split())
             self._map(ours, parts, spec, spec.inner, (2 * size, d_model), config.bias, experts, (split,))
         else:
@@ -233,8 +226,8 @@ class FeedForwardMap:
     ) -> None:
         single = "{expert}" in module or experts is None
         count: tuple[int, ...] = () if single or experts is None else (experts,)
-        turned: tuple[TensorMap, ...] = (Transposed(),) if spec.transposed else ()
-        stacked: tuple[TensorMap, ...] = (StackRows(),) if "{expert}" in module else ()
+        turned: tuple[TensorMap, ...] = (TRANSPOSED,) if spec.transposed else ()
+        stacked: tuple[TensorMap, ...] = (STACK_ROWS,) if "{expert}" in module else ()
         weights, biases = zip(*self._names(spec, module, experts), strict=True)
         stored = shape[::-1] if spec.transposed else shape
         named = tuple(f"{ours}.{part}" for part in parts)
@@ -261,13 +254,9 @@ class FeedForwardMap:
 
 @final
 class HeadMap:
-    """A model's head as the family has it.
+    """A model's head as the family has it."""
 
-    Attributes:
-        config: what it is made of; None if the model ends with the stream.
-    """
-
-    config: HeadConfig | None
+    config: HeadConfig | None  # what it is made of; None if the model ends with the stream
 
     def __init__(
         self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, table: str, table_width: int
@@ -275,91 +264,56 @@ class HeadMap:
         self.place, self.spec, self.entries, self.d_model = place, spec, entries, d_model
         self.table, self.table_width = table, table_width
         self.settings, self.infos = place.settings, entries.tensors.infos
-        self.config = self._of_decoder(spec.head) if spec.kind == "decoder" else self._of_encoder()
+        heads = [spec.head] if spec.kind == "decoder" else filter(self._is_there, spec.heads)
+        self.config = next(map(self._config, heads), None)
 
-    def _of_decoder(self, spec: HeadSpec) -> HeadConfig:
-        vocab_size = self.infos[self.table].shape[0]
-        module, width, transform = self._above(spec.at), self.d_model, self._above(spec.transform)
-        has_map = bool(spec.transform) and f"{transform}.weight" in self.infos
+    def _is_there(self, spec: HeadSpec) -> bool:
+        first = self._above(spec.transform or spec.at)
+        return self.settings.holds(spec.when) and f"{first}.weight" in self.infos
+
+    def _config(self, spec: HeadSpec) -> HeadConfig:
+        place, settings, infos, enter = self.place, self.settings, self.infos, self.entries.enter
+        module, transform, norm = self._above(spec.at), self._above(spec.transform), place.first(spec.norm)
+        has_map, width = bool(spec.transform) and f"{transform}.weight" in infos, self.d_model
+        map_bias = has_map and place.holds(spec.map_bias)
         if has_map:
-            width = self._map(transform)
-        tied, bias = self.settings.holds(spec.tied), self.settings.holds(spec.bias)
-        if spec.tied_if_missing:
-            tied = f"{module}.weight" not in self.infos
+            width = infos[f"{transform}.weight"].shape[0]
+            enter("head.map.weight", f"{transform}.weight", (width, self.d_model))
+        if map_bias:
+            enter("head.map.bias", f"{transform}.bias", (width,))
+        outputs = settings.count(spec.outputs) if spec.outputs else None
+        count, is_missing = outputs or infos[self.table].shape[0], f"{module}.weight" not in infos
+        tied = outputs is None and (is_missing if spec.tied_if_missing else settings.holds(spec.tied))
         if tied and width != self.table_width:
             self.entries.refuse(
                 f"{self.table} is {self.table_width} wide, and what reads it as output table {width}"
             )
-        self._output(module, vocab_size, width, tied=tied)
-        names = [name for name in map(self._above, spec.bias_at) if name in self.infos]
-        if names:
-            bias = True
-            self.entries.add(("head.output.bias",), Named((names[0],), (1, vocab_size), (OnlyRow(),)))
-        elif bias:
-            self.entries.enter("head.output.bias", f"{module}.bias", (vocab_size,))
-        over_root = self.place.factor(self.place.chosen(spec.over_root))
-        cap = self.settings.value(spec.soft_cap) if spec.soft_cap else None
-        return HeadConfig(
-            tied=tied,
-            bias=bias,
-            width=width if has_map else None,
-            transform=has_map,
-            map_bias=not has_map,
-            scale=self.place.factor(spec.scale) * over_root**-0.5,
-            soft_cap=None if cap is None else self.settings.number(spec.soft_cap),
-        )
-
-    def _of_encoder(self) -> HeadConfig | None:
-        for spec in self.spec.heads:
-            first = self._above(spec.transform or spec.at)
-            if self.settings.holds(spec.when) and f"{first}.weight" in self.infos:
-                return self._with_transform(spec, first if spec.transform else "")
-        return None
-
-    def _with_transform(self, spec: HeadSpec, transform: str) -> HeadConfig:
-        place, width, map_bias = self.place, self.d_model, False
-        if transform:
-            width, map_bias = self._map(transform), place.holds(spec.map_bias)
-        if map_bias:
-            self.entries.enter("head.map.bias", f"{transform}.bias", (width,))
-        norm = place.first(spec.norm)
-        outputs = self.settings.count(spec.outputs) if spec.outputs else None
-        count, output = outputs or self.infos[self.table].shape[0], self._above(spec.at)
-        tied = outputs is None and self.settings.holds(spec.tied)
-        if tied and width != self.table_width:
-            self.entries.refuse(
-                f"{transform}.weight leads to {width} channels, and {self.table} has {self.table_width}"
-            )
-        self._output(output, count, width, tied=tied)
-        return HeadConfig(
-            tied=tied,
-            bias=self._output_bias(spec, output, count, tied=tied),
-            width=width,
-            transform=bool(transform),
-            outputs=outputs,
-            map_bias=map_bias,
-            activation=activation(place, spec.activation) if spec.activation else None,
-            norm=None
-            if norm is None
-            else self.entries.norm("head.norm", place, norm, self._above(norm.at), width, self.spec.eps),
-        )
-
-    def _map(self, transform: str) -> int:
-        """Enter the map before the output; the width that it leads to."""
-        width = self.infos[f"{transform}.weight"].shape[0]
-        self.entries.enter("head.map.weight", f"{transform}.weight", (width, self.d_model))
-        return width
-
-    def _output(self, module: str, count: int, width: int, *, tied: bool) -> None:
-        """Enter the output map; a tied one may be in the file as well, if it is the table."""
-        if tied:
+        if tied:  # it may be in the file as well
             why = f", though {self.spec.head.tied} says so"
             self.entries.require_copy(f"{module}.weight", self.table, why)
         else:
-            self.entries.enter("head.output.weight", f"{module}.weight", (count, width))
+            enter("head.output.weight", f"{module}.weight", (count, width))
+        cap = settings.value(spec.soft_cap) if spec.soft_cap else None
+        return HeadConfig(
+            tied=tied,
+            bias=self._output_bias(spec, module, count, tied=tied),
+            width=width if has_map else None,
+            transform=has_map,
+            outputs=outputs,
+            map_bias=map_bias or not has_map,
+            activation=activation(place, spec.activation) if spec.activation else None,
+            norm=norm
+            and self.entries.norm("head.norm", place, norm, self._above(norm.at), width, self.spec.eps),
+            scale=place.factor(spec.scale) * place.factor(place.chosen(spec.over_root)) ** -0.5,
+            soft_cap=None if cap is None else settings.number(spec.soft_cap),
+        )
 
     def _output_bias(self, spec: HeadSpec, output: str, count: int, *, tied: bool) -> bool:
         """Enter the bias of the output, which files may have under two names; one if tied."""
+        rows = [name for name in map(self._above, spec.bias_at) if name in self.infos]
+        if rows and self.spec.kind == "decoder":
+            self.entries.add(("head.output.bias",), Named((rows[0],), (1, count), (ONLY_ROW,)))
+            return True
         if not self.settings.holds(spec.bias):
             return False
         own = f"{output}.bias"

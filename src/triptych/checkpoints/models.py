@@ -77,7 +77,6 @@ def _opened(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Check
 
 
 def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
-    """The model of an opened checkpoint."""
     found = model_map(checkpoint)
     return _read(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
 
@@ -91,7 +90,6 @@ def load_encoder_decoder(
 
 
 def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
-    """The encoder and the decoder of an opened checkpoint; see `read_model`."""
     found = encoder_decoder_map(checkpoint)
     made = found.architecture
 
@@ -123,7 +121,6 @@ def _read(
 
 
 def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
-    """An attention layer of a checkpoint's model."""
     weights = checkpoint.read(site).weights.without_norms().to(dtype)
     try:
         return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)

@@ -192,7 +192,6 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
 
 
 def _backwards(found: Frequencies, where: str) -> Frequencies:
-    """The same the other way round."""
     long = found.long
     if isinstance(long, GrowingBase):
         raise DataError(f"{where}: rope_type 'dynamic' is not supported where channels turn backwards")
@@ -236,7 +235,6 @@ def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> Rotary
 
 
 def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
-    """Rows and columns of patches."""
     image, patch = (_two(place, expression) for expression in (patches.image, patches.patch))
     rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
     if not rows or not columns:

@@ -26,8 +26,6 @@ from triptych.storage.tensors import Tensors
 
 @final
 class LayerReader:
-    """Reads one layer of a family."""
-
     def __init__(self, place: Place, tensors: Tensors, *, outline: bool = False) -> None:
         """With `outline`, maps and norms are made on the "meta" device, and no byte of them is read."""
         self.place, self.tensors = place, tensors
@@ -38,7 +36,6 @@ class LayerReader:
         self._dtype = self._common_dtype()
 
     def read(self) -> AttentionLayer:
-        """Read it."""
         place, spec = self.place, self.place.spec
         sizes, parts = place.sizes, self.map.read(self.take)
         q, k, v, o = read_latent(place, parts) if spec.latent else _chains(parts)

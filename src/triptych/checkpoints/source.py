@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import nn
 
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, near_path
 from triptych.storage.hub import Repository, is_hub_id, open_hub
 from triptych.storage.tensors import InMemory, Tensors, of_one, open_tensors
 from triptych.storage.untrusted import read_json
@@ -32,7 +32,6 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """The folder of the files."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
@@ -129,7 +128,8 @@ def find_source(source: object, *, tokenizer: Any = None, offline: bool = False)
     if not path.exists():
         if not is_hub_id(name):
             raise UsageError(
-                f"{name}: there is no such file or folder, and it is no name on the Hub (owner/name)"
+                f"{name}: there is no such file or folder{near_path(path)}, and it is no name on the Hub "
+                "(owner/name)"
             )
         repository = open_hub(name, offline=offline)
         return Source(name, repository.record, f"{name}/config.json", repository)

@@ -28,8 +28,6 @@ class Spec(BaseModel):
 
 @final
 class Choice(Spec):
-    """A value under a condition."""
-
     when: Expression = ""
     value: Expression
 
@@ -310,8 +308,6 @@ class AttentionSpec(Spec):
 
 @final
 class EmbeddedPositionsSpec(Spec):
-    """Positions that are added to the embeddings."""
-
     kind: Literal["learned", "sinusoidal"] = "learned"  # learned rows, or sines and cosines
     when: Expression = ""
     table: str = ""  # module of the learned rows; of sines and cosines, where files may have them
@@ -325,8 +321,6 @@ class EmbeddedPositionsSpec(Spec):
 
 @final
 class FeedForwardSpec(Spec):
-    """The feed-forward layer of a block."""
-
     when: Expression = ""  # on what condition of the configuration it is written so
     there: str = ""  # a tensor below `at` that the file has where it is written so
     at: str = "layers.{layer}.mlp"
@@ -404,8 +398,6 @@ class MaskedSpec(Spec):
 
 @final
 class HeadSpec(Spec):
-    """From the stream to logits."""
-
     at: str = "lm_head"  # the output map, below the names of the attention or above them
     when: Expression = ""  # on what condition of the configuration there is such a head
     # the map before it, found in the same way, and whether it has a bias (`map_bias`); "" without one
@@ -486,3 +478,26 @@ class ModelSpec(Spec):
     heads: tuple[HeadSpec, ...] = ()
     rest: tuple[str, ...] = ()  # tensors that change nothing, as patterns
     harmless: tuple[str, ...] = ()  # fields of the configuration that change nothing of this family's models
+
+
+@final
+class ExportedTensors(Spec):
+    """Tensors of a new checkpoint; sizes and conditions are of the facts that the writer gives."""
+
+    when: str = ""
+    layers: str = ""  # how many there are of each, with {layer} in its name; one if empty
+    at: str = ""  # what their names begin with
+    maps: dict[str, tuple[str, ...]]  # shapes of weights, by the rest of the names of their modules
+    biases: str = "false"  # on what condition they have biases
+    transposed: bool = False  # whether weights are stored `[in, out]`
+    bare: bool = False  # whether the names are those of tensors
+
+
+@final
+class ExportSpec(Spec):
+    """How a model of a recipe is written in the family's format."""
+
+    classes: dict[str, str]  # the class of each `model_type`
+    # the fields of `config.json` in their order, as expressions of the facts; what gives nothing is left out
+    settings: dict[str, str]
+    tensors: tuple[ExportedTensors, ...]

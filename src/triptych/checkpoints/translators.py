@@ -261,7 +261,6 @@ def _read_marian(folder: Path, device: torch.device | str) -> TranslatorCheckpoi
 
 
 def _read_generation(folder: Path) -> _Generation:
-    """How outputs are to be searched for."""
     config, path = read_json(folder / "config.json"), folder / "generation_config.json"
     record = read_json(path) if path.exists() else config
     path = path if path.exists() else folder / "config.json"
@@ -313,7 +312,6 @@ def _language_place(folder: Path) -> tuple[str, Literal["before", "behind"] | No
 
 
 def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> int:
-    """The token of a language."""
     vocabulary = tokenizer.vocabulary
     for token in sorted(tokenizer.special_ids):
         if vocabulary[token] == language:
@@ -324,7 +322,6 @@ def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> in
 
 
 def _end_of(generation: _Generation, folder: Path) -> int:
-    """The token that ends an output."""
     match generation.eos_token_id:
         case int(end) | [int(end)]:
             return end

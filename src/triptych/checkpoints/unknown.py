@@ -89,8 +89,6 @@ def _record_with_heads(settings: Settings) -> tuple[str, Mapping[str, object]]:
 
 
 def _table(module: str, maps: list[str], path: str, record: Mapping[str, object]) -> str:
-    """The `[[attention]]` of one module."""
-
     def field(what: str, otherwise: str = "?") -> str:
         return next((name for name in _FIELDS[what] if record.get(name) is not None), otherwise)
 

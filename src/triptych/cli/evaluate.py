@@ -50,8 +50,8 @@ def evaluate(
             triptych wrote.
 
     Language models:
-        text: The text to predict, a file or a folder. Records of .jsonl and .parquet files (field text) are
-            documents.
+        text: The text to predict: a file, a folder, or - for standard input. Records of .jsonl and .parquet
+            files (field text) are documents.
         documents: What a document is in a plain text file: the whole file, each line, or the lines between
             blank lines. Each document is scored by itself.
 
@@ -152,7 +152,8 @@ def _read(
 ) -> tuple[list[str], ...]:
     """The documents of a text, or the lines of both files."""
     if text is not None:
-        spec = LanguageCorpusSpec(files=(str(text),), documents=documents)
+        file = "/dev/stdin" if text == Path("-") else str(text)
+        spec = LanguageCorpusSpec(files=(file,), documents=documents)
         return ([*whole_documents(read_documents(spec))],)
     if source is None or reference is None:
         raise UsageError("give --text for a language model, or --source and --reference for a translator")
@@ -182,8 +183,9 @@ def _print_likelihood(found: Likelihood) -> None:
         f"{found.nats_per_token:.4f} nats per token ({low:.4f} to {high:.4f}), perplexity "
         f"{found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
     )
+    plural = "s" * (found.documents != 1)
     print(
-        f"{found.tokens:,} tokens, {found.num_bytes:,} bytes, {found.documents:,} documents; windows of "
-        f"{found.context:,} tokens, stride {found.stride:,}; interval over {found.units}",
+        f"{found.tokens:,} tokens, {found.num_bytes:,} bytes, {found.documents:,} document{plural}; windows "
+        f"of {found.context:,} tokens, stride {found.stride:,}; interval over {found.units}",
         file=sys.stderr,
     )

@@ -21,5 +21,6 @@ def report(run: Path, *, html: Path | None = None, force: bool = False) -> None:
         triptych report runs/mine --html mine.html
     """
     page = run / "report.html" if html is None else html
-    require_free([Output(page, is_page)], [], force=force)
+    if run.exists():  # otherwise the run is what is missing
+        require_free([Output(page, is_page)], [], force=force)
     say(f"written: {triptych.report(run, page)}")

@@ -24,7 +24,8 @@ def serve(
         Options,
         "Limits",
         Limits,
-        "max_characters max_items max_new_tokens max_bytes max_waiting batch_items batch_tokens seconds",
+        "max_characters max_items max_new_tokens max_bytes max_requests max_waiting "
+        "batch_items batch_tokens seconds",
     ],
     opening: Annotated[Options, "Model", load, "device engine precision offline"],
 ) -> None:

@@ -45,7 +45,7 @@ from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.architecture import FeedForwardConfig, NormConfig, SublayerConfig
-from triptych.models.blocks import Block, OffsetNorm, Residual
+from triptych.models.blocks import Block, OffsetNorm
 from triptych.models.feed_forward import FeedForward
 from triptych.opening import OpenedModel
 from triptych.text import PretrainedTokenizer, SentencePieceTokenizer
@@ -122,18 +122,16 @@ def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: i
         _set_norm(encoder.layer_norm, model.encoder.final_norm)
         _set_norm(decoder.layer_norm, model.decoder.final_norm)
     _set_linear(decoder.projection, [model.head.output])
-    for layer, block in zip(encoder.layer, model.encoder.blocks, strict=True):
+    for layer, block in zip([*encoder.layer, *decoder.layer], model.blocks, strict=True):
         assert isinstance(block, Block)  # a ModuleList does not tell
-        _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
-        _set_feed_forward(layer.ffn, block.feed_forward, block.feed_forward_residual)
-    for layer, block in zip(decoder.layer, model.decoder.blocks, strict=True):
-        assert isinstance(block, Block)
-        _set_self_attention(layer.self_attention, block.self_attention, block.self_residual)
-        _set_linear(layer.attention.linear[0], _maps(block.cross_attention, "q"))
-        _set_linear(layer.attention.linear[1], _maps(block.cross_attention, "kv"))
-        _set_linear(layer.attention.linear[2], _maps(block.cross_attention, "o"))
-        _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
-        _set_feed_forward(layer.ffn, block.feed_forward, block.feed_forward_residual)
+        _set_linear(layer.self_attention.linear[0], _maps(block.self_attention, "qkv"))
+        _set_linear(layer.self_attention.linear[1], _maps(block.self_attention, "o"))
+        _set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
+        _set_feed_forward(layer.ffn, block)
+        if block.has_cross:
+            for place, sides in enumerate(("q", "kv", "o")):
+                _set_linear(layer.attention.linear[place], _maps(block.cross_attention, sides))
+            _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
     return transformer_spec.TransformerSpec(encoder, decoder)
 
 
@@ -143,17 +141,15 @@ def _maps(attention: MultiHeadAttention, sides: str) -> list[torch.nn.Linear]:
     return [linear for linear in found if isinstance(linear, torch.nn.Linear)]
 
 
-def _set_self_attention(spec: Any, attention: MultiHeadAttention, residual: Residual) -> None:
-    _set_linear(spec.linear[0], _maps(attention, "qkv"))
-    _set_linear(spec.linear[1], _maps(attention, "o"))
-    _set_norm(spec.layer_norm, residual.norm)
-
-
-def _set_feed_forward(spec: Any, feed_forward: torch.nn.Module, residual: Residual) -> None:
-    assert isinstance(feed_forward, FeedForward)  # recipes have no other
-    _set_linear(spec.linear_0, [feed_forward.inner])
+def _set_feed_forward(spec: Any, block: Block) -> None:
+    feed_forward = block.feed_forward
+    assert isinstance(feed_forward, FeedForward)  # others are refused
+    gate = feed_forward.gate
+    _set_linear(spec.linear_0, [feed_forward.inner if gate is None else gate])
+    if gate is not None:
+        _set_linear(spec.linear_0_noact, [feed_forward.inner])
     _set_linear(spec.linear_1, [feed_forward.outer])
-    _set_norm(spec.layer_norm, residual.norm)
+    _set_norm(spec.layer_norm, block.feed_forward_residual.norm)
 
 
 def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
@@ -378,14 +374,7 @@ def _spec(model: LanguageModel) -> Any:
     for layer, block, weights in zip(decoder.layer, blocks, plain, strict=True):
         _set_attention(layer.self_attention, weights, sizes)
         _set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
-        feed_forward = block.feed_forward
-        assert isinstance(feed_forward, FeedForward)
-        gate = feed_forward.gate
-        _set_linear(layer.ffn.linear_0, [feed_forward.inner if gate is None else gate])
-        if gate is not None:
-            _set_linear(layer.ffn.linear_0_noact, [feed_forward.inner])
-        _set_linear(layer.ffn.linear_1, [feed_forward.outer])
-        _set_norm(layer.ffn.layer_norm, block.feed_forward_residual.norm)
+        _set_feed_forward(layer.ffn, block)
     return spec
 
 
@@ -415,7 +404,6 @@ def _set_attention(spec: Any, weights: AttentionWeights, sizes: HeadSizes) -> No
 
 @torch.no_grad()
 def _check(model: LanguageModel, folder: Path, quantization: Quantization) -> ConversionCheck:
-    """Logits of random tokens."""
     import ctranslate2
 
     length = min(12, model.max_tokens or 12)

@@ -1,13 +1,13 @@
 """Models of recipes in the formats of families: Marian, Pegasus, GPT-2 and Llama.
 
-The family file says which of our tensors each stored tensor comes from. This module gives the settings of
-`config.json`, and the names and shapes of the stored tensors.
+The family file says which of our tensors each stored tensor comes from, and under `[export]` the settings of
+`config.json` and the shapes of the stored tensors. This module gives the facts that both are made of.
 
 Source: `modeling_*.py` of marian, pegasus, gpt2 and llama, github.com/huggingface/transformers, version 5.23.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import PositionIds
+from triptych.checkpoints.family import family_of
 from triptych.checkpoints.model_parts import ACTIVATIONS
 from triptych.checkpoints.models import new_tensors
 from triptych.checkpoints.translators import ACTIVATIONS as MARIAN_ACTIVATIONS
@@ -33,34 +34,47 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.architecture import FeedForwardConfig, NormConfig
 from triptych.models.blocks import Block
 from triptych.models.sites import attention_sites
+from triptych.storage.settings import Settings
 from triptych.text import TokenizerPair
 
-# The width of the stream, among sizes.
-_D: Literal["d_model"] = "d_model"
-_Names = Mapping[str, tuple[int | Literal["d_model"], ...]]
 _ACTIVATIONS = {our: their for their, our in reversed([*ACTIVATIONS.items()])}
 
 
 @final
 @dataclass(frozen=True)
 class Exported:
-    """A model in a format."""
-
     settings: Mapping[str, Any]  # of its `config.json`.
     tensors: Mapping[str, Tensor]  # by the format's names
     done: tuple[str, ...] = ()  # what was done to make the model fit, in words
 
 
-def _maps(at: str, maps: _Names, bias_from: int | None = 0) -> _Names:
-    """Shapes of weights and biases; a bias is as long as dimension `bias_from` of its weight (None: none)."""
-    found = {f"{at}.{name}.weight": shape for name, shape in maps.items()}
-    if bias_from is not None:
-        found |= {f"{at}.{name}.bias": (shape[bias_from],) for name, shape in maps.items()}
-    return found
-
-
-def _shapes(names: _Names, d_model: int) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(d_model if n == _D else n for n in shape) for name, shape in names.items()}
+def _export(
+    model: EncoderDecoder | LanguageModel,
+    family: str,
+    kind: str,
+    layers: Sequence[AttentionWeights],
+    facts: Mapping[str, Any],
+    given: Mapping[str, Tensor],
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[str, ...]]]:
+    """Settings, tensors and their shapes in words, as a family's file says them of a model's facts."""
+    known = family_of(family)
+    assert known is not None, "it is one of ours"
+    spec = known.export
+    assert spec is not None, "it writes"
+    said = Settings({"kind": kind, "dtype": str(next(model.parameters()).dtype)[6:], **facts}, family)
+    fields = {name: said.value(expression) for name, expression in spec.settings.items()}
+    settings = {"architectures": [spec.classes[kind]], "model_type": kind}
+    settings |= {name: value for name, value in fields.items() if value is not None}
+    shapes = dict[str, tuple[str, ...]]()
+    for group in spec.tensors:
+        for layer in range(said.count(group.layers or "1") if said.holds(group.when) else 0):
+            for module, shape in group.maps.items():
+                name = (group.at + module).format(layer=layer)
+                shapes[name if group.bare else f"{name}.weight"] = shape
+                if said.holds(group.biases):
+                    shapes[f"{name}.bias"] = (shape[-1 if group.transposed else 0],)
+    sizes = {name: tuple(map(said.count, shape)) for name, shape in shapes.items()}
+    return settings, new_tensors(model, layers, settings, sizes, given), shapes
 
 
 # Encoder-decoders.
@@ -98,82 +112,43 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     # Marian's switch is about target and output, Pegasus's about all tables.
     tied = shared or (kind == "marian" and config.tie_embeddings == "target")
     names = {our: their for their, our in reversed(MARIAN_ACTIVATIONS.items())}
-    settings: dict[str, Any] = {
-        "architectures": [{"marian": "MarianMTModel", "pegasus": "PegasusForConditionalGeneration"}[kind]],
-        "model_type": kind,
-        "dtype": str(model.decoder.embeddings.table.weight.dtype).removeprefix("torch."),
-        "is_encoder_decoder": True,
-        "d_model": config.d_model,
-        "encoder_layers": config.encoder.num_layers,
-        "decoder_layers": config.decoder.num_layers,
-        "encoder_attention_heads": plain.num_heads["encoder"],
-        "decoder_attention_heads": plain.num_heads["decoder"],
-        "encoder_ffn_dim": config.d_ff,
-        "decoder_ffn_dim": config.d_ff,
-        "activation_function": names[config.activation],
-        "dropout": config.dropout,
+    facts: dict[str, Any] = {
+        **{name: getattr(config, name) for name in ("d_model", "d_ff", "dropout", "activation_dropout")},
+        **{f"{name}_id": getattr(target, f"{name}_id") for name in ("bos", "eos")},
+        **{f"{stack}_layers": len(half.blocks) for stack, half in model.stacks.items()},
+        **{f"{stack}_heads": count for stack, count in plain.num_heads.items()},
+        "heads_size": config.d_model,
+        "activation": names[config.activation],
         "attention_dropout": config.sites("encoder")[0].dropout,
-        "activation_dropout": config.activation_dropout,
-        "max_position_embeddings": length,
-        "scale_embedding": True,
-        "vocab_size": model.src_vocab_size,
-        "tie_word_embeddings": tied,
-        "pad_token_id": model.pad_id,
-        "bos_token_id": target.bos_id,
-        "eos_token_id": target.eos_id,
-        "forced_eos_token_id": target.eos_id,
-        "decoder_start_token_id": target.bos_id,
+        "num_positions": length,
+        "source_size": model.src_vocab_size,
+        "target_size": model.tgt_vocab_size,
+        "tied": tied,
+        "shared": shared,
+        "pad_id": model.pad_id,
     }
     if kind == "marian":
-        settings["decoder_vocab_size"] = model.tgt_vocab_size
-        settings["share_encoder_decoder_embeddings"] = shared
-    stored = _translator_names(model, kind, length, shared=shared, tied=tied)
+        facts |= {"own_target_size": model.tgt_vocab_size, "own_shared": shared}
     given = {
         f"{half}.embeddings.positions.weight": position_table(stack, length)
         for half, stack in model.stacks.items()
     }
     sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
     layers = [site.layer.weights() for site in sites]
-    tensors = new_tensors(model, layers, settings, _shapes(stored, config.d_model), given)
+    settings, tensors, shapes = _export(model, "marian", kind, layers, facts, given)
     if "lm_head.weight" in tensors:  # it may be the decoder's table, a tie that Pegasus does not have
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
     done: tuple[str, ...] = ()
     if config.positions.scheme == "sinusoidal" and config.positions.sinusoidal_layout == "interleaved":
         done = ("channels of the whole model reordered: sines before cosines",)
         order = torch.cat([torch.arange(start, config.d_model, 2) for start in (0, 1)])
-        for name, shape in stored.items():
+        for name, shape in shapes.items():
             for dim, size in enumerate(shape):
-                if size == _D:
+                if size == "d_model":
                     tensors[name] = tensors[name].index_select(dim, order)
     if kind == "pegasus" and not shared:
         tensors["model.shared.weight"] = tensors["model.encoder.embed_tokens.weight"].clone()
     return Exported(settings, tensors, done)
-
-
-def _translator_names(
-    model: EncoderDecoder, kind: str, length: int, *, shared: bool, tied: bool
-) -> dict[str, tuple[int | Literal["d_model"], ...]]:
-    d_model, d_ff = model.config.d_model, model.config.d_ff
-    source, target = model.src_vocab_size, model.tgt_vocab_size
-    tables = (
-        {"shared": source} if shared else {"encoder.embed_tokens": source, "decoder.embed_tokens": target}
-    )
-    found: dict[str, Any] = {f"model.{name}.weight": (rows, _D) for name, rows in tables.items()}
-    found["final_logits_bias"] = (1, target)
-    if not tied:
-        found["lm_head.weight"] = (target, _D)
-    feed_forward: _Names = {"fc1": (d_ff, _D), "fc2": (_D, d_ff), "final_layer_norm": (_D,)}
-    for stack, kinds in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "encoder_attn"])):
-        layer = dict(feed_forward)
-        for at in kinds:
-            layer |= {f"{at}.{side}_proj": (d_model, _D) for side in "qkv"}
-            layer |= {f"{at}.out_proj": (_D, d_model), f"{at}_layer_norm": (_D,)}
-        for number in range(len(getattr(model, stack).blocks)):
-            found |= _maps(f"model.{stack}.layers.{number}", layer)
-        if kind == "pegasus":
-            found |= _maps(f"model.{stack}", {"layer_norm": (_D,)})
-            found[f"model.{stack}.embed_positions.weight"] = (length, _D)
-    return found
 
 
 # Language models.
@@ -222,8 +197,8 @@ def _require(
     return norm, feed_forward
 
 
-def _blocks(blocks: Any) -> list[Block]:
-    return [block for block in blocks if isinstance(block, Block)]
+def _blocks(model: LanguageModel) -> list[Block]:
+    return [block for block in model.blocks if isinstance(block, Block)]
 
 
 def _context(model: LanguageModel) -> int:
@@ -231,71 +206,50 @@ def _context(model: LanguageModel) -> int:
     return model.config.context
 
 
-def _exported(
+def _language_model(
     model: LanguageModel,
+    kind: str,
     layers: Sequence[AttentionWeights],
-    settings: Mapping[str, Any],
-    names: Mapping[str, Any],
+    sizes: HeadSizes,
+    feed_forward: FeedForwardConfig,
+    facts: Mapping[str, Any],
     given: Mapping[str, Tensor],
     as_trained: bool = True,
 ) -> Exported:
-    d_model = model.architecture.d_model
     assert model.head is not None
-    tied = model.head.config.tied
-    if not tied:
-        names = {**names, "lm_head.weight": (model.vocab_size, _D)}
-    dtype = str(model.embeddings.table.weight.dtype).removeprefix("torch.")
-    settings = {**settings, "tie_word_embeddings": tied, "vocab_size": model.vocab_size, "dtype": dtype}
-    made_of = {block.self_attention.parameterisation.name for block in _blocks(model.blocks)}
+    facts = {
+        "d_model": model.architecture.d_model,
+        "d_ff": feed_forward.d_ff,
+        "activation": _ACTIVATIONS[feed_forward.activation],
+        "num_layers": len(layers),
+        **asdict(sizes),
+        "tied": model.head.config.tied,
+        "vocab_size": model.vocab_size,
+        **facts,
+    }
+    made_of = {block.self_attention.parameterisation.name for block in _blocks(model)}
     plain = as_trained and made_of <= {"factored", "grouped"}
     done = () if plain else ("the maps of every head multiplied out",)
-    return Exported(settings, new_tensors(model, layers, settings, _shapes(names, d_model), given), done)
+    filled = [padded(weights, sizes) for weights in layers]
+    settings, tensors, _ = _export(model, kind, kind, filled, facts, given)
+    return Exported(settings, tensors, done)
 
 
 def _as_gpt2(model: LanguageModel) -> Exported:
     refused = _refusing("GPT-2's format")
     norm, feed_forward = _require(model, refused, "layer", gated=False)
-    if any(block.self_attention.semantics.rotary is not None for block in _blocks(model.blocks)):
+    blocks, d_model = _blocks(model), model.architecture.d_model
+    if any(block.self_attention.semantics.rotary is not None for block in blocks):
         raise refused("rotary positions")
-    layers = [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model.blocks))]
-    d_model, d_ff = model.architecture.d_model, feed_forward.d_ff
+    layers = [plain_layer(block, number, refused) for number, block in enumerate(blocks)]
     found = head_sizes(layers, refused)
     width = d_model // found.num_heads
     if d_model % found.num_heads or width < found.width:
         raise refused(f"{found.num_heads} heads of {found.width} channels are more than d_model {d_model}")
-    sizes = HeadSizes(found.num_heads, found.num_heads, width)
-    positions = _positions(model)
-    settings = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_positions": len(positions),
-        "n_embd": d_model,
-        "n_layer": len(layers),
-        "n_head": sizes.num_heads,
-        "n_inner": d_ff,
-        "activation_function": _ACTIVATIONS[feed_forward.activation],
-        "layer_norm_epsilon": norm.eps,
-        "tie_word_embeddings": True,  # its place in the file: `_exported` sets it
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    }
-    layer: _Names = {
-        "ln_1": (_D,),
-        "attn.c_attn": (_D, 3 * d_model),
-        "attn.c_proj": (d_model, _D),
-        "ln_2": (_D,),
-        "mlp.c_fc": (_D, d_ff),
-        "mlp.c_proj": (d_ff, _D),
-    }
-    names: dict[str, Any] = {
-        "transformer.wte.weight": (model.vocab_size, _D),
-        "transformer.wpe.weight": (len(positions), _D),
-    }
-    names |= _maps("transformer", {"ln_f": (_D,)})
-    for number in range(len(layers)):
-        names |= _maps(f"transformer.h.{number}", layer, bias_from=-1)
+    sizes, positions = HeadSizes(found.num_heads, found.num_heads, width), _positions(model)
+    facts = {"eps": norm.eps, "num_positions": len(positions)}
     given = {"embeddings.positions.weight": positions}
-    padded_layers = [padded(weights, sizes) for weights in layers]
-    return _exported(model, padded_layers, settings, names, given, sizes == found)
+    return _language_model(model, "gpt2", layers, sizes, feed_forward, facts, given, sizes == found)
 
 
 @torch.no_grad()
@@ -312,47 +266,19 @@ def _positions(model: LanguageModel) -> Tensor:
 def _as_llama(model: LanguageModel) -> Exported:
     refused = _refusing("Llama's")
     norm, feed_forward = _require(model, refused, "rms", gated=True)
-    layers = [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model.blocks))]
-    d_model, d_ff = model.architecture.d_model, feed_forward.d_ff
+    layers = [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model))]
     sizes, rotary = head_sizes(layers, refused), layers[0].semantics.rotary
     if rotary is None or rotary.pairing != "halves" or model.architecture.embeddings.positions != "none":
         raise refused("positions other than rotary ones of two halves")
     if 2 * len(rotary.frequencies) != sizes.width:
         raise refused(f"{2 * len(rotary.frequencies)} of {sizes.width} channels of a head are rotated")
-    biases = any(
-        bias is not None and bool(bias.any())
-        for weights in layers
-        for bias in (weights.multiplied(side).bias for side in ("q", "k", "v"))
-    ) or any(weights.o_bias is not None for weights in layers)
-    settings = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": d_model,
-        "intermediate_size": d_ff,
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.width,
-        "hidden_act": _ACTIVATIONS[feed_forward.activation],
-        "max_position_embeddings": _context(model),
-        "rms_norm_eps": norm.eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rotary_base(rotary, refused)},
-        "attention_bias": biases,
-        "mlp_bias": feed_forward.bias,
+    maps = [weights.multiplied(side).bias for weights in layers for side in ("q", "k", "v")]
+    facts = {
+        "eps": norm.eps,
+        "context": _context(model),
+        "rope": {"rope_type": "default", "rope_theta": rotary_base(rotary, refused)},
+        "biases": any(bias is not None and bool(bias.any()) for bias in maps)
+        or any(weights.o_bias is not None for weights in layers),
+        "mlp_biases": feed_forward.bias,
     }
-    rows, kv_rows = sizes.num_heads * sizes.width, sizes.num_kv_heads * sizes.width
-    attention: _Names = {
-        "q_proj": (rows, _D),
-        "k_proj": (kv_rows, _D),
-        "v_proj": (kv_rows, _D),
-        "o_proj": (_D, rows),
-    }
-    mlp: _Names = {"gate_proj": (d_ff, _D), "up_proj": (d_ff, _D), "down_proj": (_D, d_ff)}
-    names: dict[str, Any] = {"model.embed_tokens.weight": (model.vocab_size, _D), "model.norm.weight": (_D,)}
-    for number in range(len(layers)):
-        at = f"model.layers.{number}"
-        names |= _maps(at, {"input_layernorm": (_D,), "post_attention_layernorm": (_D,)}, None)
-        names |= _maps(f"{at}.self_attn", attention, 0 if biases else None)
-        names |= _maps(f"{at}.mlp", mlp, 0 if feed_forward.bias else None)
-    padded_layers = [padded(weights, sizes) for weights in layers]
-    return _exported(model, padded_layers, settings, names, {})
+    return _language_model(model, "llama", layers, sizes, feed_forward, facts, {})

@@ -44,7 +44,6 @@ class EncoderGraph(nn.Module):
     """From source tokens to what the decoder reads of them: keys and values of every layer, and a mask."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
-        """Take the encoder."""
         super().__init__()
         self.engine, self.max_tokens = engine, max_tokens
         # For the names of their tensors.
@@ -62,7 +61,6 @@ class DecoderGraph(nn.Module):
     """From the next target tokens and what is kept of those before them to logits, and what to keep."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
-        """Take the decoder; see `EncoderGraph`."""
         super().__init__()
         self.max_tokens, self.vocab = max_tokens, engine.vocab_size
         self.model = cast(EncoderDecoder, engine.model)

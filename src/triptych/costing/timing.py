@@ -194,7 +194,15 @@ def _training(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -
 
 
 def _decode(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> Callable[[], object]:
-    cache, token = _filled(layer, spec, device), _input(spec, 1, device)
+    # A cache of context − 1 tokens with room for one more: the first entries make a store that is just full,
+    # and the last one makes it grow.
+    cache, before = LayerCache(), spec.context - 1
+    with torch.no_grad():
+        for length in (before - 1, min(before, 1)):
+            if length > 0:
+                x = _input(spec, length, device)
+                cache.append(layer.projections.remember(x, x))
+    token = _input(spec, 1, device)
 
     def call() -> None:
         with torch.no_grad():
@@ -203,19 +211,6 @@ def _decode(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> 
             layer(token, cache=copy.copy(cache))
 
     return call
-
-
-def _filled(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> LayerCache:
-    """A cache of context − 1 tokens with room for one more."""
-    cache = LayerCache()
-    before = spec.context - 1
-    # The first entries make a store that is just full; the last one makes it grow.
-    with torch.no_grad():
-        for length in (before - 1, min(before, 1)):
-            if length > 0:
-                x = _input(spec, length, device)
-                cache.append(layer.projections.remember(x, x))
-    return cache
 
 
 def _input(spec: CostSpec, length: int, device: torch.device) -> Tensor:

@@ -52,7 +52,6 @@ class BatchSearcher:
         rules: OutputRules,
         shortlist: Shortlist | None = None,
     ) -> None:
-        """Prepare a model."""
         self._src_eos_id, self._options, self._rules = src_eos_id, options, rules
         self.engine: DecodingEngine
         what = "a model with changed values, or with attention that cannot be fused,"
@@ -75,7 +74,6 @@ class BatchSearcher:
         return sentence_text(self.engine, whole, options or self._options, self._rules, terms)
 
     def __call__(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
-        """Search for all of them together."""
         texts = [self.text(ids) for ids in sentences]
         Loop(self.engine).run(texts)
         return [text.best[: self._options.num_best] for text in texts]

@@ -107,12 +107,10 @@ class TextCache:
 
     @property
     def slots(self) -> int:
-        """Slots that there is room for."""
         return self.room * self.width
 
     @property
     def seen(self) -> int:
-        """Slots that are read."""
         return self.slots if self.fixed else even_length((self.longest + 1) * self.width)
 
     def remember(self, entries: Sequence[Sequence[Tensor]], lengths: Int[Tensor, " texts"]) -> None:
@@ -142,7 +140,6 @@ class TextCache:
         return NewTokens(PositionIds(ids, end, width), self.mask[:, None, :, : self.seen])
 
     def advance(self) -> None:
-        """On to the next step."""
         self.lengths += 1
         self.longest += not self.fixed
 
@@ -200,7 +197,6 @@ class TextCache:
             self.remember(held, torch.cat([self.memory_lengths, other.memory_lengths]))
 
     def double(self) -> None:
-        """Twice the slots."""
         self._make_room(2 * self.room)
         for layer in self.layers.own:
             cast(SlotCache, layer).grow()
@@ -257,7 +253,6 @@ class SlotCache(AttentionCache):
         self._stores = tuple(_with_slots(store, slots) for store in kept)
 
     def join(self, other: "SlotCache") -> None:
-        """Take in the rows of another cache."""
         pairs = zip(self._stores, other._stores, strict=True)
         slots = self._owner.slots
         self._stores = tuple(torch.cat([_with_slots(store, slots) for store in pair]) for pair in pairs)

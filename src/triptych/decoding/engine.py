@@ -72,7 +72,6 @@ class Engine(DecodingEngine):
         never: Sequence[int] = (),  # tokens of an encoder-decoder whose logits are −inf
         direct: bool = True,  # whether modules call each other without hooks; a traced model does not
     ) -> None:
-        """Prepare a model."""
         *_, decoder = model.stacks.values()
         table = decoder.embeddings.table.weight
         if not decoder.causal:

@@ -62,12 +62,7 @@ class FusedAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        weights: AttentionWeights,
-        maps: Maps,
-        is_cross: bool,
-        once: bool = False,
-        borrows: bool = False,
+        self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False, borrows: bool = False
     ) -> None:
         super().__init__()
         if foreign := beyond_fusing(weights, is_cross):

@@ -78,11 +78,9 @@ class Hypotheses:
         self.layers, self.memory, self.mask, self._beam_size = layers, memory, mask, beam_size
 
     def reorder(self, parents: Int[Tensor, "texts width"]) -> None:
-        """Row i goes on from the history of row `parents[i]` of its text."""
         self.layers.select(rows_of_texts(torch.arange(len(parents), device=parents.device), parents))
 
     def select(self, texts: Int[Tensor, " kept"]) -> None:
-        """Keep these texts only."""
         each = torch.arange(self._beam_size, device=texts.device).expand(len(texts), -1)
         rows = rows_of_texts(texts, each)
         self.layers.select(rows, rows)

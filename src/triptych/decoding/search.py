@@ -102,7 +102,6 @@ def limit_of(num_source_tokens: int, max_extra_tokens: int, max_target_tokens: i
 
 
 def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """By score."""
     return sorted(found, key=lambda hypothesis: -hypothesis.score)
 
 

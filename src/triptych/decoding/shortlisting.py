@@ -31,7 +31,6 @@ class ShortlistEngine(DecodingEngine):
     def __init__(
         self, model: EncoderDecoder, shortlist: Shortlist, rules: OutputRules, precision: Precision = "fp32"
     ) -> None:
-        """Prepare a model."""
         if model.head.config.soft_cap is not None:
             raise UsageError("the model's logits are soft-capped, and shortlists do not do so: leave it out")
         self._engine, self._shortlist, self._end = Engine(model, precision), shortlist, rules.end
@@ -85,10 +84,8 @@ class ShortlistCache:
         self.beams, self.output, self.columns, self.places = beams, output, columns, places
 
     def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
-        """Row i goes on from the history of row `parents[i]` of its sentence."""
         self.beams.reorder(parents)
 
     def select(self, sentences: Tensor) -> None:
-        """Keep these sentences only."""
         self.beams.select(sentences)
         self.columns, self.places = self.columns[sentences], self.places[sentences]

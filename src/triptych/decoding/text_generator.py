@@ -6,12 +6,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from triptych.decoding.engine import Engine
-from triptych.decoding.generation import (
-    GenerationOptions,
-    OtherEngine,
-    begin,
-    generate_tokens,
-)
+from triptych.decoding.generation import GenerationOptions, OtherEngine, begin, generate_tokens
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision
 from triptych.decoding.search import Finish, Hypothesis
@@ -90,7 +85,6 @@ class TextGenerator:
         batch_rows: int = 32,
         other: OtherEngine | None = None,
     ) -> None:
-        """Put a generator together."""
         check_vocabulary(model, tokenizer)
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self._batch_rows = batch_rows
@@ -196,7 +190,6 @@ class TextGenerator:
     def _continuations(
         self, found: Sequence[Hypothesis], streams: Sequence[TextStream], options: GenerationOptions
     ) -> list[Continuation]:
-        """Of one prompt."""
         continuations = []
         for one, text in zip(found, streams, strict=False):
             own = _cut(one, text) if options.beam_size > 1 else one

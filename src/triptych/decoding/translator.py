@@ -74,7 +74,6 @@ class Translator:
         searcher: Searcher | None = None,
         shortlist: Shortlist | None = None,
     ) -> None:
-        """Put a translator together."""
         self.model = model
         self.tokenizers = tokenizers
         self.options = options or SearchOptions()

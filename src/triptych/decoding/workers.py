@@ -50,7 +50,6 @@ class WorkerPool:
     """
 
     def __init__(self, make_searcher: Callable[..., Searcher], arguments: tuple[Any, ...]) -> None:
-        """Prepare a pool without helpers."""
         self._make_searcher = make_searcher
         self._arguments = arguments
         self._workers: list[_Worker] = []
@@ -77,7 +76,6 @@ class WorkerPool:
             self._workers.append(_Worker(process, ours, sender, ready=False, in_hand=deque()))
 
     def wait_until_ready(self) -> None:
-        """Wait for the helpers that have been started."""
         while any(not worker.ready for worker in self._workers):
             self._listen(timeout=None)
 
@@ -87,7 +85,6 @@ class WorkerPool:
 
     @property
     def busy(self) -> bool:
-        """Whether something asked for has not come back."""
         return bool(self._waiting or self._found or any(worker.in_hand for worker in self._workers))
 
     def next(self) -> tuple[Any, Hypotheses]:

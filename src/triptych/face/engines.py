@@ -62,12 +62,10 @@ _COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "
 
 
 def require_ctranslate2() -> None:
-    """Check that CTranslate2 is installed."""
     require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
 
 
 def _compute_type(precision: Precision, device: str) -> str:
-    """CTranslate2's name of a precision."""
     import ctranslate2
 
     wanted = _COMPUTE_TYPES[precision]
@@ -407,7 +405,6 @@ def make_translator(
     workers: int = 1,
     device: str = "auto",
 ) -> Translator:
-    """A translator."""
     if engine == "triptych":
         return opened.translator(options, precision=precision, workers=workers)
     require_ctranslate2()

@@ -107,7 +107,6 @@ class BlockInputs(nn.Module):
     def forward(
         self, ids: Int[Tensor, "batch length"], x: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch length blocks width"]:
-        """The inputs of all blocks, from tokens and their embeddings."""
         width = self.config.width
         rows = self.table(ids) * width**0.5
         mapped = self.map(x) * self.d_model**-0.5

@@ -1,7 +1,6 @@
 """What a model is made of: one frozen tree, the same in a recipe and in `config.json`."""
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
@@ -33,6 +32,7 @@ from triptych.attention import (
     scores_class,
     scores_name,
 )
+from triptych.errors import nearest
 from triptych.models.architecture import (
     BlockConfig,
     EmbeddingsConfig,
@@ -104,8 +104,8 @@ class AttentionConfig(_Config):
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name not in own:
                 known = [*type(self).model_fields, *own]
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+                close = nearest(name, known)
+                hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
                 raise PydanticCustomError(
                     "unknown_option",
                     "{projections} has no {key}: {hint}",
@@ -370,13 +370,10 @@ class ModelConfig(_Config):
 
     @model_validator(mode="after")
     def _sites_fit(self) -> "ModelConfig":
+        of_decoder = self.decoder.attention_in_layer, self.decoder.cross_attention_in_layer
         _check_layers("encoder.attention_in_layer", self.encoder.attention_in_layer, self.encoder.num_layers)
-        _check_layers("decoder.attention_in_layer", self.decoder.attention_in_layer, self.decoder.num_layers)
-        _check_layers(
-            "decoder.cross_attention_in_layer",
-            self.decoder.cross_attention_in_layer,
-            self.decoder.num_layers,
-        )
+        _check_layers("decoder.attention_in_layer", of_decoder[0], self.decoder.num_layers)
+        _check_layers("decoder.cross_attention_in_layer", of_decoder[1], self.decoder.num_layers)
         positions = self.positions.in_attention()
         for stack in get_args(StackName):
             for site in self.sites(stack):

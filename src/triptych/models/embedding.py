@@ -63,7 +63,6 @@ class Embeddings(nn.Module):
 
 
 def fresh_table(vocab_size: int, width: int, std: float) -> nn.Embedding:
-    """A table of tokens with fresh rows."""
     table = nn.Embedding(vocab_size, width)
     nn.init.normal_(table.weight, std=std)
     return table

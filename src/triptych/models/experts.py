@@ -33,7 +33,6 @@ class Router(nn.Module):
         self.expert_scale = nn.Parameter(torch.ones(config.num_experts)) if config.weighted else None
 
     def forward(self, x: Float[Tensor, "tokens d_model"]) -> Choice:
-        """The choice for every token."""
         config = self.config
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(precise)
@@ -81,8 +80,6 @@ def _sparse_mixer(logits: Tensor, top_k: int, threshold: float) -> tuple[Tensor,
 
 @final
 class StackedLinear(nn.Module):
-    """The linear map of every expert."""
-
     def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, d_out, d_in))
@@ -91,7 +88,6 @@ class StackedLinear(nn.Module):
             nn.init.xavier_uniform_(weight)
 
     def forward(self, x: Float[Tensor, "tokens d_in"], expert: int) -> Float[Tensor, "tokens d_out"]:
-        """Apply the map of one expert."""
         return nn.functional.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
 
 
@@ -114,7 +110,6 @@ class Experts(nn.Module):
         self.dropout = Dropout(expert.dropout)
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        """Apply to every position alike."""
         tokens, chosen, weights = self._read(x)
         order = chosen.flatten().argsort(stable=True)
         rows = order // self.config.top_k
@@ -171,5 +166,4 @@ class Experts(nn.Module):
 
 
 def make_feed_forward(config: FeedForwardConfig | ExpertsConfig, d_model: int) -> FeedForward | Experts:
-    """The layer, with fresh weights."""
     return Experts(config, d_model) if isinstance(config, ExpertsConfig) else FeedForward(config, d_model)

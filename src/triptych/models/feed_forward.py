@@ -37,7 +37,6 @@ class Dropout(nn.Module):
         return x * _keep(x, self.p)
 
     def extra_repr(self) -> str:
-        """Shown by `print(model)`."""
         return f"p={self.p}"
 
 
@@ -87,14 +86,12 @@ class XIELU(nn.Module):
         self.register_buffer("eps", torch.tensor(-1e-6))  # no x of eˣ is above it
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Same shape."""
         p, n = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
         below = (torch.expm1(torch.min(x, self.eps)) - x) * n
         return torch.where(x > 0, p * x * x, below) + self.beta * x
 
 
 def activation_of(config: FeedForwardConfig) -> Callable[[Tensor], Tensor]:
-    """The f of the layer."""
     if config.activation == "xielu":
         return XIELU()
     if config.activation == "swish" and config.beta != 1.0:
@@ -135,7 +132,6 @@ class FeedForward(nn.Module):
                     nn.init.zeros_(linear.bias)
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        """Apply to every position alike."""
         if self.gate is None:
             hidden = self.activation(self.inner(x))
         else:

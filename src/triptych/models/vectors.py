@@ -32,7 +32,6 @@ class WordVectors:
         return torch.where(found[:, None], scaled, drawn.detach())
 
     def describe(self) -> str:
-        """How many tokens have a vector."""
         return f"{self.path}: vectors of {int(self._read[1].sum()):,} of {len(self._words):,} tokens"
 
     @cached_property

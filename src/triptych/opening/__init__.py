@@ -5,49 +5,26 @@ records what its layers were given (`Recording`): attention pages, rewrites that
 activations of `Model.run` all read that one record. `Places` says how layers and heads are spelled.
 """
 
-from triptych.opening.opened import (
-    NotFiniteError,
-    OpenedModel,
-    open_language_model,
-    open_model,
-    open_translator,
-    require_finite_tensors,
-)
-from triptych.opening.places import Places
-from triptych.opening.reader import (
-    AttentionKind,
-    LayerCall,
-    Reader,
-    Recording,
-    TextIds,
-    record_calls,
-    require_text,
-)
-from triptych.opening.text_model import Seen, TextModel, Window, first_line, read_pairs, read_whole_text
-from triptych.opening.transformers_models import TransformersModel, open_text_model, why_not_run
-
-__all__ = [
-    "AttentionKind",
-    "LayerCall",
-    "NotFiniteError",
-    "OpenedModel",
-    "Places",
-    "Reader",
-    "Recording",
-    "Seen",
-    "TextIds",
-    "TextModel",
-    "TransformersModel",
-    "Window",
-    "first_line",
-    "open_language_model",
-    "open_model",
-    "open_text_model",
-    "open_translator",
-    "read_pairs",
-    "read_whole_text",
-    "record_calls",
-    "require_finite_tensors",
-    "require_text",
-    "why_not_run",
-]
+from triptych.opening.opened import NotFiniteError as NotFiniteError
+from triptych.opening.opened import OpenedModel as OpenedModel
+from triptych.opening.opened import open_language_model as open_language_model
+from triptych.opening.opened import open_model as open_model
+from triptych.opening.opened import open_translator as open_translator
+from triptych.opening.opened import require_finite_tensors as require_finite_tensors
+from triptych.opening.places import Places as Places
+from triptych.opening.reader import AttentionKind as AttentionKind
+from triptych.opening.reader import LayerCall as LayerCall
+from triptych.opening.reader import Reader as Reader
+from triptych.opening.reader import Recording as Recording
+from triptych.opening.reader import TextIds as TextIds
+from triptych.opening.reader import record_calls as record_calls
+from triptych.opening.reader import require_text as require_text
+from triptych.opening.text_model import Seen as Seen
+from triptych.opening.text_model import TextModel as TextModel
+from triptych.opening.text_model import Window as Window
+from triptych.opening.text_model import first_line as first_line
+from triptych.opening.text_model import read_pairs as read_pairs
+from triptych.opening.text_model import read_whole_text as read_whole_text
+from triptych.opening.transformers_models import TransformersModel as TransformersModel
+from triptych.opening.transformers_models import open_text_model as open_text_model
+from triptych.opening.transformers_models import why_not_run as why_not_run

@@ -111,7 +111,6 @@ class OpenedModel:
         return self.model
 
     def with_model(self, model: LanguageModel | EncoderDecoder) -> "OpenedModel":
-        """The same with another model in its place."""
         changed = copy.copy(self)
         changed.model = model
         return changed
@@ -123,7 +122,6 @@ class OpenedModel:
         return changed
 
     def with_decoding(self, decoding: DecodingConfig) -> "OpenedModel":
-        """The same, searched in another way."""
         changed = copy.copy(self)
         changed._decoding = decoding
         return changed
@@ -182,7 +180,6 @@ class OpenedModel:
         )
 
     def generator(self, *, precision: Precision = "fp32", batch_rows: int = 32) -> TextGenerator:
-        """What continues texts with the model."""
         return TextGenerator(
             self.language_model,
             self.tokenizer,
@@ -225,11 +222,7 @@ def _opened(
     loaded = load_language_model(found, where, dtype)
     tokenizer = _tokenizer_in(loaded.folder, loaded.model.vocab_size)
     return OpenedModel(
-        found.name,
-        loaded.folder,
-        loaded.model,
-        tokenizer,
-        end_ids=_end_ids(loaded.folder, loaded.config),
+        found.name, loaded.folder, loaded.model, tokenizer, end_ids=_end_ids(loaded.folder, loaded.config)
     )
 
 
@@ -364,7 +357,6 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
 
 
 def _read_decoding(path: Path) -> DecodingConfig:
-    """How a converted model is searched."""
     try:
         return DecodingConfig.model_validate(tomllib.loads(read_limited(path, LONGEST_TEXT).decode()))
     except ValidationError as error:

@@ -73,7 +73,6 @@ class LayerCall:
 
     @property
     def layer(self) -> MultiHeadAttention:
-        """The layer."""
         return self.site.layer
 
     @property
@@ -180,7 +179,6 @@ class Reader(TextModel):
 
     @property
     def model(self) -> LanguageModel | EncoderDecoder:
-        """The model that reads."""
         return self.opened.model
 
     @property
@@ -201,7 +199,6 @@ class Reader(TextModel):
         max_new_tokens: int = 0,
         max_tokens: int | None = None,
     ) -> list[TextIds]:
-        """What the model reads of texts."""
         require_text(texts)
         if isinstance(self.model, EncoderDecoder):
             if max_new_tokens:

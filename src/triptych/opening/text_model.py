@@ -137,7 +137,6 @@ def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_whole_text(path: Path) -> str:
-    """Read a text file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

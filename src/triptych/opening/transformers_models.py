@@ -107,7 +107,6 @@ class TransformersModel(TextModel):
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
-        """One forward pass."""
         try:
             found = self.model(**window.inputs)
         # What a model's own code says of tokens comes in many classes.

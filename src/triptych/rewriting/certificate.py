@@ -22,7 +22,7 @@ from pydantic import (
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, Tier
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
 from triptych.rewriting.driver import Outcome
 from triptych.storage.copying import CERTIFICATE
@@ -365,6 +365,8 @@ def _hash_of(record: dict[str, Any]) -> str:
 def read_certificate(path: Path) -> Certificate:
     """Read a certificate from its file or its folder."""
     folder, path = path, path / CERTIFICATE if path.is_dir() else path
+    if not folder.exists():
+        raise UsageError(f"{folder} does not exist{near_path(folder)}")
     if not path.exists():
         raise UsageError(f"{folder}: it is no rewritten checkpoint: there is no {CERTIFICATE}")
     if path.suffix != ".json":

@@ -75,6 +75,8 @@ def _answering(
         try:
             if server.is_stopping and path != "/metrics":
                 raise RequestError(503, "the server is stopping", retry_after=5)
+            if request.method == "POST" and server.num_requests > server.limits.max_requests:
+                raise RequestError(503, "too many requests at a time: try again in a moment", retry_after=1)
             if path not in _OPEN and request.method == "GET":
                 server.check_key(request)
             async with asyncio.timeout(server.limits.seconds):

@@ -14,6 +14,7 @@ class Limits:
         max_items: texts in a request.
         max_new_tokens: tokens that a completion may grow by.
         max_bytes: bytes of a request's body.
+        max_requests: requests that are answered at a time; one beyond them is answered by 503.
         max_waiting: items that wait for a model; a request beyond them is answered by 429.
         batch_items: items that a model computes together.
         batch_tokens: tokens that completions computed together may have, prompts and new ones; each counts as
@@ -25,6 +26,7 @@ class Limits:
     max_items: int = 128
     max_new_tokens: int = 2048
     max_bytes: int = 1_048_576
+    max_requests: int = 512
     max_waiting: int = 1024
     batch_items: int = 32
     batch_tokens: int = 65_536

@@ -4,7 +4,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits
-from triptych.serving.worker import Decoding, Item, Job, Worker
+from triptych.serving.worker import Decoding, Item, Job, Queue, Worker
 
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -43,7 +43,8 @@ class ServedModel:
         model: what `triptych.load` gave.
         can: what it can do.
         languages: source and target of a translator; None where its name does not end in them.
-        worker: computes what is asked of it.
+        queue: what is asked of it.
+        worker: computes that.
         explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
             and for a model that neither translates nor generates.
@@ -66,7 +67,8 @@ class ServedModel:
         self._translators: OrderedDict[int, Translator] = OrderedDict()
         self.limits = limits or Limits()
         self.explorer = Explorer(model)
-        self.worker = Worker(name, self.limits)
+        self.queue = Queue(self.limits)
+        self.worker = Worker(name, self.queue)
 
     @property
     def generator(self) -> TextGenerator:
@@ -116,6 +118,7 @@ class ModelJob(Job):
 class Translating(ModelJob, Decoding):
     """Translations of lines, held to a glossary: terms and their translations."""
 
+    waits: ClassVar[bool] = True
     num_best: int
     glossary: tuple[tuple[str, str], ...] = ()
 
@@ -206,6 +209,8 @@ class Aligning(ModelJob):
 @dataclass(frozen=True)
 class Asking(ModelJob):
     """Anything else: what an item holds is called with the model."""
+
+    travels: ClassVar[bool] = False
 
     def compute(self, items: Sequence[Item]) -> list[Any]:
         return [item.given(self.model.model) for item in items]

@@ -12,8 +12,6 @@ from triptych.serving.application import application
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
 
-_MOST_CONNECTIONS = 512
-
 
 def run(
     models: Sequence[ServedModel],
@@ -31,7 +29,6 @@ def run(
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=_MOST_CONNECTIONS,
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)),
     )
     _Draining(config, shutdown_timeout, ready).run([listening])

@@ -68,8 +68,8 @@ class Server:
             "vllm:num_requests_waiting", "Texts that wait.", ("model_name",), registry=self.registry
         )
         for model in models:
-            running.labels(model.name).set_function(partial(getattr, model.worker, "num_running"))
-            waiting.labels(model.name).set_function(partial(getattr, model.worker, "num_waiting"))
+            running.labels(model.name).set_function(partial(getattr, model.queue, "num_running"))
+            waiting.labels(model.name).set_function(partial(getattr, model.queue, "num_waiting"))
 
     @property
     def needs_key(self) -> bool:
@@ -147,7 +147,7 @@ class Server:
             Item(job, one, None if tell is None else partial(loop.call_soon_threadsafe, tell, number))
             for number, one in enumerate(given)
         ]
-        job.model.worker.submit(items)
+        job.model.queue.submit(items)
         found = asyncio.gather(*(asyncio.wrap_future(item.result) for item in items))
         gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
         try:
@@ -158,7 +158,7 @@ class Server:
         finally:
             gone.cancel()
             for item in items:
-                item.is_left = True
+                item.leave()
             if not found.done():
                 found.add_done_callback(lambda over: over.cancelled() or over.exception())
                 found.cancel()

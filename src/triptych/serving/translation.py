@@ -50,6 +50,9 @@ async def translate(server: Server, request: Request) -> Response:
         results = await server.compute(request, job, [lines[number] for number in wanted])
         for number, result in zip(wanted, results, strict=True):
             found[number] = result
+        read = model.model.opened.tokenizers.source.encode([lines[number] for number in wanted])
+        new = (len(one.pieces) for result in results for one in result.candidates)
+        server.count_tokens(sum(map(len, read)), sum(new))
         ranked = [_of_rank(lines, found, rank) for rank in range(1 + alternatives)]
         # Attention says which words belong together: for the answer, and for elements inside a run.
         pairs = {

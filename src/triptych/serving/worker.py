@@ -1,19 +1,33 @@
-"""One thread per model: what requests wait for, decoded side by side or computed in batches."""
+"""What requests wait for, and a thread per model that decodes it side by side or computes it in batches."""
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, final
+from functools import partial
+from typing import Any, ClassVar, final
 
 from triptych.decoding import Asked, Loop
 from triptych.serving.limits import Limits, RequestError
 
+# Texts that wait for others to end go on when there are so few of the others.
+_FEW = 2
+
 
 class Job(ABC):
-    """What is computed of items. Items of equal jobs are computed together."""
+    """What is computed of items. Items of equal jobs are computed together.
+
+    Attributes:
+        travels: whether another process may compute it.
+        waits: whether its texts wait until most of the texts that are decoded have ended. These end soon and
+            at about the same step; each time that texts join others, caches are copied.
+    """
+
+    travels: ClassVar[bool] = True
+    waits: ClassVar[bool] = False
 
     @abstractmethod
     def compute(self, items: "Sequence[Item]") -> list[Any]:
@@ -42,6 +56,7 @@ class Item:
         tell: called by the worker's thread with each part of the result, where it comes in parts.
         result: what was computed, or why it was not.
         is_left: nobody waits for it any more.
+        when_left: called when that happens while another process computes it.
         has_begun: a part was told, so that it cannot be computed again.
     """
 
@@ -50,6 +65,7 @@ class Item:
     tell: Callable[[Any], object] | None = None
     result: "Future[Any]" = field(default_factory=Future)
     is_left: bool = False
+    when_left: Callable[[], object] | None = None
     has_begun: bool = False
 
     @property
@@ -63,26 +79,47 @@ class Item:
             self.has_begun = True
             self.tell(part)
 
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        self.is_left = True
+        if self.when_left is not None and not self.result.done():
+            self.when_left()
+
 
 @final
-class Worker:
-    """Computes items in the order in which they came.
+@dataclass(eq=False)
+class Lane:
+    """One that computes items of a queue: a thread here, or another process.
 
-    Items of a `Decoding` job join the texts that are being decoded, between two steps, where there is room.
-    Other items are computed between steps too, equal jobs together. The results do not depend on
-    which items are computed together: the models promise it (`ServedModel.check_batches` tries it).
+    Attributes:
+        is_here: whether it is a thread of this process.
+        running: items that it computes.
+        joined: when items last joined it that wait for others (`Job.waits`).
     """
 
-    def __init__(self, name: str, limits: Limits) -> None:
-        self._limits = limits
+    is_here: bool = True
+    running: set[Item] = field(default_factory=set)
+    joined: float = 0.0
+
+
+@final
+class Queue:
+    """The items that wait for a model.
+
+    A lane that has room takes the item that came first, and with it those that are most like it in length:
+    a step of a batch reads as many tokens of each text as of the longest. So an item is begun at the latest
+    when as many groups have been as there were items before it.
+
+    Attributes:
+        lanes: what computes the items.
+        patience: seconds that an item waits for others to end (`Job.waits`).
+    """
+
+    def __init__(self, limits: Limits, patience: float = 1.0) -> None:
+        self._limits, self.patience, self.lanes = limits, patience, list[Lane]()
         self._waiting: deque[Item] = deque()
-        self._loops: dict[type[Decoding], Loop] = {}
-        self._decoding: dict[Item, Asked[Any]] = {}
-        self._batch: list[Item] = []
         self._changed = threading.Condition()
         self._is_open = True
-        self._thread = threading.Thread(target=self._run, name=f"triptych {name}", daemon=True)
-        self._thread.start()
 
     @property
     def num_waiting(self) -> int:
@@ -91,7 +128,7 @@ class Worker:
     @property
     def num_running(self) -> int:
         """Items that are being computed."""
-        return len(self._decoding) + len(self._batch)
+        return sum(len(lane.running) for lane in self.lanes)
 
     def submit(self, items: Sequence[Item]) -> None:
         """Put items into the queue, all or none: `RequestError` if there are too many, or the server ends."""
@@ -101,54 +138,100 @@ class Worker:
             if self._waiting and len(self._waiting) + len(items) > self._limits.max_waiting:
                 raise RequestError(429, "too many texts are waiting: try again in a moment", retry_after=1)
             self._waiting.extend(items)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Take in nothing more, and end when the queue is empty."""
+        """Take in nothing more."""
         with self._changed:
             self._is_open = False
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def add(self, lane: Lane) -> None:
+        """Let a lane take items."""
+        with self._changed:
+            self.lanes.append(lane)
+
+    def remove(self, lane: Lane) -> None:
+        """Let a lane take nothing more."""
+        with self._changed:
+            self.lanes.remove(lane)
+            self._changed.notify_all()
+
+    def take(self, lane: Lane, *, waits: bool) -> list[Item] | None:
+        """Items that a lane begins now; it may wait for them. None at the end."""
+        with self._changed:
+            while lane in self.lanes:
+                self._waiting = deque(
+                    item for item in self._waiting if not (item.is_left or item.result.cancelled())
+                )
+                if (begun := self._begun(lane)) or not waits:
+                    return begun
+                if not self._is_open and not self._waiting:
+                    break
+                self._changed.wait(self.patience / 4 if self._waiting else None)
+        return None
+
+    def _begun(self, lane: Lane) -> list[Item]:
+        found, size = list[Item](), 0
+        share = -(-(len(self._waiting) + self.num_running) // len(self.lanes))  # of what is to do
+        most = {True: min(share, self._limits.batch_items), False: self._limits.batch_items}
+        others_end = len(lane.running) > _FEW and time.monotonic() < lane.joined + self.patience
+        able = [
+            item
+            for item in self._waiting
+            if (lane.is_here or item.job.travels) and not (others_end and item.job.waits)
+        ]
+        for item in sorted(able, key=lambda item: (item is not able[0], abs(item.size - able[0].size))):
+            if len(lane.running) >= most[item.job.travels] or size >= self._limits.max_characters:
+                continue
+            if not isinstance(item.job, Decoding) and any(
+                not isinstance(other.job, Decoding) and other.job != item.job for other in found
+            ):
+                continue
+            self._waiting.remove(item)
+            if item.result.set_running_or_notify_cancel():
+                lane.running.add(item)
+                item.result.add_done_callback(partial(self._over, lane, item))
+                found.append(item)
+                size += item.size
+        if any(item.job.waits for item in found):
+            lane.joined = time.monotonic()
+        return found
+
+    def _over(self, lane: Lane, item: Item, _: object) -> None:
+        with self._changed:
+            lane.running.discard(item)
+            self._changed.notify_all()
+
+
+@final
+class Worker:
+    """A thread that computes the items of a queue.
+
+    Items of a `Decoding` job join the texts that are being decoded, between two steps. Other items are
+    computed between steps too, equal jobs together. The results do not depend on
+    which items are computed together: the models promise it (`ServedModel.check_batches` tries it).
+    """
+
+    def __init__(self, name: str, queue: Queue) -> None:
+        self._queue, self._lane = queue, Lane()
+        queue.add(self._lane)
+        self._loops: dict[type[Decoding], Loop] = {}
+        self._decoding: dict[Item, Asked[Any]] = {}
+        self._thread = threading.Thread(target=self._run, name=f"triptych {name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End when the queue is empty."""
+        self._queue.close()
         self._thread.join()
 
     def _run(self) -> None:
-        while self._take_in():
-            batch = [item for item in self._batch if not self._is_decoded(item)]
-            if batch:
+        while (items := self._queue.take(self._lane, waits=not self._loops)) is not None:
+            if batch := [item for item in items if not self._is_decoded(item)]:
                 self._compute(batch)
-            self._batch = []
             for kind in [*self._loops]:
                 self._step(kind, self._loops[kind])
-
-    def _take_in(self) -> bool:
-        """Wait for something to do; takes the items that are begun now. False at the end."""
-        with self._changed:
-            while True:
-                kept, size = deque[Item](), 0
-                for item in self._waiting:
-                    if item.is_left or item.result.cancelled():
-                        continue
-                    if self._fits(item, size) and item.result.set_running_or_notify_cancel():
-                        self._batch.append(item)
-                        size += item.size
-                    else:
-                        kept.append(item)
-                self._waiting = kept
-                if self._batch or self._loops:
-                    return True
-                if not kept and not self._is_open:
-                    return False
-                if not kept:
-                    self._changed.wait()
-
-    def _fits(self, item: Item, size: int) -> bool:
-        """Whether an item is begun with the batch, which holds so much text."""
-        if not self.num_running:
-            return True
-        if self.num_running >= self._limits.batch_items or size >= self._limits.max_characters:
-            return False
-        if isinstance(item.job, Decoding):
-            return True
-        return all(isinstance(other.job, Decoding) or other.job == item.job for other in self._batch)
 
     def _is_decoded(self, item: Item) -> bool:
         """Let an item join what is being decoded, or fail; False if it is to be computed in a batch."""

@@ -32,7 +32,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     tqdm,
 )
 
-from triptych.errors import DataError
+from triptych.errors import DataError, near_path
 from triptych.files import write_atomically, write_bytes
 from triptych.launch import speaks
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Safetensors, Tensors, from_index, of_one
@@ -193,8 +193,8 @@ class Repository:
         commit = kept.read_text().strip() if stays_in_folder(wanted) and kept.is_file() else wanted
         if _COMMIT.fullmatch(commit) is None or not (self._cache / "snapshots" / commit).is_dir():
             raise DataError(
-                f"{self.name}: no such path, and it is not in {constants.HF_HUB_CACHE}: load it once with a "
-                "connection (offline=False, no HF_HUB_OFFLINE)"
+                f"{self.name}: no such path{near_path(self.name)}, and it is not in "
+                f"{constants.HF_HUB_CACHE}: load it once with a connection (offline=False, no HF_HUB_OFFLINE)"
             )
         return commit
 
@@ -392,11 +392,13 @@ def _explained(name: str) -> Iterator[None]:
         raise DataError(f"{name}: request access on its page, then run `hf auth login`") from None
     except RepositoryNotFoundError:
         raise DataError(
-            f"{name}: no such path, and no such repository on the Hub (or no access to it)"
+            f"{name}: no such path{near_path(name)}, and no such repository on the Hub (or no access to it)"
         ) from None
     except RevisionNotFoundError:
         raise DataError(f"{name}: the repository has no such revision") from None
     # Errors of the network are httpx's; the Hub's library adds its own. No class is common to them.
     except Exception as error:  # noqa: BLE001
         reason = shown((str(error) or type(error).__name__).splitlines()[0])
-        raise DataError(f"{name}: no such path, and the Hub could not be reached: {reason}") from None
+        raise DataError(
+            f"{name}: no such path{near_path(name)}, and the Hub could not be reached: {reason}"
+        ) from None

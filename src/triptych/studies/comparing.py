@@ -18,7 +18,7 @@ from triptych.files import hold_folder, write_text
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
 from triptych.studies.job import Job, Result, TrainedRun
-from triptych.studies.running import ALONE, Planned, StudyProgress, run_all
+from triptych.studies.running import ALONE, StudyProgress, run_all
 from triptych.studies.statistics import too_few
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
@@ -115,7 +115,11 @@ def compare_study(
     rewrites = rewrites_of(study, origin)
 
     def begin() -> tuple[tuple[int, int], dict[str, Any]]:
-        _check_test(study)
+        if study.test is not None:
+            try:
+                read_parallel(study.test)
+            except TriptychError as error:
+                raise UsageError(f"study {study.name}: [test]: {error}") from None
         vocabulary, filled = _prepared(base)
         return (vocabulary.source, vocabulary.target), filled.model_dump(mode="json", exclude_unset=True)
 
@@ -152,8 +156,12 @@ def _make_runs(
         for name, seed, recipe in _seeded(runner.study, trained)
     }
     found, failed = runner.run("runs", list(planned.values()))
-    done = {place: run for place, run in planned.items() if run.name in found}
-    rewritten = dict(_rewritten(runner, rewrites, done))
+    rewritten = {
+        (name, seed): runner.planned_rewrite(recipe, name, _run_name(name, seed), run)
+        for (trained_name, seed), run in planned.items()
+        for name, recipe in rewrites.items()
+        if run.name in found and runner.study.parent_of(name) == trained_name
+    }
     more, failed_too = runner.run("rewrites", list(rewritten.values()))
     found, failed = found | more, failed | failed_too
     results: dict[str, dict[int, Result]] = {}
@@ -161,14 +169,6 @@ def _make_runs(
         if run.name in found:
             results.setdefault(name, {})[seed] = found[run.name]
     return results, failed
-
-
-def _check_test(study: Study) -> None:
-    if study.test is not None:
-        try:
-            read_parallel(study.test)
-        except TriptychError as error:
-            raise UsageError(f"study {study.name}: [test]: {error}") from None
 
 
 def _claim(folder: Path, study: Study, held: ExitStack) -> None:
@@ -258,9 +258,9 @@ _TIMING = {
 }
 
 
-def _steps_a_second(planned: Planned) -> float:
+def _steps_a_second(job: Job) -> float:
     """Of the second half of a run, by the median step."""
-    records = [r for r in read_metrics(planned.job.folder / "metrics.jsonl") if "tokens_per_second" in r]
+    records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "tokens_per_second" in r]
     tokens = [after - earlier for earlier, after in pairwise([0, *(r["tokens"] for r in records)])]
     seconds = [n / r["tokens_per_second"] for n, r in zip(tokens, records, strict=True)]
     return 1 / float(statistics.median(seconds[len(seconds) // 2 :]))
@@ -289,7 +289,7 @@ def _swept(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Var
     ]
 
 
-def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> Planned:
+def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> Job:
     sweep = runner.study.sweep
     steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
     tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
@@ -317,16 +317,6 @@ def _seeded(study: Study, variants: Sequence[Variant]) -> Iterator[tuple[str, in
                 yield NOISE, seed, with_values(_seed(one.recipe, seed), {"seed": seed + _OTHER_SEED})
 
 
-def _rewritten(
-    runner: "_Runner", rewrites: Mapping[str, RewriteRecipe], done: Mapping[tuple[str, int], Planned]
-) -> Iterator[tuple[tuple[str, int], Planned]]:
-    """Every rewrite of a run that is done, by variant and seed."""
-    for (trained, seed), run in done.items():
-        for name, recipe in rewrites.items():
-            if runner.study.parent_of(name) == trained:
-                yield (name, seed), runner.planned_rewrite(recipe, name, _run_name(name, seed), run)
-
-
 def _seed(recipe: AnyRecipe, seed: int) -> AnyRecipe:
     return with_values(recipe, {"seed": seed, "data_seed": seed, "initial_values": "by_name"})
 
@@ -343,37 +333,47 @@ class _Runner:
         self.study, self.folder, self.tell, self.world = study, folder, tell, world
         self.sweep_seconds = 0.0
 
-    def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> Planned:
+    def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> Job:
         """A run, whose recipe is kept."""
-        place = self.folder / stage
-        threads = self.study.jobs.threads
+        threads, steps = self.study.jobs.threads, recipe.training.max_steps
         # A line of metrics at every validation, so that curves know their tokens and seconds.
         log_every = min(recipe.training.log_every_steps, recipe.validation.every_steps)
         recipe = with_values(
             recipe, {"name": name, "training.threads": threads, "training.log_every_steps": log_every}
         )
-        job = self._job(place / name, recipe.to_toml(), whole=stage == "runs")
-        return Planned(name, variant, job, recipe.training.max_steps, threads)
+        return self._job(self.folder / stage / name, recipe, variant, steps, whole=stage == "runs")
 
-    def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: Planned) -> Planned:
+    def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: Job) -> Job:
         """A run that is another's, rewritten; the recipe is kept."""
-        trained = TrainedRun(folder=of.job.folder, result=of.job.result)
-        job = self._job(of.job.folder.parent / name, recipe.to_toml(), whole=True)
-        return Planned(name, variant, job.model_copy(update={"rewrite_of": trained}), 1, of.threads)
+        trained = TrainedRun(folder=of.folder, result=of.result)
+        return self._job(of.folder.parent / name, recipe, variant, 1, whole=True, rewrite_of=trained)
 
-    def _job(self, folder: Path, recipe: str, *, whole: bool) -> Job:
+    def _job(
+        self,
+        folder: Path,
+        recipe: AnyRecipe | RewriteRecipe,
+        variant: str,
+        steps: int,
+        *,
+        whole: bool,
+        rewrite_of: TrainedRun | None = None,
+    ) -> Job:
         """What is to be done for a run, with its recipe and its result, which lie next to its folder."""
         file = folder.parent / f"{folder.name}.toml"
 
         def keep() -> None:
             file.parent.mkdir(exist_ok=True)
-            write_text(file, recipe)
+            write_text(file, recipe.to_toml())
 
         self.world.on_first(keep)
         return Job(
             recipe=file,
+            rewrite_of=rewrite_of,
             folder=folder,
             result=folder.parent / f"{folder.name}.result.json",
+            variant=variant,
+            steps=steps,
+            threads=self.study.jobs.threads,
             test=self.study.test if whole else None,
             test_sentences=self.study.test_sentences,
             heads=whole,
@@ -381,7 +381,7 @@ class _Runner:
         )
 
     def run(
-        self, stage: str, planned: Sequence[Planned], workers: int | None = None, *, must: bool = False
+        self, stage: str, planned: Sequence[Job], workers: int | None = None, *, must: bool = False
     ) -> tuple[dict[str, Result], dict[str, str]]:
         """Make them; with `must`, one that fails is an error."""
         most = workers or self.study.jobs.workers or self._room()

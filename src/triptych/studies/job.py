@@ -49,12 +49,20 @@ class Job(BaseModel):
 
     recipe: Path  # file of the recipe, with every choice made; of rewriting if `rewrite_of` is given
     rewrite_of: TrainedRun | None = None  # the run that is rewritten; None to train one
-    folder: Path  # of the run
+    folder: Path  # of the run; its name is that of the run
     result: Path  # the file that is written at the end
+    variant: str = ""  # whose run it is
+    steps: int = 1  # updates that it makes
+    threads: int = 1  # CPU threads that it gets
     test: CorpusSpec | None = None  # pairs whose source is translated; None for nothing
     test_sentences: int | None = None  # how many of them, from the start; all if None
     heads: bool = True  # whether the heads of the trained model are measured
     code: tuple[Path, ...] = ()  # files of classes that recipes name
+
+    @property
+    def name(self) -> str:
+        """Of the run: variant and seed, for people; also the name of its files."""
+        return self.folder.name
 
 
 @final

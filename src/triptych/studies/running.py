@@ -27,18 +27,6 @@ ALONE = World()
 
 
 @final
-@dataclass(frozen=True)
-class Planned:
-    """A run that is to be made."""
-
-    name: str  # of the run: variant and seed, for people; also the name of its files
-    variant: str  # whose run it is
-    job: Job  # what its process is told
-    steps: int  # updates that it makes
-    threads: int  # CPU threads that it gets
-
-
-@final
 @dataclass
 class StudyProgress:
     """How far the runs of a study are."""
@@ -63,7 +51,7 @@ class StudyStoppedError(TriptychError):
 
 
 def run_all(
-    planned: Sequence[Planned],
+    planned: Sequence[Job],
     folder: Path,
     workers: int,
     tell: Callable[[StudyProgress], None],
@@ -96,19 +84,19 @@ def own_places(workers: int) -> range:
 
 
 def _make(
-    planned: Sequence[Planned],
+    planned: Sequence[Job],
     folder: Path,
     places: range,
     tell: Callable[[StudyProgress], None],
     turns: Turns,
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Make the runs that this process takes, and wait for the others' runs; results and failures."""
-    held = {one.name: found for one in planned if (found := read_result(one.job.result)) is not None}
+    held = {one.name: found for one in planned if (found := read_result(one.result)) is not None}
     waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
     variants = {one.name: one.variant for one in planned}
     progress, results = StudyProgress(variants, {**held}, frozenset(held)), dict[str, Result]()
     running: list[_Process] = []
-    clock = _Clock(sum(one.steps for one in waiting.values()))
+    to_make, finished, started = sum(one.steps for one in waiting.values()), 0.0, time.monotonic()
     with StopRequest() as stop:
         try:
             while True:
@@ -129,70 +117,46 @@ def _make(
                     raise StudyStoppedError(stop.signal_number, folder)
                 for process in [one for one in running if one.popen.poll() is not None]:
                     running.remove(process)
-                    clock.finished += process.planned.steps
-                    _collect(process, results, progress)
+                    job, finished = process.job, finished + process.job.steps
+                    result = read_result(job.result) if process.popen.returncode == 0 else None
+                    if result is None:
+                        progress.failed[job.name] = process.complaint()
+                    else:
+                        results[job.name] = progress.done[job.name] = result
                     turns.end_one()
                 for one in [*waiting.values()]:
-                    if (found := read_result(one.job.result)) is None:
+                    if (found := read_result(one.result)) is None:
                         continue
                     del waiting[one.name]  # another process has made it
                     progress.done[one.name] = found
-                    clock.finished += one.steps
-                progress.running = {one.planned.name: one.share_done() for one in running}
-                now = sum((one.share_done() * one.planned.steps for one in running), 0.0)
-                progress.seconds_left = clock.seconds_left(now)
+                    finished += one.steps
+                progress.running = {one.job.name: one.share_done() for one in running}
+                made = finished + sum(progress.running[one.job.name] * one.job.steps for one in running)
+                if made > 0:
+                    rate = made / (time.monotonic() - started)
+                    progress.seconds_left = max(to_make - made, 0.0) / rate
                 tell(progress)
-        finally:
-            _stop(running)
+        finally:  # let processes save and end
+            for process in running:
+                process.popen.send_signal(signal.SIGTERM)
+            for process in running:
+                process.popen.wait()
     return results, progress.failed
-
-
-def _collect(process: "_Process", results: dict[str, Result], progress: StudyProgress) -> None:
-    planned = process.planned
-    found = read_result(planned.job.result) if process.popen.returncode == 0 else None
-    if found is None:
-        progress.failed[planned.name] = process.complaint()
-    else:
-        results[planned.name] = progress.done[planned.name] = found
-
-
-def _stop(running: Sequence["_Process"]) -> None:
-    """Let processes save and end."""
-    for process in running:
-        process.popen.send_signal(signal.SIGTERM)
-    for process in running:
-        process.popen.wait()
-
-
-@final
-@dataclass
-class _Clock:
-    """Time left, by the steps that have been made since the beginning."""
-
-    steps: int
-    finished: float = 0.0
-    started: float = field(default_factory=time.monotonic)
-
-    def seconds_left(self, in_progress: float) -> float | None:
-        made = self.finished + in_progress
-        if made <= 0:
-            return None
-        return (time.monotonic() - self.started) / made * max(self.steps - made, 0.0)
 
 
 @final
 class _Process:
     """A process that does a job; what it prints goes to a file."""
 
-    def __init__(self, planned: Planned, place: int) -> None:
-        self.planned, self.place = planned, place
-        jobs = planned.job.folder.parent / "jobs"
+    def __init__(self, job: Job, place: int) -> None:
+        self.job, self.place = job, place
+        jobs = job.folder.parent / "jobs"
         jobs.mkdir(parents=True, exist_ok=True)
-        job_file = jobs / f"{planned.name}.json"
-        write_text(job_file, planned.job.model_dump_json(indent=2) + "\n")
-        self.log = jobs / f"{planned.name}.log"
+        job_file = jobs / f"{job.name}.json"
+        write_text(job_file, job.model_dump_json(indent=2) + "\n")
+        self.log = jobs / f"{job.name}.log"
         # One thread a core and no more, also in libraries that do not ask torch.
-        environment = {**environment_alone(), "OMP_NUM_THREADS": str(planned.threads), **_own_gpu(place)}
+        environment = {**environment_alone(), "OMP_NUM_THREADS": str(job.threads), **_own_gpu(place)}
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [*_COMMAND, str(job_file)],
@@ -205,11 +169,11 @@ class _Process:
 
     def share_done(self) -> float:
         try:
-            records = read_metrics(self.planned.job.folder / "metrics.jsonl")
+            records = read_metrics(self.job.folder / "metrics.jsonl")
         except (OSError, TriptychError):
             return 0.0
         last = max((int(record["step"]) for record in records), default=0)
-        return min(last / self.planned.steps, 1.0)
+        return min(last / self.job.steps, 1.0)
 
     def complaint(self) -> str:
         """What the process said at its end."""

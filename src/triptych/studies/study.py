@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from triptych.errors import UsageError
+from triptych.errors import UsageError, near_path
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration, rewrite_recipe_of
 from triptych.text import CorpusSpec
 from triptych.toml import read_toml
@@ -243,7 +243,7 @@ def read_study(path: Path | str) -> Study:
 
 def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
     """The keys of a study, those of the study that it is like among them."""
-    tree = read_toml(path, "study", f"there is no study {path}")
+    tree = read_toml(path, "study", f"there is no study {path}{near_path(path)}")
     like = tree.pop("like", None)
     if like is None:
         return tree

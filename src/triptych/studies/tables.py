@@ -222,8 +222,7 @@ def read_runs_csv(text: str) -> dict[str, dict[int, Result]]:
 
 def sweep_csv(outcome: Outcome) -> str:
     """The mean loss of each variant at each learning rate of the sweep."""
-    variants = outcome.variants.items()
-    rows = [[name, rate, loss] for name, one in variants for rate, loss in one.swept.items()]
+    rows = [(name, *tried) for name, one in outcome.variants.items() for tried in one.swept.items()]
     return _csv([["variant", "learning_rate", "loss"], *rows])
 
 
@@ -285,7 +284,10 @@ def judged_again(outcome: Outcome, report: str) -> str:
 def _headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
     parts = [f"# {outcome.study.name}", "", *(f"- {line}" for line in conclusions(outcome)), ""]
     for table in shown:
-        parts += [f"## {table.title}", "", *_markdown_rows(table), "", table.caption, ""]
+        rule = ["---:" if i in table.numeric else "---" for i in range(len(table.columns))]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in (table.columns, rule, *table.rows)]
+        lines = (f"| {' | '.join(row)} |" for row in rows)
+        parts += [f"## {table.title}", "", *lines, "", table.caption, ""]
     return parts
 
 
@@ -346,12 +348,6 @@ def _estimate(found: Estimate) -> dict[str, Any]:
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def _markdown_rows(table: Table) -> Sequence[str]:
-    rule = ["---:" if i in table.numeric else "---" for i in range(len(table.columns))]
-    rows = [table.columns, rule, *table.rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def _difference(found: Comparison, metric: str) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ are trained, or read from others' checkpoints.
 """
 
 from triptych.text.batches import Batch, TokenBatches
-from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
+from triptych.text.corpora import CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
-from triptych.text.masking import MaskedBatches, MaskingSpec
+from triptych.text.masking import Masking, MaskingSpec
 from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
 from triptych.text.sentence_tokenizers import (
@@ -32,14 +32,13 @@ from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokeniz
 __all__ = [
     "Batch",
     "ByteLevelTokenizer",
-    "CorpusCounts",
     "CorpusSpec",
     "EncodedCorpus",
     "Frame",
     "FramedTokenizer",
     "LanguageBatch",
     "LanguageCorpusSpec",
-    "MaskedBatches",
+    "Masking",
     "MaskingSpec",
     "OutputRules",
     "PackedBatches",

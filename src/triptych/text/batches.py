@@ -50,17 +50,21 @@ class TokenBatches:
         eos_id: int,
         shuffle: bool = True,
     ) -> None:
-        self._corpus = corpus
-        self._max_tokens = max_tokens
-        self._seed = seed
-        self._pad_id = pad_id
-        self._bos_id = bos_id
-        self._eos_id = eos_id
-        self._shuffle = shuffle
+        self._corpus, self._max_tokens = corpus, max_tokens
+        self._seed, self._shuffle = seed, shuffle
+        self._pad_id, self._bos_id, self._eos_id = pad_id, bos_id, eos_id
         self._src_lengths = corpus.source.lengths + 1
         self._tgt_lengths = corpus.target.lengths + 1
         self._places = _places(self._src_lengths, self._tgt_lengths)
-        self._refuse_pairs_past_budget()
+        longest = np.maximum(self._src_lengths, self._tgt_lengths)
+        past = np.flatnonzero(longest > max_tokens)
+        if len(past):
+            first = past[0]
+            raise UsageError(
+                f"{corpus.name}, line {corpus.line_numbers[first]}: a side of {longest[first]:,} tokens, its "
+                f"<bos> or <eos> included, is past max_tokens = {max_tokens:,} per batch; raise "
+                "training.batch_tokens, or lower data.max_sentence_tokens"
+            )
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
         """Which pairs make up each batch of an epoch: a function of corpus, budget, seed and epoch alone."""
@@ -101,17 +105,6 @@ class TokenBatches:
             for batch in self.plan(epoch)
         )
         return 1.0 - int(self._src_lengths.sum() + self._tgt_lengths.sum()) / num_slots
-
-    def _refuse_pairs_past_budget(self) -> None:
-        longest = np.maximum(self._src_lengths, self._tgt_lengths)
-        past = np.flatnonzero(longest > self._max_tokens)
-        if len(past):
-            first = past[0]
-            raise UsageError(
-                f"{self._corpus.name}, line {self._corpus.line_numbers[first]}: a side of {longest[first]:,} "
-                f"tokens, its <bos> or <eos> included, is past max_tokens = {self._max_tokens:,} per batch; "
-                "raise training.batch_tokens, or lower data.max_sentence_tokens"
-            )
 
     def _cut(self, order: Int64[np.ndarray, "num_pairs"]) -> list[Int64[np.ndarray, "batch"]]:
         """Cut the order into batches, each where it costs the least per token that is no padding."""

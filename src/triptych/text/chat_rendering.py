@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn, final
 
-from jinja2 import Environment, FunctionLoader, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import FunctionLoader, TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -57,10 +57,6 @@ def render(template: str, variables: dict[str, Any]) -> str:
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    return _joined(environment, template, variables)
-
-
-def _joined(environment: Environment, template: str, variables: dict[str, Any]) -> str:
     parts: list[str] = []
     size = 0
     for part in environment.from_string(template).generate(**variables):

@@ -171,7 +171,9 @@ class ParallelCorpus:
         """
         times = Counter(self.source)
         if len(times) == 1:
-            raise DataError(f"{self.name} has one source, nothing can be held out of it: give data.valid")
+            raise DataError(
+                f"{self.name}: all sources are the same, so nothing can be held out: give data.valid"
+            )
         left, held = min(max(round(share * len(self)), 1), _MOST_HELD_OUT), set[str]()
         order = sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]
         for source in order:
@@ -197,7 +199,25 @@ def read_parallel(
 ) -> ParallelCorpus:
     """Read a corpus; drop and count the pairs with an empty or an overlong side."""
     name, pairs = _find_pairs(spec, base)
-    return _keep_usable(pairs, name, max_line_chars)
+    sources: list[str] = []
+    targets: list[str] = []
+    line_numbers: list[int] = []
+    lines_read = empty_dropped = too_long_dropped = 0
+    for number, (raw_source, raw_target) in pairs:
+        lines_read += 1
+        source, target = raw_source.strip(), raw_target.strip()
+        if not (source and target):
+            empty_dropped += 1
+        elif max(len(source), len(target)) > max_line_chars:
+            too_long_dropped += 1
+        else:
+            sources.append(source)
+            targets.append(target)
+            line_numbers.append(number)
+    counts = CorpusCounts(lines_read, empty_dropped, too_long_dropped, max_line_chars)
+    if not sources:
+        raise DataError(f"{name}: {counts.describe()}; at least one pair is needed")
+    return ParallelCorpus(sources, targets, line_numbers, name, counts)
 
 
 def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTexts]]:
@@ -209,9 +229,7 @@ def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTex
         return spec.file.name, _read_record_file(spec, base / spec.file)
     source_field, target_field = spec.source_field or "source", spec.target_field or "target"
     if spec.hub is not None:
-        folder = base / spec.hub
-        dataset = str(folder) if folder.is_dir() else spec.hub
-        pairs = read_hub(dataset, spec.config_name, spec.split, (source_field, target_field))
+        pairs = read_hub(spec.hub, spec.config_name, spec.split, (source_field, target_field), base)
         return f"{spec.hub} {spec.split}", pairs
     assert spec.generated is not None
     assert spec.generated_part is not None
@@ -244,28 +262,6 @@ def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedTe
         )
     numbers = range(1, len(source) + 1)
     return zip(numbers, zip(source, target, strict=True), strict=True)
-
-
-def _keep_usable(pairs: Iterable[NumberedTexts], name: str, max_line_chars: int) -> ParallelCorpus:
-    sources: list[str] = []
-    targets: list[str] = []
-    line_numbers: list[int] = []
-    lines_read = empty_dropped = too_long_dropped = 0
-    for number, (raw_source, raw_target) in pairs:
-        lines_read += 1
-        source, target = raw_source.strip(), raw_target.strip()
-        if not (source and target):
-            empty_dropped += 1
-        elif max(len(source), len(target)) > max_line_chars:
-            too_long_dropped += 1
-        else:
-            sources.append(source)
-            targets.append(target)
-            line_numbers.append(number)
-    counts = CorpusCounts(lines_read, empty_dropped, too_long_dropped, max_line_chars)
-    if not sources:
-        raise DataError(f"{name} is empty: {counts.describe()}; at least one pair is needed")
-    return ParallelCorpus(sources, targets, line_numbers, name, counts)
 
 
 def record_ending(path: Path) -> str | None:

@@ -85,17 +85,19 @@ class TextPart(NamedTuple):
 
 def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:
     """Read a corpus, never more of it than a part at a time; empty documents are left out."""
+    fields = (spec.text_field,)
     if spec.hub is not None:
-        yield from _of_records(read_hub(_dataset(spec.hub, base), spec.config_name, spec.split, _field(spec)))
+        records = read_hub(spec.hub, spec.config_name, spec.split, fields, base)
+        yield from cut_parts(_of_records(records))
         return
     for path in find_files(spec, base=base):
         match record_ending(path):
             case ".jsonl":
-                yield from _of_records(read_jsonl(path, _field(spec)))
+                yield from cut_parts(_of_records(read_jsonl(path, fields)))
             case ".parquet":
-                yield from _of_records(read_parquet(path, _field(spec)))
+                yield from cut_parts(_of_records(read_parquet(path, fields)))
             case _:
-                yield from _of_text(path, spec.documents)
+                yield from cut_parts(_of_text(path, spec.documents))
 
 
 def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
@@ -128,7 +130,7 @@ def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
     """What tells the documents of a corpus from all others: a function of the content of its files."""
     digest = hashlib.sha256(f"{spec.documents} {spec.text_field}\n".encode())
     if spec.hub is not None:
-        digest.update(fingerprint_hub(_dataset(spec.hub, base), spec.config_name, spec.split).encode())
+        digest.update(fingerprint_hub(spec.hub, spec.config_name, spec.split, base).encode())
         return digest.hexdigest()
     for path in find_files(spec, base=base):
         try:
@@ -160,72 +162,54 @@ def whole_documents(parts: Iterable[TextPart]) -> Iterator[str]:
             begun = []
 
 
-def _field(spec: LanguageCorpusSpec) -> tuple[str]:
-    return (spec.text_field,)
-
-
-def _dataset(hub: str, base: Path) -> str:
-    folder = base / hub
-    return str(folder) if folder.is_dir() else hub
-
-
-def _of_records(records: Iterable[NumberedTexts]) -> Iterator[TextPart]:
-    cutter = _Cutter()
+def _of_records(records: Iterable[NumberedTexts]) -> Iterator[str | None]:
     for _, (text,) in records:
-        yield from cutter.feed(text)
-        yield from cutter.end()
+        yield from (text, None)
 
 
-def _of_text(path: Path, documents: Documents) -> Iterator[TextPart]:
-    cutter = _Cutter()
+def _of_text(path: Path, documents: Documents) -> Iterator[str | None]:
     if documents == "file":
-        for block in iterate_blocks(path):
-            yield from cutter.feed(block)
-        yield from cutter.end()
+        yield from iterate_blocks(path)
+        yield None
         return
     begun = False
     for line in iterate_file(path):
         blank = not line.strip()
         if blank or documents == "line":
             begun = False
-            yield from cutter.end()
+            yield None
         if not blank:
-            yield from cutter.feed(f"\n{line}" if begun else line)
+            yield f"\n{line}" if begun else line
             begun = True
-    yield from cutter.end()
+    yield None
 
 
-@final
-class _Cutter:
-    """Cuts documents into parts that depend on their text alone."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def feed(self, text: str) -> Iterator[TextPart]:
-        """More of the document."""
-        self._text += text
+def cut_parts(pieces: Iterable[str | None]) -> Iterator[TextPart]:
+    """Documents, each with a None behind it, as parts that depend on their text alone."""
+    text = ""
+    for piece in pieces:
+        if piece is None:
+            if text:
+                yield TextPart(text)
+            text = ""
+            continue
+        text += piece
         start = 0
-        while len(self._text) - start > LONGEST_PART:
-            end = self._cut(start)
-            yield TextPart(self._text[start:end], ends_document=False)
+        while len(text) - start > LONGEST_PART:
+            end = _end_of_part(text, start)
+            yield TextPart(text[start:end], ends_document=False)
             start = end
-        self._text = self._text[start:]
+        text = text[start:]
 
-    def end(self) -> Iterator[TextPart]:
-        """The document is complete."""
-        if self._text:
-            yield TextPart(self._text)
-        self._text = ""
 
-    def _cut(self, start: int) -> int:
-        """Where to cut: after a line feed between two words, where tokenizers part text anyway."""
-        longest = start + LONGEST_PART
-        earliest = start + LONGEST_PART // 2
-        end = longest
-        while (place := self._text.rfind("\n", earliest, end)) > 0:
-            if not self._text[place - 1].isspace() and not self._text[place + 1].isspace():
-                return place + 1
-            end = place
-        place = self._text.rfind("\n", earliest, longest)
-        return place + 1 if place > 0 else longest
+def _end_of_part(text: str, start: int) -> int:
+    """Where to cut: after a line feed between two words, where tokenizers part text anyway."""
+    longest = start + LONGEST_PART
+    earliest = start + LONGEST_PART // 2
+    end = longest
+    while (place := text.rfind("\n", earliest, end)) > 0:
+        if not text[place - 1].isspace() and not text[place + 1].isspace():
+            return place + 1
+        end = place
+    place = text.rfind("\n", earliest, longest)
+    return place + 1 if place > 0 else longest

@@ -18,6 +18,7 @@ from triptych.text.sentence_tokenizers import TokenizerPair
 from triptych.text.tokenizers import Tokenizer
 
 _FORMAT = b"triptych token cache 1"
+_SIDES = "source", "target"
 # Lists of Python integers take up to nine times the room of the array; only this many are lists at once.
 _TEXTS_AT_ONCE = 10_000
 
@@ -82,21 +83,26 @@ def encode_corpus(
     corpus: ParallelCorpus, tokenizers: TokenizerPair, *, cache_folder: Path | None
 ) -> EncodedCorpus:
     """Tokenize a corpus, or find it tokenized from an earlier run."""
-    line_numbers = np.array(corpus.line_numbers, dtype=np.int64)
     if cache_folder is None:
-        source, target = _encode(corpus, tokenizers)
-        return EncodedCorpus(source, target, line_numbers, corpus.name)
-    path = cache_folder / f"tokens-{_key_of(corpus, tokenizers)}.safetensors"
-    found = _read_cache(path)
-    if found is None:
-        found = _encode(corpus, tokenizers)
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        _write_cache(path, *found)
-    return EncodedCorpus(*found, line_numbers, corpus.name)
+        arrays = _encode(corpus, tokenizers)
+    else:
+        path = cache_folder / f"tokens-{_key_of(corpus, tokenizers)}.safetensors"
+        found = _read_cache(path)
+        arrays = _encode(corpus, tokenizers) if found is None else found
+        if found is None:
+            cache_folder.mkdir(parents=True, exist_ok=True)
+            metadata = {"sha256": _digest_of(arrays)}
+            write_atomically(path, lambda temporary: save_file(arrays, temporary, metadata=metadata))
+    source, target = (TokenSequences(arrays[f"{s}.ids"], arrays[f"{s}.offsets"]) for s in _SIDES)
+    return EncodedCorpus(source, target, np.array(corpus.line_numbers, dtype=np.int64), corpus.name)
 
 
-def _encode(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> tuple[TokenSequences, TokenSequences]:
-    return _pack_texts(corpus.source, tokenizers.source), _pack_texts(corpus.target, tokenizers.target)
+def _encode(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for side in _SIDES:
+        found = _pack_texts(getattr(corpus, side), getattr(tokenizers, side))
+        arrays |= {f"{side}.ids": found.ids, f"{side}.offsets": found.offsets}
+    return arrays
 
 
 def _pack_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
@@ -127,19 +133,8 @@ def add_texts(digest: "hashlib._Hash", texts: Iterable[str]) -> None:
         digest.update(content)
 
 
-def _write_cache(path: Path, source: TokenSequences, target: TokenSequences) -> None:
-    arrays = {
-        "source.ids": source.ids,
-        "source.offsets": source.offsets,
-        "target.ids": target.ids,
-        "target.offsets": target.offsets,
-    }
-    metadata = {"sha256": _digest_of(arrays)}
-    write_atomically(path, lambda temporary: save_file(arrays, temporary, metadata=metadata))
-
-
-def _read_cache(path: Path) -> tuple[TokenSequences, TokenSequences] | None:
-    """What `_write_cache` wrote; None where there is nothing, or nothing sound."""
+def _read_cache(path: Path) -> dict[str, np.ndarray] | None:
+    """The arrays of a file that was written; None where there is nothing, or nothing sound."""
     if not path.is_file():
         return None
     try:
@@ -149,11 +144,7 @@ def _read_cache(path: Path) -> tuple[TokenSequences, TokenSequences] | None:
     except (SafetensorError, OSError):
         return None
     # A flipped bit would pass as another token; only the digest shows it.
-    if _digest_of(arrays) != expected:
-        return None
-    source = TokenSequences(arrays["source.ids"], arrays["source.offsets"])
-    target = TokenSequences(arrays["target.ids"], arrays["target.offsets"])
-    return source, target
+    return arrays if _digest_of(arrays) == expected else None
 
 
 def _digest_of(arrays: dict[str, np.ndarray]) -> str:

@@ -36,12 +36,10 @@ class FramedTokenizer(SentenceTokenizer):
 
     @property
     def rules(self) -> OutputRules:
-        """What outputs in these tokens obey."""
         return self._rules
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every token by id."""
         return self._inner.vocabulary
 
     def encode(
@@ -53,15 +51,12 @@ class FramedTokenizer(SentenceTokenizer):
         return [[*self._before, *ids, *after] for ids in found]
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Text of each sequence of ids."""
         return self._inner.decode(ids, skip_special=skip_special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form."""
         return self._inner.pieces(ids)
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, as the checkpoint's chat template writes it."""
         return self._inner.chat(messages, add_generation_prompt=add_generation_prompt)
 
     def to_json(self) -> str:

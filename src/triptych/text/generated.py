@@ -14,7 +14,6 @@ from random import Random
 
 from triptych.extras import require_extra
 from triptych.text.spelled import (
-    MONTHS,
     WEEKDAYS,
     TextPair,
     draw_amount,
@@ -25,6 +24,10 @@ from triptych.text.spelled import (
     draw_past,
     draw_time,
     draw_when,
+    fill,
+    month_of,
+    read_pairs,
+    read_rows,
     spell_cardinal,
     spell_day,
     spell_ordinal,
@@ -42,36 +45,6 @@ _VALID_TENTH, _TEST_TENTH = 8, 9
 # not suffice, the part is running out of new sentences.
 _DRAWS_PER_SENTENCE = 40
 _MIN_DRAWS = 1000
-
-# All of these are test sentences (a test watches over it): no training run has seen them.
-_EXAMPLES: tuple[TextPair, ...] = (
-    ("Das Buch hat dreiundfünfzig Euro gekostet.", "The book cost fifty-three euros."),
-    (
-        "Alle wissen, dass der Zug um halb vier ankommt.",
-        "Everyone knows that the train arrives at half past three.",
-    ),
-    (
-        "Sie wurde am Samstag, dem fünften Mai neunzehnhundertvierundachtzig, geboren.",
-        "She was born on Saturday, the fifth of May nineteen eighty-four.",
-    ),
-    (
-        "Für die Karte habe ich einen Euro fünfzig bezahlt.",
-        "I paid one euro and fifty cents for the ticket.",
-    ),
-    (
-        "In dieser Stadt wohnen sechstausendfünfhundert Menschen.",
-        "Six thousand five hundred people live in this town.",
-    ),
-    (
-        "Steht mein Bruder um fünf nach halb acht auf?",
-        "Does my brother get up at twenty-five to eight?",
-    ),
-    (
-        "Weißt du, ob der Zug am Mittwoch um einundzwanzig Uhr siebzehn abfährt?",
-        "Do you know whether the train leaves at twenty-one seventeen on Wednesday?",
-    ),
-    ("Am dritten April kommt meine Schwester zurück.", "On the third of April my sister comes back."),
-)
 
 
 def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH) -> list[TextPair]:
@@ -93,7 +66,7 @@ def part_of(source: str) -> str:
 
 def example_pairs() -> list[TextPair]:
     """A few fixed test pairs, one for each thing that is hard about this corpus."""
-    return list(_EXAMPLES)
+    return [*read_pairs("examples")]
 
 
 def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, seed: int) -> list[TextPair]:
@@ -125,20 +98,15 @@ def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, se
 
 # --- sentences ---------------------------------------------------------------------------------------
 
-
-def _rows(table: str) -> tuple[tuple[str, ...], ...]:
-    """The cells of a table, one row a line, cells parted by bars."""
-    return tuple(tuple(cell.strip() for cell in line.split("|")) for line in table.strip().splitlines())
-
-
-def _pairs(table: str) -> tuple[TextPair, ...]:
-    return tuple((german, english) for german, english in _rows(table))
+_VERBS_OF = {"vehicles": "moves", "shows": "courses", "houses": "openings", "persons": "habits"}
+_EVENTS = tuple((read_pairs(subjects), read_rows(verbs)) for subjects, verbs in _VERBS_OF.items())
+_CLAIMS, _PEOPLE, _DEEDS = read_pairs("claims"), read_rows("people"), read_pairs("deeds")
+_THINGS, _WARES = read_rows("things"), read_rows("wares")
 
 
-def _fill(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
-    """Make a sentence of a template; both sides of it name their places alike."""
-    german = template[0].format_map({name: piece[0] for name, piece in pieces.items()})
-    english = template[1].format_map({name: piece[1] for name, piece in pieces.items()})
+def _sentence(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
+    """A template with its places filled, begun with a capital."""
+    german, english = fill(template, pieces)
     return _tidy(german), _tidy(english)
 
 
@@ -147,72 +115,6 @@ def _tidy(text: str) -> str:
     for doubled in (",.", ",?", ",,"):
         text = text.replace(doubled, doubled[1])
     return text[0].upper() + text[1:]
-
-
-# Verbs with a separable prefix, in the third person singular: finite, prefix, infinitive, auxiliary and
-# participle; the English finite form, infinitive and past.
-_MOVES = _rows("""
-    kommt | an     | ankommen     | ist | angekommen     | arrives    | arrive    | arrived
-    kommt | zurück | zurückkommen | ist | zurückgekommen | comes back | come back | came back
-    fährt | ab     | abfahren     | ist | abgefahren     | leaves     | leave     | left
-""")
-_COURSES = _rows("""
-    fängt | an  | anfangen | hat | angefangen | starts | start | started
-    hört  | auf | aufhören | hat | aufgehört  | ends   | end   | ended
-""")
-_OPENINGS = _rows("""
-    macht | auf | aufmachen | hat | aufgemacht | opens  | open  | opened
-    macht | zu  | zumachen  | hat | zugemacht  | closes | close | closed
-""")
-_HABITS = _rows("""
-    kommt | zurück | zurückkommen | ist | zurückgekommen | comes back | come back | came back
-    ruft  | an     | anrufen      | hat | angerufen      | calls      | call      | called
-    steht | auf    | aufstehen    | ist | aufgestanden   | gets up    | get up    | got up
-    wacht | auf    | aufwachen    | ist | aufgewacht     | wakes up   | wake up   | woke up
-""")
-_VEHICLES = _pairs("""
-    der Zug    | the train
-    der Bus    | the bus
-    das Schiff | the ship
-    die Fähre  | the ferry
-""")
-_SHOWS = _pairs("""
-    das Konzert | the concert
-    der Film    | the film
-    die Prüfung | the exam
-    das Spiel   | the game
-""")
-_HOUSES = _pairs("""
-    das Geschäft | the shop
-    die Bank     | the bank
-    das Museum   | the museum
-""")
-_PERSONS = _pairs("""
-    meine Schwester | my sister
-    mein Bruder     | my brother
-    die Lehrerin    | the teacher
-    der Arzt        | the doctor
-    das Kind        | the child
-""")
-_EVENTS = ((_VEHICLES, _MOVES), (_SHOWS, _COURSES), (_HOUSES, _OPENINGS), (_PERSONS, _HABITS))
-_CLAIMS = _pairs("""
-    ich weiß    | I know
-    sie sagt    | she says
-    wir hoffen  | we hope
-    er glaubt   | he believes
-    alle wissen | everyone knows
-""")
-_EVENT_TEMPLATES = _pairs("""
-    {who} {finite} {when} {prefix}. | {who} {finite} {when}.
-    {who} {auxiliary} {when} {participle}. | {who} {participle} {when}.
-    {who} soll {when} {infinitive}. | {who} is supposed to {infinitive} {when}.
-    {when} {finite} {who} {prefix}. | {when} {who} {finite}.
-    {finite} {who} {when} {prefix}? | does {who} {infinitive} {when}?
-    {claim}, dass {who} {when} {prefix}{finite}. | {claim} that {who} {finite} {when}.
-    {claim}, dass {who} {when} {participle} {auxiliary}. | {claim} that {who} {participle} {when}.
-    weißt du, ob {who} {when} {prefix}{finite}? | do you know whether {who} {finite} {when}?
-    wir beeilen uns, weil {who} {when} {prefix}{finite}. | we are hurrying because {who} {finite} {when}.
-""")
 
 
 def _draw_event(rng: Random) -> TextPair:
@@ -228,27 +130,7 @@ def _draw_event(rng: Random) -> TextPair:
         "prefix": (prefix, ""),
         "auxiliary": (auxiliary, ""),
     }
-    return _fill(rng.choice(_EVENT_TEMPLATES), pieces)
-
-
-_HISTORIES = _pairs("""
-    sie wurde {when} geboren. | she was born {when}.
-    mein Großvater wurde {when} geboren. | my grandfather was born {when}.
-    das Haus wurde {when} gebaut. | the house was built {when}.
-    ich glaube, dass die Brücke {when} gebaut wurde. | I believe that the bridge was built {when}.
-    {when} ist er nach Berlin gezogen. | {when} he moved to Berlin.
-    weißt du, dass sie {when} geheiratet haben? | do you know that they got married {when}?
-    der Brief wurde {when} in Wien geschrieben. | the letter was written in Vienna {when}.
-""")
-
-
-_CALENDARS = _pairs("""
-    heute ist der {day}. | today is the {day}.
-    morgen ist der {day}. | tomorrow is the {day}.
-    gestern war der {day}. | yesterday was the {day}.
-    sie bleibt vom {first}n bis zum {last}n {month}. | she stays from the {first} to the {last} of {month}.
-    heute ist {weekday}, der {day} {year}. | today is {weekday}, the {day} {year}.
-""")
+    return _sentence(rng.choice(read_pairs("events")), pieces)
 
 
 def _draw_calendar(rng: Random) -> TextPair:
@@ -258,49 +140,13 @@ def _draw_calendar(rng: Random) -> TextPair:
         "day": spell_day(when, "nominative"),
         "first": spell_ordinal(first),
         "last": spell_ordinal(last),
-        "month": MONTHS[when.month],
+        "month": month_of(when),
         "weekday": WEEKDAYS[when.weekday()],
         "year": spell_year(when.year),
     }
     # The first three have few sentences to give, the last one very many.
-    (template,) = rng.choices(_CALENDARS, (1, 1, 1, 3, 6))
-    return _fill(template, pieces)
-
-
-# One in the accusative, many; one and many in English.
-_THINGS = _rows("""
-    ein Buch    | Bücher | book    | books
-    einen Apfel | Äpfel  | apple   | apples
-    eine Katze  | Katzen | cat     | cats
-    einen Stuhl | Stühle | chair   | chairs
-    eine Blume  | Blumen | flower  | flowers
-    ein Ei      | Eier   | egg     | eggs
-    einen Brief | Briefe | letter  | letters
-    ein Bild    | Bilder | picture | pictures
-""")
-_PEOPLE = _rows("""
-    ich          | habe  | I
-    er           | hat   | he
-    sie          | hat   | she
-    wir          | haben | we
-    meine Mutter | hat   | my mother
-    der Nachbar  | hat   | the neighbour
-""")
-_DEEDS = _pairs("""
-    gekauft  | bought
-    verkauft | sold
-    gefunden | found
-    gezählt  | counted
-    gesehen  | saw
-""")
-_COUNT_TEMPLATES = _pairs("""
-    {who} {have} {things} {done}. | {who} {done} {things}.
-    {who} {have} gestern {things} {done}. | {who} {done} {things} yesterday.
-    {things} {have} {who} am {weekday} {done}. | on {weekday} {who} {done} {things}.
-    sie sagen, dass {who} {things} {done} {have}. | they say that {who} {done} {things}.
-    wir müssen heute noch {things} finden. | we still have to find {things} today.
-    kannst du mir bitte {things} bringen? | can you please bring me {things}?
-""")
+    (template,) = rng.choices(read_pairs("calendars"), (1, 1, 1, 3, 6))
+    return _sentence(template, pieces)
 
 
 def _draw_count(rng: Random) -> TextPair:
@@ -308,81 +154,30 @@ def _draw_count(rng: Random) -> TextPair:
     number = draw_amount(rng)
     number_de, number_en = spell_cardinal(number)
     who, have, who_en = rng.choice(_PEOPLE)
+    many = f"{number_de} {many_de}", f"{number_en} {many_en}"
     pieces = {
         "who": (who, who_en),
         "have": (have, ""),
-        "things": (one_de, f"one {one_en}")
-        if number == 1
-        else (f"{number_de} {many_de}", f"{number_en} {many_en}"),
+        "things": (one_de, f"one {one_en}") if number == 1 else many,
         "done": rng.choice(_DEEDS),
         "weekday": WEEKDAYS[rng.randrange(7)],
     }
-    return _fill(rng.choice(_COUNT_TEMPLATES), pieces)
-
-
-_MEASURES = _pairs("""
-    in dieser Stadt wohnen {n} Menschen. | {n} people live in this town.
-    der Berg ist {n} Meter hoch. | the mountain is {n} metres high.
-    ich glaube, dass der Fluss {n} Kilometer lang ist. | I believe that the river is {n} kilometres long.
-    das Haus ist {n} Jahre alt. | the house is {n} years old.
-    das Paket, das gestern kam, wiegt {n} Gramm. | the parcel that came yesterday weighs {n} grams.
-    bis zum Bahnhof sind es {n} Schritte. | it is {n} steps to the station.
-""")
-_NUMBERS = _pairs("""
-    die Antwort steht auf Seite {n}. | the answer is on page {n}.
-    dein Koffer ist in Zimmer {n}. | your suitcase is in room {n}.
-    hast du die Zahl {n} gesehen? | did you see the number {n}?
-    die gesuchte Zahl ist {n}. | the number we are looking for is {n}.
-""")
-_RANKS = _pairs("""
-    er wohnt im {n}n Stock. | he lives on the {n} floor.
-    sie sagt, dass er in der {n}n Reihe sitzt. | she says that he is sitting in the {n} row.
-    das war schon mein {n}r Versuch. | that was already my {n} attempt.
-""")
+    return _sentence(rng.choice(read_pairs("counts")), pieces)
 
 
 def _draw_number_sentence(rng: Random) -> TextPair:
     kind = rng.random()
     if kind < 0.4:
-        return _fill(rng.choice(_MEASURES), {"n": spell_cardinal(draw_amount(rng, low=2))})
+        return _sentence(rng.choice(read_pairs("measures")), {"n": spell_cardinal(draw_amount(rng, low=2))})
     if kind < 0.7:
-        return _fill(rng.choice(_NUMBERS), {"n": spell_cardinal(draw_number(rng))})
-    return _fill(rng.choice(_RANKS), {"n": spell_ordinal(rng.randint(1, 99))})
-
-
-_SUMS = _pairs("""
-    {a} plus {b} ist {c}. | {a} plus {b} is {c}.
-    {c} minus {b} ist {a}. | {c} minus {b} is {a}.
-""")
+        return _sentence(rng.choice(read_pairs("numbers")), {"n": spell_cardinal(draw_number(rng))})
+    return _sentence(rng.choice(read_pairs("ranks")), {"n": spell_ordinal(rng.randint(1, 99))})
 
 
 def _draw_arithmetic(rng: Random) -> TextPair:
     a, b = draw_number(rng, max_digits=3), draw_number(rng, max_digits=3)
-    return _fill(
-        rng.choice(_SUMS), {"a": spell_cardinal(a), "b": spell_cardinal(b), "c": spell_cardinal(a + b)}
-    )
-
-
-# Nominative, accusative, pronoun in the accusative; English.
-_WARES = _rows("""
-    das Buch    | das Buch    | es  | the book
-    der Kuchen  | den Kuchen  | ihn | the cake
-    die Lampe   | die Lampe   | sie | the lamp
-    das Fahrrad | das Fahrrad | es  | the bicycle
-    der Mantel  | den Mantel  | ihn | the coat
-    die Karte   | die Karte   | sie | the ticket
-""")
-_PRICE_TEMPLATES = _pairs("""
-    {ware} kostet {money}. | {ware} costs {money}.
-    {ware} hat {money} gekostet. | {ware} cost {money}.
-    {claim}, dass {ware} {money} kostet. | {claim} that {ware} costs {money}.
-    {claim}, dass {ware} {money} gekostet hat. | {claim} that {ware} cost {money}.
-    wenn {ware} {money} kostet, kaufe ich {it}. | if {ware} costs {money}, I will buy it.
-    für {object} {have} {who} {money} bezahlt. | {who} paid {money} for {object}.
-    {who} {have} {money} für {object} bezahlt. | {who} paid {money} for {object}.
-    wir müssen ihm noch {money} zahlen. | we still have to pay him {money}.
-    kannst du mir bis {weekday} {money} leihen? | can you lend me {money} until {weekday}?
-""")
+    pieces = {name: spell_cardinal(number) for name, number in (("a", a), ("b", b), ("c", a + b))}
+    return _sentence(rng.choice(read_pairs("sums")), pieces)
 
 
 def _draw_price(rng: Random) -> TextPair:
@@ -398,7 +193,7 @@ def _draw_price(rng: Random) -> TextPair:
         "claim": rng.choice(_CLAIMS),
         "weekday": WEEKDAYS[rng.randrange(7)],
     }
-    return _fill(rng.choice(_PRICE_TEMPLATES), pieces)
+    return _sentence(rng.choice(read_pairs("prices")), pieces)
 
 
 def _draw_phrase(rng: Random) -> TextPair:
@@ -415,21 +210,19 @@ def _draw_phrase(rng: Random) -> TextPair:
 
 
 # How often each kind is drawn, in hundredths.
-_FAMILIES: tuple[tuple[Callable[[Random], TextPair], int], ...] = (
-    (_draw_phrase, 14),
-    (_draw_event, 28),
-    (lambda rng: _fill(rng.choice(_HISTORIES), {"when": draw_past(rng)}), 10),
-    (_draw_calendar, 8),
-    (_draw_count, 12),
-    (_draw_number_sentence, 10),
-    (_draw_arithmetic, 3),
-    (_draw_price, 15),
-)
-_DRAWS = tuple(draw for draw, _ in _FAMILIES)
-_WEIGHTS = tuple(weight for _, weight in _FAMILIES)
+_KINDS: dict[Callable[[Random], TextPair], int] = {
+    _draw_phrase: 14,
+    _draw_event: 28,
+    lambda rng: _sentence(rng.choice(read_pairs("histories")), {"when": draw_past(rng)}): 10,
+    _draw_calendar: 8,
+    _draw_count: 12,
+    _draw_number_sentence: 10,
+    _draw_arithmetic: 3,
+    _draw_price: 15,
+}
 
 
 def _draw_pair(rng: Random) -> TextPair:
     """Draw from the whole corpus, whatever the part."""
-    (draw,) = rng.choices(_DRAWS, _WEIGHTS)
+    (draw,) = rng.choices(tuple(_KINDS), tuple(_KINDS.values()))
     return draw(rng)

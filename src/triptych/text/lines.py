@@ -16,7 +16,7 @@ from typing import Protocol, final, runtime_checkable
 
 import zstandard
 
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, near_path
 
 GZIP = "gzip"
 ZSTANDARD = "Zstandard"
@@ -116,7 +116,18 @@ def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
         if number == 1:
             _require_no_utf16(raw, name)
             raw = raw.removeprefix(_UTF8_MARK)
-        yield _decode(raw.removesuffix(b"\n").removesuffix(b"\r"), f"{name}, line {number}")
+        raw, where = raw.removesuffix(b"\n").removesuffix(b"\r"), f"{name}, line {number}"
+        if b"\0" in raw:
+            raise DataError(f"{where}: holds a NUL byte, which no text does; remove it, or give a text file")
+        if len(raw) > _LONGEST_LINE_BYTES:
+            raise DataError(f"{where}: has more than {_LONGEST_LINE_BYTES:,} bytes; break it into lines")
+        try:
+            yield raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{where}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; "
+                "convert the file to UTF-8, for instance with iconv"
+            ) from error
 
 
 def open_file(path: Path) -> io.BufferedReader:
@@ -126,7 +137,7 @@ def open_file(path: Path) -> io.BufferedReader:
     except IsADirectoryError as error:
         raise UsageError(f"{path} is a folder; give a file in it") from error
     except FileNotFoundError as error:
-        raise UsageError(f"{path} does not exist") from error
+        raise UsageError(f"{path} does not exist{near_path(path)}") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be opened: {error.strerror}") from error
 
@@ -162,20 +173,6 @@ def _require_no_utf16(raw: bytes, name: str) -> None:
             f"{name} is UTF-16 (it begins with its byte order mark); "
             "convert it to UTF-8: iconv -f UTF-16 -t UTF-8"
         )
-
-
-def _decode(raw: bytes, where: str) -> str:
-    if b"\0" in raw:
-        raise DataError(f"{where}: holds a NUL byte, which no text does; remove it, or give a text file")
-    if len(raw) > _LONGEST_LINE_BYTES:
-        raise DataError(f"{where}: has more than {_LONGEST_LINE_BYTES:,} bytes; break it into lines")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; "
-            "convert the file to UTF-8, for instance with iconv"
-        ) from error
 
 
 @final

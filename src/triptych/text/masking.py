@@ -1,17 +1,14 @@
-"""Batches for masked language models, which predict tokens that were hidden."""
+"""What masked language models predict: tokens that are hidden."""
 
 import unicodedata
 from typing import final
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Int64
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import UsageError
-from triptych.text.packing import NOT_COUNTED, LanguageBatch, plan_rows, starts_of
 from triptych.text.sentencepiece import SPACE_MARK
-from triptych.text.shards import TokenShards
 from triptych.text.tokenizers import Tokenizer
 
 _CONTINUES = "##"
@@ -45,76 +42,29 @@ class MaskingSpec(BaseModel):
 
 
 @final
-class MaskedBatches:
-    """Cuts a corpus into rows of `context` tokens, of which some, at least one, are hidden: the targets."""
+class Masking:
+    """Hides tokens of a text, at least one."""
 
-    def __init__(
-        self,
-        shards: TokenShards,
-        tokenizer: Tokenizer,
-        masking: MaskingSpec,
-        *,
-        context: int,
-        batch_size: int,
-        seed: int,
-        within_documents: bool = False,
-        shuffle: bool = True,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, spec: MaskingSpec) -> None:
         if tokenizer.mask_id is None:
             raise UsageError("the tokenizer has no mask token: a masked language model needs one that has")
-        if shards.num_tokens < 1:
-            raise UsageError(f"the corpus in {shards.folder} is empty; give more text")
-        self._shards, self._context, self._batch_size = shards, context, batch_size
-        self._seed, self._shuffle, self._within_documents = seed, shuffle, within_documents
-        self._masking = masking
+        self._spec, self.share = spec, spec.share
         self._mask_id = tokenizer.mask_id
-        self._fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id
+        self.fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id  # of short rows
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
-        self._joints = _joints(tokenizer) if masking.whole_words else None
-        # An index is the number of the epoch and of the place, as one.
-        self._stride = shards.num_tokens + context
+        self._joints = _joints(tokenizer) if spec.whole_words else None
 
-    def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """What `collate` makes each batch of an epoch of, one array per batch."""
-        seed = [self._seed, epoch] if self._shuffle else None
-        rows = plan_rows(self._shards.num_tokens, self._context, self._batch_size, seed)
-        return [places + self._context + epoch * self._stride for places in rows]
-
-    def collate(self, indices: Int64[np.ndarray, "batch"]) -> LanguageBatch:
-        """Make the tensors of one batch of a plan."""
-        shape = (len(indices), self._context)
-        ids = np.full(shape, self._fill_id, dtype=np.int64)
-        targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
-        starts = np.zeros(shape, dtype=np.int64)
-        any_short = False
-        for row, index in enumerate(indices.tolist()):
-            epoch, shifted = divmod(index, self._stride)
-            place = shifted - self._context
-            begin, end = max(place, 0), min(place + self._context, self._shards.num_tokens)
-            tokens, length = self._shards.tokens(begin, end).astype(np.int64), end - begin
-            generator = np.random.default_rng([self._seed, epoch, shifted])
-            chosen = self._choose(tokens, generator)
-            ids[row, :length] = self._hide(tokens, chosen, generator)
-            targets[row, :length][chosen] = tokens[chosen]
-            inside = np.zeros(0, dtype=np.int64)
-            if self._within_documents:
-                inside = self._shards.starts_within(begin + 1, end) - begin if end > begin + 1 else inside
-            starts[row] = starts_of(inside, length, self._context)
-            any_short |= length < self._context
-        return LanguageBatch(
-            ids=torch.from_numpy(ids),
-            targets=torch.from_numpy(targets),
-            # Nothing may attend to what fills a row up.
-            starts=torch.from_numpy(starts) if self._within_documents or any_short else None,
-            num_target_tokens=int((targets != NOT_COUNTED).sum()),
-        )
-
-    @property
-    def num_target_tokens(self) -> int:
-        """About how many tokens of one pass are learned from."""
-        return max(1, round(self._masking.share * self._shards.num_tokens))
+    def hide(
+        self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
+    ) -> tuple[Int64[np.ndarray, "length"], Bool[np.ndarray, "length"]]:
+        """What is seen in the place of the tokens, and which of them are targets."""
+        chosen = self._choose(tokens, generator)
+        fate, spec = generator.random(len(tokens)), self._spec
+        others = generator.choice(self._ordinary, len(tokens))
+        hidden = np.where(fate < spec.masked, self._mask_id, others)
+        return np.where(chosen & (fate < spec.masked + spec.random), hidden, tokens), chosen
 
     def _choose(
         self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
@@ -123,7 +73,7 @@ class MaskedBatches:
         is_ordinary = ~self._is_special[tokens]
         if not is_ordinary.any():
             is_ordinary[:1] = True  # a batch without a target has no loss
-        wanted = max(1, round(self._masking.share * int(is_ordinary.sum())))
+        wanted = max(1, round(self.share * int(is_ordinary.sum())))
         joins = np.zeros(len(tokens), dtype=bool)
         if self._joints is not None:
             joins_left, joins_right = self._joints
@@ -134,17 +84,6 @@ class MaskedBatches:
         # Words are taken until there are enough tokens.
         enough = np.cumsum(sizes[order]) - sizes[order]
         return np.asarray(np.isin(word_of, order[enough < wanted]) & is_ordinary)
-
-    def _hide(
-        self,
-        tokens: Int64[np.ndarray, "length"],
-        chosen: Bool[np.ndarray, "length"],
-        generator: np.random.Generator,
-    ) -> Int64[np.ndarray, "length"]:
-        fate, masking = generator.random(len(tokens)), self._masking
-        others = generator.choice(self._ordinary, len(tokens))
-        hidden = np.where(fate < masking.masked, self._mask_id, others)
-        return np.where(chosen & (fate < masking.masked + masking.random), hidden, tokens)
 
 
 def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from triptych.errors import UsageError
+from triptych.text.masking import Masking
 from triptych.text.shards import TokenShards
 
 NOT_COUNTED = -1
@@ -49,7 +50,7 @@ class LanguageBatch:
 
 @final
 class PackedBatches:
-    """Cuts a corpus into rows of `context` tokens, whose targets are the tokens that follow."""
+    """Cuts a corpus into rows of `context` tokens; targets are the tokens that follow, or that are hidden."""
 
     def __init__(
         self,
@@ -60,60 +61,72 @@ class PackedBatches:
         seed: int,
         within_documents: bool = False,
         shuffle: bool = True,
+        masking: Masking | None = None,
     ) -> None:
-        if shards.num_tokens < 2:
-            raise UsageError(f"the corpus in {shards.folder} has fewer than two tokens; give more text")
+        self._ahead = 1 if masking is None else 0  # tokens behind a row that its targets need
+        if shards.num_tokens < 1 + self._ahead:
+            state = "is empty" if masking else "has fewer than two tokens"
+            raise UsageError(f"the corpus in {shards.folder} {state}; give more text")
         self._shards, self._context, self._batch_size = shards, context, batch_size
         self._seed, self._shuffle, self._within_documents = seed, shuffle, within_documents
+        self._masking = masking
+        # With a masking, an index is the number of the epoch and of the place, as one.
+        self._stride = shards.num_tokens + context
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """The places at which the rows of each batch of an epoch begin."""
-        seed = [self._seed, epoch] if self._shuffle else None
-        return plan_rows(self._shards.num_tokens - 1, self._context, self._batch_size, seed)
+        """What `collate` makes each batch of an epoch of: the places at which its rows begin."""
+        starts = np.arange(0, self._shards.num_tokens - self._ahead, self._context)
+        if self._shuffle:
+            generator = np.random.default_rng([self._seed, epoch])
+            first = -int(generator.integers(self._context))
+            starts = np.arange(first, self._shards.num_tokens - self._ahead, self._context)
+            starts = generator.permutation(starts)
+        if self._masking is not None:
+            starts = starts + self._context + epoch * self._stride
+        return np.split(starts, range(self._batch_size, len(starts), self._batch_size))
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> LanguageBatch:
         """Make the tensors of one batch of a plan."""
-        shape = (len(indices), self._context)
-        ids = np.zeros(shape, dtype=np.int64)
+        shape, masking = (len(indices), self._context), self._masking
+        ids = np.full(shape, 0 if masking is None else masking.fill_id, dtype=np.int64)
         targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
         starts = np.zeros(shape, dtype=np.int64)
-        for row, place in enumerate(indices.tolist()):
-            begin, end = max(place, 0), min(place + self._context, self._shards.num_tokens - 1)
-            tokens = self._shards.tokens(begin, end + 1)
+        # Nothing may attend to what fills a row up; where tokens follow one another, causality sees to it.
+        has_starts = self._within_documents
+        for row, index in enumerate(indices.tolist()):
+            epoch, place = (0, index) if masking is None else divmod(index, self._stride)
+            begin = place if masking is None else place - self._context
+            begin, end = max(begin, 0), min(begin + self._context, self._shards.num_tokens - self._ahead)
             length = end - begin
-            ids[row, :length], targets[row, :length] = tokens[:-1], tokens[1:]
+            tokens = self._shards.tokens(begin, end + self._ahead).astype(np.int64)
+            inside = np.zeros(0, dtype=np.int64)
             if self._within_documents:
-                inside = self._shards.starts_within(begin + 1, end + 1) - begin
+                inside = self._shards.starts_within(begin + 1, end + self._ahead) - begin
+            if masking is None:
+                ids[row, :length], targets[row, :length] = tokens[:-1], tokens[1:]
                 targets[row, inside - 1] = NOT_COUNTED
-                starts[row] = starts_of(inside[inside < length], length, self._context)
+            else:
+                generator = np.random.default_rng([self._seed, epoch, place])
+                ids[row, :length], hidden = masking.hide(tokens, generator)
+                targets[row, :length][hidden] = tokens[hidden]
+                has_starts |= length < self._context
+            starts[row] = _starts_of(inside[inside < length], length, self._context)
         return LanguageBatch(
             ids=torch.from_numpy(ids),
             targets=torch.from_numpy(targets),
-            starts=torch.from_numpy(starts) if self._within_documents else None,
+            starts=torch.from_numpy(starts) if has_starts else None,
             num_target_tokens=int((targets != NOT_COUNTED).sum()),
         )
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of one pass that are learned from."""
-        if self._within_documents:
-            return self._shards.num_tokens - self._shards.num_documents
-        return self._shards.num_tokens - 1
+        """Tokens of one pass that are learned from; with a masking, about how many."""
+        if self._masking is not None:
+            return max(1, round(self._masking.share * self._shards.num_tokens))
+        return self._shards.num_tokens - (self._shards.num_documents if self._within_documents else 1)
 
 
-def plan_rows(
-    num_tokens: int, context: int, batch_size: int, seed: list[int] | None
-) -> list[Int64[np.ndarray, "batch"]]:
-    """The places at which the rows of each batch begin; together the rows hold every token once."""
-    starts = np.arange(0, num_tokens, context)
-    if seed is not None:
-        generator = np.random.default_rng(seed)
-        starts = np.arange(-int(generator.integers(context)), num_tokens, context)
-        starts = generator.permutation(starts)
-    return np.split(starts, range(batch_size, len(starts), batch_size))
-
-
-def starts_of(
+def _starts_of(
     inside: Int64[np.ndarray, "num_inside"], length: int, context: int
 ) -> Int64[np.ndarray, "context"]:
     """Where the document of each place of a row begins; what fills it up is one of its own."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import tokenizers
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken
 
 from triptych.errors import DataError, UsageError
@@ -14,7 +14,7 @@ from triptych.files import write_text
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.chat import render_chat
 from triptych.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
-from triptych.text.sentencepiece import SPACE_MARK
+from triptych.text.sentencepiece import SPACE_MARK, read_model
 from triptych.text.tokenizer_classes import class_of
 from triptych.text.tokenizer_making import add_tokens, content_of
 from triptych.text.tokenizers import (
@@ -23,6 +23,7 @@ from triptych.text.tokenizers import (
     encode_batch,
     ids_of,
     join_punctuation,
+    read_record,
     read_saved,
 )
 from triptych.text.vocabularies import (
@@ -105,7 +106,13 @@ class PretrainedTokenizer(Tokenizer):
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token in readable form: spaces are shown as "▁", parts of characters as U+FFFD."""
-        return [self._readable(int(token)) for token in ids]
+        found = []
+        for token in ids:
+            text = self._token_of.get(int(token), f"<unused {token}>")
+            if self._is_byte_level and token not in self.special_ids and BYTE_OF.keys() >= set(text):
+                text = bytes(BYTE_OF[char] for char in text).decode("utf-8", errors="replace")
+            found.append(text.replace(" ", SPACE_MARK))
+        return found
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, as the checkpoint's chat template writes it."""
@@ -124,12 +131,6 @@ class PretrainedTokenizer(Tokenizer):
             add_generation_prompt=add_generation_prompt,
             origin=self._origin,
         )
-
-    def _readable(self, token: int) -> str:
-        text = self._token_of.get(token, f"<unused {token}>")
-        if self._is_byte_level and token not in self.special_ids and BYTE_OF.keys() >= set(text):
-            text = bytes(BYTE_OF[char] for char in text).decode("utf-8", errors="replace")
-        return text.replace(" ", SPACE_MARK)
 
     def to_json(self) -> str:
         """The tokenizer in a format of its own."""
@@ -153,12 +154,7 @@ class PretrainedTokenizer(Tokenizer):
     @classmethod
     def from_json(cls, text: str, origin: str) -> "PretrainedTokenizer":
         """The inverse of `to_json`."""
-        try:
-            record = PretrainedRecord.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
+        record = read_record(PretrainedRecord, text, origin)
         _require_moderate_ids(record.inner, origin)
         return cls(record, origin)
 
@@ -217,8 +213,11 @@ def _make(
             raise ValueError(
                 f"the files name {stated}, which is known by its tokenizer.json alone; fetch that file"
             )
-        merges = _read_bytes(path.parent / "merges.txt") if path.name == "vocab.json" else b""
-        vocabulary = read_vocabulary(path.name, _read_bytes(path), merges)
+        if path.name in ("vocab.json", "vocab.txt"):
+            merges = _read_bytes(path.parent / "merges.txt") if path.name == "vocab.json" else b""
+            vocabulary = read_vocabulary(path.name, _read_bytes(path), merges)
+        else:
+            vocabulary = read_model(_read_bytes(path))
     else:
         inner = tokenizers.Tokenizer.from_str(text)
         made = class_of(settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}")
@@ -227,7 +226,12 @@ def _make(
             return inner, {name: content_of(token) for name, token in settings.given.items()}
         vocabulary = vocabulary_of_whole(whole, inner)
     inner, named = made.make(settings, vocabulary, rows)
-    _require_stated_ids(inner, settings)
+    for number, token in settings.added.items():
+        if (found := inner.token_to_id(token.content)) != number:
+            raise DataError(
+                f"{settings.where}: added token {token.content!r} has the id {number} there and {found} in "
+                "the vocabulary; give the files of one tokenizer"
+            )
     return inner, {name: content_of(token) for name, token in named.items()}
 
 
@@ -249,7 +253,9 @@ def _read_settings(folder: Path, whole: Mapping[str, Any] | None) -> TokenizerSe
     where = str(path)
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in record:
-        for number, entry in _record_at(record, "added_tokens_decoder", where).items():
+        if not isinstance(record["added_tokens_decoder"], dict):
+            raise DataError(f"{where}: added_tokens_decoder is not a record; correct it")
+        for number, entry in record["added_tokens_decoder"].items():
             added[_id_of(number, where)] = _token(entry, where)
     else:
         path = folder / "special_tokens_map.json"
@@ -301,15 +307,6 @@ def _extra_of(record: Mapping[str, Any], where: str) -> tuple[list[object] | Non
     return (list(found) if said else None), {}
 
 
-def _require_stated_ids(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    for number, token in settings.added.items():
-        if (found := inner.token_to_id(token.content)) != number:
-            raise DataError(
-                f"{settings.where}: added token {token.content!r} has the id {number} there and {found} in "
-                "the vocabulary; give the files of one tokenizer"
-            )
-
-
 def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if path.exists():
@@ -332,13 +329,6 @@ def _require_moderate_ids(text: str, origin: str) -> None:
     ids, _ = ids_of(text, origin, _FETCH_AGAIN)
     if max(ids, default=0) > _LARGEST_ID:
         raise DataError(f"{origin} is damaged: a token has the id {max(ids)}; fetch it again")
-
-
-def _record_at(record: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    found = record[name]
-    if not isinstance(found, dict):
-        raise DataError(f"{where}: {name} is not a record; correct it")
-    return found
 
 
 def _id_of(number: object, where: str) -> int:

@@ -39,7 +39,15 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
             yield number, ("",) * len(fields)
             continue
         where = f"{path}, line {number}"
-        record = _parse_object(line, where)
+        try:
+            record = json.loads(line)
+        # A line of a hundred thousand brackets is no object either.
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: not JSON ({error}); a .jsonl file has one JSON object per line"
+            ) from error
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: a JSON {type(record).__name__}, where one object per line is wanted")
         yield number, _texts_at(record, fields, where)
 
 
@@ -64,10 +72,10 @@ def read_parquet(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
 
 
 def read_hub(
-    dataset: str, config_name: str | None, split: str, fields: Sequence[str]
+    dataset: str, config_name: str | None, split: str, fields: Sequence[str], base: Path
 ) -> Iterator[NumberedTexts]:
     """Yield the texts of a dataset of the Hugging Face Hub, or of a local dataset folder."""
-    rows, where = _load_hub(dataset, config_name, split)
+    rows, where = _load_hub(dataset, config_name, split, base)
     rows = rows.select_columns(_columns_of(fields, rows.column_names, where))
     names = rows.column_names
     batches = rows.iter(batch_size=1000)
@@ -79,14 +87,16 @@ def read_hub(
     yield from _texts_of(records, fields, where)
 
 
-def fingerprint_hub(dataset: str, config_name: str | None, split: str) -> str:
+def fingerprint_hub(dataset: str, config_name: str | None, split: str, base: Path) -> str:
     """What tells the rows of a dataset from all others."""
-    rows, _ = _load_hub(dataset, config_name, split)
+    rows, _ = _load_hub(dataset, config_name, split, base)
     return str(rows._fingerprint)
 
 
-def _load_hub(dataset: str, config_name: str | None, split: str) -> tuple[Any, str]:
+def _load_hub(dataset: str, config_name: str | None, split: str, base: Path) -> tuple[Any, str]:
     """The rows, and what messages call them."""
+    if (base / dataset).is_dir():
+        dataset = str(base / dataset)
     require_extra("hf", "datasets", what=f"reading dataset {dataset}")
     import datasets
     from datasets.exceptions import DatasetsError
@@ -116,17 +126,6 @@ def _columns_of(fields: Sequence[str], names: list[str], where: str) -> list[str
                 f"{where} has no column {field!r}; its columns are {', '.join(names)}; set {_options(fields)}"
             )
     return list(dict.fromkeys(columns.values()))
-
-
-def _parse_object(line: str, where: str) -> dict[str, object]:
-    try:
-        record = json.loads(line)
-    # A line of a hundred thousand brackets is no object either.
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error}); a .jsonl file has one JSON object per line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON {type(record).__name__}, where one object per line is wanted")
-    return record
 
 
 def _options(fields: Sequence[str]) -> str:

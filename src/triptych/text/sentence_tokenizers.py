@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, final
 
 import tokenizers
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from triptych.errors import DataError
@@ -19,6 +19,7 @@ from triptych.text.tokenizers import (
     encode_batch,
     ids_of,
     join_punctuation,
+    read_record,
     read_saved,
 )
 
@@ -70,11 +71,15 @@ class ByteLevelTokenizer(SentenceTokenizer):
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form, for pictures.
-
-        Spaces are shown as "▁", and bytes that are only part of a character as U+FFFD.
-        """
-        return [self._readable(int(token)) for token in ids]
+        """Each token in readable form: spaces are shown as "▁", parts of characters as U+FFFD."""
+        found = []
+        for token in map(int, ids):
+            if token in self.special_ids:
+                found.append(SPECIAL_TOKENS[token])
+                continue
+            text = bytes(BYTE_OF[char] for char in str(self._inner.id_to_token(token)))
+            found.append(text.decode("utf-8", errors="replace").replace(" ", SPACE_MARK))
+        return found
 
     def to_json(self) -> str:
         """The tokenizer in the format of the tokenizers library, which others read too."""
@@ -83,7 +88,12 @@ class ByteLevelTokenizer(SentenceTokenizer):
     @classmethod
     def from_json(cls, text: str, origin: str) -> "ByteLevelTokenizer":
         """The inverse of `to_json`."""
-        _require_dense(text, origin)
+        numbers, count = ids_of(text, origin)
+        if max(numbers, default=0) >= max(count, 1):
+            raise DataError(
+                f"{origin} is damaged: a token has the id {max(numbers)}, and there are at most {count} "
+                "tokens"
+            )
         inner = by_library(lambda: tokenizers.Tokenizer.from_str(text), origin)
         difference = _difference_from_ours(inner)
         if difference is not None:
@@ -91,23 +101,6 @@ class ByteLevelTokenizer(SentenceTokenizer):
                 f"{origin} is a tokenizer of another program ({difference}); give one that triptych trained"
             )
         return cls(inner)
-
-    def _readable(self, token_id: int) -> str:
-        if token_id < len(SPECIAL_TOKENS):
-            return SPECIAL_TOKENS[token_id]
-        token = str(self._inner.id_to_token(token_id))
-        return (
-            bytes(BYTE_OF[char] for char in token).decode("utf-8", errors="replace").replace(" ", SPACE_MARK)
-        )
-
-
-def _require_dense(text: str, origin: str) -> None:
-    """Check that no id is past the number of tokens."""
-    ids, count = ids_of(text, origin)
-    if max(ids, default=0) >= max(count, 1):
-        raise DataError(
-            f"{origin} is damaged: a token has the id {max(ids)}, and there are at most {count} tokens"
-        )
 
 
 def assemble(model: models.Model) -> tokenizers.Tokenizer:
@@ -133,16 +126,13 @@ def _difference_from_ours(inner: tokenizers.Tokenizer) -> str | None:
     return f"{len(missing)} bytes missing from its vocabulary" if missing else None
 
 
-def _byte_of_char() -> dict[str, int]:
-    """The byte of each character of the byte alphabet."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    own = {chr(byte): byte for byte in printable}
-    return own | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_of_char()
-
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
+# The byte of each character of the byte alphabet.
+BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)},
+}
 
 # What the file of such a tokenizer begins with.
 FILE_START = '{"format":"triptych sentencepiece'
@@ -189,7 +179,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
     """
 
     def __init__(self, record: SentencePieceRecord) -> None:
-        self._record = record
+        self.record = record
         self._processor = load_sentencepiece(record.model)
         self.pad_id, self.bos_id, self.eos_id = record.pad_id, record.bos_id, record.eos_id
         self.unk_id = record.unk_id
@@ -203,52 +193,43 @@ class SentencePieceTokenizer(SentenceTokenizer):
         self._ids = {piece: token for token, piece in enumerate(record.vocab) if piece not in never}
 
     @property
-    def record(self) -> SentencePieceRecord:
-        """All that it is made of."""
-        return self._record
-
-    @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The pieces by id."""
-        return self._record.vocab
+        return self.record.vocab
 
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
         """Token ids of each text, without beginning and end; a string is one text."""
         return [
-            [self._ids.get(piece, self._record.unk_id) for piece in self._cut(text)]
+            [self._ids.get(piece, self.record.unk_id) for piece in self._cut(text)]
             for text in as_lines(texts)
         ]
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids; unknown tokens are special."""
-        vocab, skipped = self._record.vocab, self.special_ids if skip_special else frozenset()
+        vocab, skipped = self.record.vocab, self.special_ids if skip_special else frozenset()
         texts = [
             self._processor.decode([vocab[token] for token in some if token not in skipped])
             .replace(SPACE_MARK, " ")
             .strip()
             for some in ids
         ]
-        return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
+        return [join_punctuation(text) for text in texts] if self.record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary has it."""
-        return [self._record.vocab[token] for token in ids]
+        return [self.record.vocab[token] for token in ids]
 
     def to_json(self) -> str:
         """The tokenizer in a format of its own."""
-        return self._record.model_dump_json()
+        return self.record.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "SentencePieceTokenizer":
         """The inverse of `to_json`."""
+        record = read_record(SentencePieceRecord, text, origin)
         try:
-            return cls(SentencePieceRecord.model_validate_json(text))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
+            return cls(record)
         except ValueError as error:
             raise DataError(f"{origin} is damaged or not a tokenizer: model: {error}") from None
 

@@ -1,11 +1,13 @@
 """SentencePiece models, read by their own library, which the extra `sentencepiece` installs."""
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING
+
+from tokenizers import AddedToken
 
 from triptych.errors import UsageError
 from triptych.extras import require_extra
+from triptych.text.vocabularies import Vocabulary
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -15,11 +17,10 @@ SPACE_MARK = "▁"
 # The first release that refused every damaged model we made; see docs/explanation/decisions/010.
 _OLDEST = (0, 2, 3)
 
-# Numbers of fields, types and kinds in github.com/google/sentencepiece, src/sentencepiece_model.proto.
+# Numbers of fields and types in github.com/google/sentencepiece, src/sentencepiece_model.proto.
 _PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
 _TYPE, _MODEL_TYPE, _CHARSMAP = 3, 3, 2
 _CONTROL, _USER_DEFINED = 3, 4
-_KINDS: dict[int, Literal["unigram", "bpe"]] = {1: "unigram", 2: "bpe"}
 
 
 def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
@@ -41,40 +42,35 @@ def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
     return processor
 
 
-@final
-@dataclass(frozen=True)
-class SentencePieceModel:
-    """What a SentencePiece model file says."""
-
-    # Every piece by id with its score, the logarithm of its probability or minus its rank.
-    pieces: tuple[tuple[str, float], ...]
-    control: frozenset[int]  # ids of the pieces that no text has, such as `<s>`
-    user_defined: frozenset[int]  # ids of the pieces that are always cut out whole
-    kind: Literal["unigram", "bpe"]  # how text is cut
-    charsmap: bytes  # the rules of normalization, in SentencePiece's own format; empty for none
-    unk_id: int  # stands for what no piece covers
-
-
-def read_model(model: bytes) -> SentencePieceModel:
-    """What a model file's content says; the file need not be trusted."""
+def read_model(model: bytes) -> Vocabulary:
+    """The vocabulary of a model file's content; the file need not be trusted."""
     processor = load_sentencepiece(model)
     fields = _fields(model)
     (trainer,) = fields.get(_TRAINER, [b""])[-1:]
     (normalizer,) = fields.get(_NORMALIZER, [b""])[-1:]
     settings, rules = _fields(_as_bytes(trainer)), _fields(_as_bytes(normalizer))
-    kind = _KINDS.get(_as_int(settings.get(_MODEL_TYPE, [1])[-1]))
-    if kind is None:
-        raise ValueError("it cuts text into words or characters, not by unigram or bpe")
-    ids = list(range(len(processor)))
+    numbers = list(range(len(processor)))
+    pieces = tuple(zip(processor.id_to_piece(numbers), processor.get_score(numbers), strict=True))
+    ids = {piece: number for number, (piece, _) in enumerate(pieces)}
     types = [_as_int(_fields(_as_bytes(piece)).get(_TYPE, [1])[-1]) for piece in fields.get(_PIECE, [])]
-    return SentencePieceModel(
-        pieces=tuple(zip(processor.id_to_piece(ids), processor.get_score(ids), strict=True)),
-        control=frozenset(token for token in ids if types[token] == _CONTROL),
-        user_defined=frozenset(token for token in ids if types[token] == _USER_DEFINED),
-        kind=kind,
-        charsmap=_as_bytes(rules.get(_CHARSMAP, [b""])[-1]),
-        unk_id=processor.unk_id(),
+    marked = tuple(
+        AddedToken(pieces[number][0], normalized=False, special=types[number] == _CONTROL)
+        for number in numbers
+        if types[number] in (_CONTROL, _USER_DEFINED)
     )
+    charsmap = _as_bytes(rules.get(_CHARSMAP, [b""])[-1])
+    match _as_int(settings.get(_MODEL_TYPE, [1])[-1]):
+        case 1:
+            return Vocabulary(
+                *("unigrams", ids), pieces=pieces, charsmap=charsmap, unk_id=processor.unk_id(), marked=marked
+            )
+        case 2:
+            # Ids are ranks: there is a merge for every way to make a piece of two others.
+            cuts = ((piece[:cut], piece[cut:]) for piece in ids for cut in range(1, len(piece)))
+            merges = tuple((left, right) for left, right in cuts if left in ids and right in ids)
+            return Vocabulary("pairs", ids, merges, charsmap=charsmap, marked=marked)
+        case _:
+            raise ValueError("it cuts text into words or characters, not by unigram or bpe")
 
 
 def _fields(message: bytes) -> dict[int, list[int | bytes]]:

@@ -59,23 +59,11 @@ class TokenShards:
 
     def __init__(self, index: ShardIndex, folder: Path) -> None:
         self.index, self.folder = index, folder
+        self.num_tokens = sum(record.num_tokens for record in index.shards)  # special ones included
+        self.num_documents = sum(record.num_documents for record in index.shards)  # that have a token
+        self.num_bytes = sum(record.num_bytes for record in index.shards)  # of the text in UTF-8
         self._ends = list(accumulate(record.num_tokens for record in index.shards))
         self._mapped = lru_cache(_MOST_MAPPED)(self._map)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens, special ones included."""
-        return sum(record.num_tokens for record in self.index.shards)
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents that have a token."""
-        return sum(record.num_documents for record in self.index.shards)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the text in UTF-8, in bytes."""
-        return sum(record.num_bytes for record in self.index.shards)
 
     @property
     def bytes_per_token(self) -> float:
@@ -84,13 +72,8 @@ class TokenShards:
 
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
         """A copy of the tokens from `start` up to `stop`."""
-        return np.concatenate(
-            [np.zeros(0, np.int32)]
-            + [
-                self._mapped(shard)[0][low:high].astype(np.int32)
-                for shard, low, high in self._cut(start, stop)
-            ]
-        )
+        parts = (self._mapped(shard)[0][low:high] for shard, low, high in self._cut(start, stop))
+        return np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32) for part in parts)])
 
     def starts_within(self, start: int, stop: int) -> Int64[np.ndarray, "num_starts"]:
         """The starts of documents from `start` up to `stop`, in order."""
@@ -158,15 +141,12 @@ def write_shards(
         records = _complete_shards(folder, dtype)
         num_done = records[-1].num_parts if records else 0
         parts = islice((TextPart(text) if isinstance(text, str) else text for text in texts), num_done, None)
-        frame = _frame(tokenizer)
+        frame = Frame.of(tokenizer)  # the tokens around every document
+        if not frame.after and tokenizer.eos_id is not None:
+            frame = frame._replace(after=(tokenizer.eos_id,))
         groups = _groups(parts)
         for group in groups:
-            last = (
-                records[-1]
-                if records
-                else ShardRecord(num_tokens=0, num_documents=0, num_bytes=0, num_parts=0, ends_document=True)
-            )
-            shard = _Shard(tokenizer, frame, dtype, last)
+            shard = _Shard(tokenizer, frame, dtype, records[-1] if records else None)
             shard.write(folder, len(records), chain([group], groups), tokens_per_shard)
             records.append(shard.record)
         index = ShardIndex(dtype=dtype, vocab_size=tokenizer.vocab_size, shards=tuple(records))
@@ -193,11 +173,11 @@ def read_shards(folder: Path) -> TokenShards:
 class _Shard:
     """A shard while it is written."""
 
-    def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord) -> None:
+    def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord | None) -> None:
         self._tokenizer, self._frame, self._dtype = tokenizer, frame, dtype
         self._starts: list[int] = []
         self._num_tokens = self._num_bytes = 0
-        self._num_parts, self._is_between = before.num_parts, before.ends_document
+        self._num_parts, self._is_between = (before.num_parts, before.ends_document) if before else (0, True)
 
     @property
     def record(self) -> ShardRecord:
@@ -254,14 +234,6 @@ def _groups(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _frame(tokenizer: Tokenizer) -> Frame:
-    """The tokens around every document."""
-    frame = Frame.of(tokenizer)
-    if not frame.after and tokenizer.eos_id is not None:
-        return frame._replace(after=(tokenizer.eos_id,))
-    return frame
 
 
 def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:

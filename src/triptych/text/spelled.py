@@ -1,53 +1,75 @@
 """Numbers, times of day, dates and sums of money in words, German and English side by side.
 
-Cardinals, ordinals and years are spelled by num2words, of the extra `[demo]`.
+Cardinals, ordinals and years are spelled by num2words, of the extra `[demo]`; other words and the templates
+of sentences are in `german_english.toml`.
 """
 
+import tomllib
+from collections.abc import Mapping
 from datetime import date
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 TextPair = tuple[str, str]
 """A German text and its English translation."""
+
+_TABLES = tomllib.loads(Path(__file__).with_name("german_english.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def read_rows(table: str) -> tuple[tuple[str, ...], ...]:
+    """The cells of a table, by rows."""
+    return tuple(tuple(map(str.strip, line.split("|"))) for line in _TABLES[table].strip().splitlines())
+
+
+@cache
+def read_pairs(table: str) -> tuple[TextPair, ...]:
+    return tuple((german, english) for german, english in read_rows(table))
+
+
+def fill(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
+    """A template with its places filled; both sides of it name them alike."""
+    german = template[0].format_map({name: piece[0] for name, piece in pieces.items()})
+    english = template[1].format_map({name: piece[1] for name, piece in pieces.items()})
+    return german, english
+
 
 # --- numbers -----------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
-def _spell(number: int, language: str, form: str) -> str:
+def _spell(number: int, form: str) -> TextPair:
     from num2words import num2words
 
-    return str(num2words(number, lang=language, to=form))
+    return str(num2words(number, lang="de", to=form)), str(num2words(number, lang="en", to=form))
 
 
 def spell_cardinal(number: int) -> TextPair:
     """Spell 0 ≤ number < 1,000,000 in both languages."""
     thousands, rest = divmod(number, 1000)
-    german, english = _spell(rest, "de", "cardinal"), _spell(rest, "en", "cardinal")
     if not thousands:
-        return german, english
-    # num2words writes "einhunderteinstausend" for 101,000 and an English comma after the thousands that
+        return _spell(rest, "cardinal")
+    # num2words writes "einhunderteintausend" for 101,000 and an English comma after the thousands that
     # would look like the end of a clause; joining the halves here settles both and keeps the cache small.
-    german_head = _spell(thousands, "de", "cardinal")
-    if german_head.endswith("eins"):
-        german_head = german_head.removesuffix("s")
-    german_head += "tausend"
-    english_head = f"{_spell(thousands, 'en', 'cardinal')} thousand"
+    german, english = _spell(thousands, "cardinal")
+    if german.endswith("eins"):
+        german = german.removesuffix("s")
     if not rest:
-        return german_head, english_head
+        return f"{german}tausend", f"{english} thousand"
+    rest_de, rest_en = _spell(rest, "cardinal")
     link = " " if rest >= 100 else " and "
-    return german_head + german, english_head + link + english
+    return f"{german}tausend{rest_de}", f"{english} thousand{link}{rest_en}"
 
 
 def spell_year(year: int) -> TextPair:
     """A year as a date has it: 1984 is nineteen eighty-four."""
-    return _spell(year, "de", "year"), _spell(year, "en", "year")
+    return _spell(year, "year")
 
 
 def spell_ordinal(number: int) -> TextPair:
     """Spell an ordinal; the German one in the nominative after an article ("dritte")."""
-    return _spell(number, "de", "ordinal"), _spell(number, "en", "ordinal")
+    return _spell(number, "ordinal")
 
 
 def draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
@@ -67,31 +89,29 @@ def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 
 # --- times of day ------------------------------------------------------------------------------------
 
+_ROUND_TIMES = {
+    15: ("Viertel nach {this}", "quarter past {this}"),
+    25: ("fünf vor halb {next}", "twenty-five past {this}"),
+    30: ("halb {next}", "half past {this}"),
+    35: ("fünf nach halb {next}", "twenty-five to {next}"),
+    45: ("Viertel vor {next}", "quarter to {next}"),
+}
+_AFTER, _BEFORE = ("{count} nach {this}", "{count} past {this}"), ("{count} vor {next}", "{count} to {next}")
+
 
 def spell_clock(hour: int, minute: int) -> TextPair:
     """The time as people say it. 1 ≤ hour ≤ 12; "Minuten" appears unless minute is a round one."""
-    this_de, this_en = spell_cardinal(hour)
-    next_de, next_en = spell_cardinal(hour % 12 + 1)
+    this = spell_cardinal(hour)
     if minute == 0:
-        return f"{'ein' if hour == 1 else this_de} Uhr", f"{this_en} o'clock"
-    fixed = {
-        15: (f"Viertel nach {this_de}", f"quarter past {this_en}"),
-        25: (f"fünf vor halb {next_de}", f"twenty-five past {this_en}"),
-        30: (f"halb {next_de}", f"half past {this_en}"),
-        35: (f"fünf nach halb {next_de}", f"twenty-five to {next_en}"),
-        45: (f"Viertel vor {next_de}", f"quarter to {next_en}"),
-    }
-    if minute in fixed:
-        return fixed[minute]
-    count = minute if minute < 30 else 60 - minute
-    count_de, count_en = spell_cardinal(count)
-    if count == 1:
-        count_de, count_en = "eine Minute", "one minute"
-    elif count % 5:
-        count_de, count_en = f"{count_de} Minuten", f"{count_en} minutes"
-    if minute < 30:
-        return f"{count_de} nach {this_de}", f"{count_en} past {this_en}"
-    return f"{count_de} vor {next_de}", f"{count_en} to {next_en}"
+        return f"{'ein' if hour == 1 else this[0]} Uhr", f"{this[1]} o'clock"
+    number = minute if minute < 30 else 60 - minute
+    count = spell_cardinal(number)
+    if number == 1:
+        count = "eine Minute", "one minute"
+    elif number % 5:
+        count = f"{count[0]} Minuten", f"{count[1]} minutes"
+    template = _ROUND_TIMES.get(minute, _AFTER if minute < 30 else _BEFORE)
+    return fill(template, {"this": this, "next": spell_cardinal(hour % 12 + 1), "count": count})
 
 
 def spell_timetable(hour: int, minute: int) -> TextPair:
@@ -128,52 +148,29 @@ _TIMES_OF_DAY = (
 
 # --- dates -------------------------------------------------------------------------------------------
 
-
-MONTHS: dict[int, TextPair] = {
-    1: ("Januar", "January"),
-    2: ("Februar", "February"),
-    3: ("März", "March"),
-    4: ("April", "April"),
-    5: ("Mai", "May"),
-    6: ("Juni", "June"),
-    7: ("Juli", "July"),
-    8: ("August", "August"),
-    9: ("September", "September"),
-    10: ("Oktober", "October"),
-    11: ("November", "November"),
-    12: ("Dezember", "December"),
-}
-# As in `date.weekday()`.
-WEEKDAYS: tuple[TextPair, ...] = (
-    ("Montag", "Monday"),
-    ("Dienstag", "Tuesday"),
-    ("Mittwoch", "Wednesday"),
-    ("Donnerstag", "Thursday"),
-    ("Freitag", "Friday"),
-    ("Samstag", "Saturday"),
-    ("Sonntag", "Sunday"),
-)
+MONTHS, WEEKDAYS = read_pairs("months"), read_pairs("weekdays")
 _LEAP_YEAR = 2024
+
+
+def month_of(when: date) -> TextPair:
+    return MONTHS[when.month - 1]
 
 
 def spell_day(when: date, case: str) -> TextPair:
     """Day and month: ("dritte Mai", "third of May"); the German ordinal takes -n unless nominative."""
-    ordinal_de, ordinal_en = spell_ordinal(when.day)
-    month_de, month_en = MONTHS[when.month]
-    ending = "" if case == "nominative" else "n"
-    return f"{ordinal_de}{ending} {month_de}", f"{ordinal_en} of {month_en}"
+    german = "{day} {month}" if case == "nominative" else "{day}n {month}"
+    return fill((german, "{day} of {month}"), {"day": spell_ordinal(when.day), "month": month_of(when)})
 
 
 def spell_on_day(when: date, *, weekday: int | None = None, year: bool = False) -> TextPair:
     """A day after its preposition; with a weekday an apposition, whose closing comma `_tidy` may drop."""
-    day_de, day_en = spell_day(when, "dative")
+    day = spell_day(when, "dative")
     if year:
-        year_de, year_en = spell_year(when.year)
-        day_de, day_en = f"{day_de} {year_de}", f"{day_en} {year_en}"
+        day = fill(("{day} {year}", "{day} {year}"), {"day": day, "year": spell_year(when.year)})
     if weekday is None:
-        return f"am {day_de}", f"on the {day_en}"
-    weekday_de, weekday_en = WEEKDAYS[weekday]
-    return f"am {weekday_de}, dem {day_de},", f"on {weekday_en}, the {day_en},"
+        return f"am {day[0]}", f"on the {day[1]}"
+    template = "am {weekday}, dem {day},", "on {weekday}, the {day},"
+    return fill(template, {"weekday": WEEKDAYS[weekday], "day": day})
 
 
 def draw_day_of_year(rng: Random) -> date:
@@ -183,85 +180,59 @@ def draw_day_of_year(rng: Random) -> date:
 
 def draw_date(rng: Random, first_year: int = 1700, last_year: int = 2025) -> date:
     """Any day from the first year to the last."""
-    return date.fromordinal(
-        rng.randint(date(first_year, 1, 1).toordinal(), date(last_year, 12, 31).toordinal())
-    )
+    first, last = date(first_year, 1, 1), date(last_year, 12, 31)
+    return date.fromordinal(rng.randint(first.toordinal(), last.toordinal()))
 
 
 def draw_past(rng: Random) -> TextPair:
     """A date with its year; the weekday, if any, is the true one."""
-    when = draw_date(rng)
-    kind = rng.random()
+    when, kind = draw_date(rng), rng.random()
     if kind < 0.4:
         return spell_on_day(when, weekday=when.weekday() if kind < 0.2 else None, year=True)
-    year_de, year_en = spell_year(when.year)
-    if kind < 0.7:
-        month_de, month_en = MONTHS[when.month]
-        return f"im {month_de} {year_de}", f"in {month_en} {year_en}"
-    return f"im Jahr {year_de}", f"in {year_en}"
+    template = ("im {month} {year}", "in {month} {year}") if kind < 0.7 else ("im Jahr {year}", "in {year}")
+    return fill(template, {"month": month_of(when), "year": spell_year(when.year)})
 
 
 def draw_when(rng: Random) -> TextPair:
     """A time, a day, or both: the German day comes first, the English one last."""
-    time_de, time_en = draw_time(rng)
-    day = draw_day_of_year(rng)
-    weekday = rng.randrange(7)
+    time, when, weekday = draw_time(rng), draw_day_of_year(rng), rng.randrange(7)
     kind = rng.random()
     if kind < 0.5:
-        return f"um {time_de}", f"at {time_en}"
+        return f"um {time[0]}", f"at {time[1]}"
     if kind < 0.65:
-        return f"am {WEEKDAYS[weekday][0]} um {time_de}", f"at {time_en} on {WEEKDAYS[weekday][1]}"
-    day_de, day_en = spell_on_day(day, weekday=weekday if kind > 0.9 else None)
-    if kind < 0.8:
-        return f"{day_de} um {time_de}", f"at {time_en} {day_en}"
-    return day_de, day_en
+        day = f"am {WEEKDAYS[weekday][0]}", f"on {WEEKDAYS[weekday][1]}"
+    else:
+        day = spell_on_day(when, weekday=weekday if kind > 0.9 else None)
+    return fill(("{day} um {time}", "at {time} {day}"), {"day": day, "time": time}) if kind < 0.8 else day
 
 
 # --- money -------------------------------------------------------------------------------------------
 
-
-class Currency(NamedTuple):
-    """A unit of money: one of it in German (nominative, accusative), several, and both in English."""
-
-    one_de: str
-    one_de_accusative: str
-    many_de: str
-    one_en: str
-    many_en: str
+Unit = tuple[str, ...]  # a row of the table
+_UNITS = read_rows("units")
+# The larger unit of each, and its hundredth.
+EURO, DOLLAR, POUND, FRANC = _CURRENCIES = tuple(zip(_UNITS[::2], _UNITS[1::2], strict=True))
 
 
-# Written out since the libraries' names are not those people say: num2words has "two euro" and "one
-# pound sterling", Babel "US-Dollar" and an undeclined "Britisches Pfund".
-_CENT = Currency("ein Cent", "einen Cent", "Cent", "cent", "cents")
-_PENNY = Currency("ein Penny", "einen Penny", "Pence", "penny", "pence")
-_RAPPEN = Currency("ein Rappen", "einen Rappen", "Rappen", "centime", "centimes")
-EURO = (Currency("ein Euro", "einen Euro", "Euro", "euro", "euros"), _CENT)
-DOLLAR = (Currency("ein Dollar", "einen Dollar", "Dollar", "dollar", "dollars"), _CENT)
-POUND = (Currency("ein Pfund", "ein Pfund", "Pfund", "pound", "pounds"), _PENNY)
-FRANC = (Currency("ein Franken", "einen Franken", "Franken", "franc", "francs"), _RAPPEN)
-_CURRENCIES = (EURO, DOLLAR, POUND, FRANC)
-
-
-def _coins(number: int, unit: Currency, case: str) -> TextPair:
+def _coins(number: int, unit: Unit, case: str) -> TextPair:
+    one, one_accusative, many, one_en, many_en = unit
     if number == 1:
-        return unit.one_de if case == "nominative" else unit.one_de_accusative, f"one {unit.one_en}"
+        return one if case == "nominative" else one_accusative, f"one {one_en}"
     german, english = spell_cardinal(number)
-    return f"{german} {unit.many_de}", f"{english} {unit.many_en}"
+    return f"{german} {many}", f"{english} {many_en}"
 
 
 def spell_money(
-    whole: int, hundredths: int, currency: tuple[Currency, Currency], case: str, *, short: bool = False
+    whole: int, hundredths: int, currency: tuple[Unit, Unit], case: str, *, short: bool = False
 ) -> TextPair:
     """Spell an amount; `short` gives "drei Euro fünfzig" (for 10 hundredths and more)."""
-    whole_pair, rest_pair = _coins(whole, currency[0], case), _coins(hundredths, currency[1], case)
+    units, cents = _coins(whole, currency[0], case), _coins(hundredths, currency[1], case)
     if not hundredths:
-        return whole_pair
+        return units
     if not whole:
-        return rest_pair
-    english = f"{whole_pair[1]} and {rest_pair[1]}"
-    if short:
-        return f"{whole_pair[0]} {spell_cardinal(hundredths)[0]}", english
-    return f"{whole_pair[0]} und {rest_pair[0]}", english
+        return cents
+    german = f"{units[0]} {spell_cardinal(hundredths)[0]}" if short else f"{units[0]} und {cents[0]}"
+    return german, f"{units[1]} and {cents[1]}"
 
 
 def draw_money(rng: Random, case: str) -> TextPair:

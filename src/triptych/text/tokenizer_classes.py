@@ -175,18 +175,8 @@ _CLASS_OF_TYPE = {
 }
 # Types whose published files name a class that is not theirs.
 _MISTAKEN_TYPES = {
-    *(
-        "ernie4_5",
-        "internlm2",
-        "jamba",
-        "modernbert",
-        "nemotron",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen3_5",
-        "siglip2",
-    ),
+    *("ernie4_5", "internlm2", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2"),
+    *("qwen3_5", "siglip2"),
 }
 
 

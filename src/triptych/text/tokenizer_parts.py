@@ -47,15 +47,7 @@ def byte_pairs(
     space: bool = False,
 ) -> tokenizers.Tokenizer:
     """GPT-2's way: words of bytes, and merges."""
-    vocabulary = making.vocabulary
-    inner = tokenizers.Tokenizer(
-        models.BPE(
-            *(dict(vocabulary.ids), list(vocabulary.merges)),
-            continuing_subword_prefix="",
-            end_of_word_suffix="",
-            fuse_unk=False,
-        )
-    )
+    inner = _pairs(making, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
     if normalizer is not None:
         inner.normalizer = normalizer
     inner.pre_tokenizer = cut(making.flag("add_prefix_space", space))
@@ -81,33 +73,21 @@ def word_pieces(making: Making) -> tokenizers.Tokenizer:
 
 
 def openai_gpt(making: Making) -> tokenizers.Tokenizer:
-    vocabulary = making.vocabulary
-    inner = tokenizers.Tokenizer(
-        models.BPE(
-            *(dict(vocabulary.ids), list(vocabulary.merges)),
-            continuing_subword_prefix="",
-            end_of_word_suffix="</w>",
-            fuse_unk=False,
-            unk_token=making.token("unk_token"),
-        )
-    )
+    ends = {"continuing_subword_prefix": "", "end_of_word_suffix": "</w>"}
+    inner = _pairs(making, **ends, fuse_unk=False, unk_token=making.token("unk_token"))
     inner.normalizer = normalizers.BertNormalizer(lowercase=True)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.BPEDecoder(suffix="</w>")
     return inner
 
 
-def _pairs(making: Making, unknown: str | None) -> tokenizers.Tokenizer:
-    """SentencePiece's byte pairs, which spell what they lack in bytes."""
+def _pairs(making: Making, **options: Any) -> tokenizers.Tokenizer:
     vocabulary = making.vocabulary
-    return tokenizers.Tokenizer(
-        models.BPE(
-            *(dict(vocabulary.ids), list(vocabulary.merges)),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    return tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), list(vocabulary.merges), **options))
+
+
+# SentencePiece's byte pairs spell what they lack in bytes.
+_SPELLS = {"fuse_unk": True, "byte_fallback": True}
 
 
 def _spelled(*, strip: bool) -> Any:
@@ -116,7 +96,7 @@ def _spelled(*, strip: bool) -> Any:
 
 
 def llama(making: Making, *, is_code: bool = False) -> tokenizers.Tokenizer:
-    inner = _pairs(making, making.token("unk_token") if is_code else None)
+    inner = _pairs(making, unk_token=making.token("unk_token") if is_code else None, **_SPELLS)
     space = making.flag("add_prefix_space", True)
     first = "always" if making.flag("legacy", False) and not is_code else "first"
     inner.pre_tokenizer = pre_tokenizers.Metaspace(
@@ -127,7 +107,7 @@ def llama(making: Making, *, is_code: bool = False) -> tokenizers.Tokenizer:
 
 
 def gemma(making: Making) -> tokenizers.Tokenizer:
-    inner = _pairs(making, making.token("unk_token"))
+    inner = _pairs(making, unk_token=making.token("unk_token"), **_SPELLS)
     inner.normalizer = normalizers.Replace(" ", SPACE_MARK)
     inner.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
     inner.decoder = _spelled(strip=False)

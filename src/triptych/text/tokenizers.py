@@ -9,6 +9,7 @@ from threading import Lock
 from typing import TypeVar, final
 
 import tokenizers
+from pydantic import BaseModel, ValidationError
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
@@ -16,6 +17,7 @@ from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.lines import SURROGATE, as_lines
 
 Made = TypeVar("Made")
+RecordT = TypeVar("RecordT", bound=BaseModel)
 
 # What `parse_special` sets in the library's object must stay until the texts are encoded.
 _ENCODING = Lock()
@@ -112,6 +114,16 @@ def read_saved(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
+def read_record(kind: type[RecordT], text: str, origin: str) -> RecordT:
+    """What `Tokenizer.save` wrote of a tokenizer with a format of its own."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
+
+
 def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
     """The ids in a file of the tokenizers library, and how many tokens it has."""
     # The library takes memory for every id below the largest one: they are checked before it reads the file.
@@ -206,7 +218,7 @@ class StreamDecoder:
         self._num_broken = self._num_broken + 1 if end < len(text) else 0
         if self._num_broken > _MOST_WITHHELD:
             end = max(end, len(text) - _MOST_WITHHELD)
-        new = self._rest(text[:end])
+        new = text[len(self._given) : end]
         self._given += new
         if new and end == len(text):
             self._ids, self._num_known = self._ids[self._num_known :], len(self._ids) - self._num_known
@@ -215,12 +227,9 @@ class StreamDecoder:
 
     def finish(self) -> str:
         """What is left: U+FFFD for bytes that are no character."""
-        new = self._rest(self._decode(self._ids))
+        new = self._decode(self._ids)[len(self._given) :]
         self._given += new
         return new
-
-    def _rest(self, text: str) -> str:
-        return text[len(self._given) :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode([ids], skip_special=self._skip_special)[0]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import tokenizers
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -141,25 +141,17 @@ def _train_pieces(
             f"vocab_size = {spec.vocab_size} is too small: the bytes and the special tokens need at least "
             f"{smallest} with kind = {spec.kind!r}"
         )
+    options: dict[str, Any] = {
+        **{"vocab_size": spec.vocab_size, "special_tokens": list(special_tokens), "show_progress": False},
+        "initial_alphabet": list(BYTE_ALPHABET),
+    }
     if spec.kind == "bpe":
         inner = assemble(models.BPE())
-        trainer = trainers.BpeTrainer(
-            vocab_size=spec.vocab_size,
-            min_frequency=spec.min_frequency or 2,
-            special_tokens=list(special_tokens),
-            initial_alphabet=list(BYTE_ALPHABET),
-            show_progress=False,
-        )
+        trainer = trainers.BpeTrainer(min_frequency=spec.min_frequency or 2, **options)
         inner.train_from_iterator(texts, trainer)
         return inner
     inner = assemble(models.Unigram())
-    unigrams = trainers.UnigramTrainer(
-        vocab_size=spec.vocab_size,
-        special_tokens=list(special_tokens),
-        initial_alphabet=list(BYTE_ALPHABET),
-        show_progress=False,
-    )
-    inner.train_from_iterator(texts, unigrams)
+    inner.train_from_iterator(texts, trainers.UnigramTrainer(**options))
     scores = dict(json.loads(inner.to_str())["model"]["vocab"])
     settled = assemble(models.Unigram(_settle_scores(scores, special_tokens), None, False))
     settled.add_special_tokens(list(special_tokens))
@@ -197,21 +189,17 @@ def trained_once(
     """Train tokenizers, or find them trained by an earlier run."""
     if cache_folder is None:
         return list(train())
-    path = cache_folder / f"tokenizers-{_key_of(spec, purpose, texts())}.json"
+    digest = hashlib.sha256(f"{_FORMAT}\n{spec.model_dump_json()}\n{purpose}\n".encode())
+    for code in _CODE:
+        digest.update(hashlib.sha256(code.read_bytes()).digest())
+    add_texts(digest, texts())
+    path = cache_folder / f"tokenizers-{digest.hexdigest()}.json"
     found = _read(path)
     if found is None:
         found = list(train())
         cache_folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"sha256": _digest_of(found), "tokenizers": found}) + "\n")
     return found
-
-
-def _key_of(spec: TokenizerSpec, purpose: str, texts: Iterable[str]) -> str:
-    digest = hashlib.sha256(f"{_FORMAT}\n{spec.model_dump_json()}\n{purpose}\n".encode())
-    for path in _CODE:
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    add_texts(digest, texts)
-    return digest.hexdigest()
 
 
 def _read(path: Path) -> list[str] | None:

@@ -9,8 +9,6 @@ from typing import Any, Literal, final
 import tokenizers
 from tokenizers import AddedToken
 
-from triptych.text.sentencepiece import SentencePieceModel, read_model
-
 VOCABULARY_FILES = (
     *("vocab.json", "vocab.txt"),
     *("tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model"),
@@ -62,17 +60,15 @@ class Vocabulary:
 
 
 def read_vocabulary(name: str, content: bytes, merges: bytes) -> Vocabulary:
-    """The vocabulary of a file that came before `tokenizer.json`."""
+    """The vocabulary of `vocab.json` or `vocab.txt`, which came before `tokenizer.json`."""
     if name == "vocab.json":
         ids, pairs = _read_ids(content), _read_merges(merges)
         unknown = [pair for pair in pairs if pair[0] + pair[1] not in ids or {*pair} - ids.keys()]
         if unknown:
             raise ValueError(f"merges.txt merges {' and '.join(unknown[0])}, which are not all in vocab.json")
         return Vocabulary("pairs", ids, pairs)
-    if name == "vocab.txt":
-        lines = content.decode("utf-8").removesuffix("\n").split("\n")
-        return Vocabulary("words", {line.removesuffix("\r"): number for number, line in enumerate(lines)})
-    return _of_sentencepiece(read_model(content))
+    lines = content.decode("utf-8").removesuffix("\n").split("\n")
+    return Vocabulary("words", {line.removesuffix("\r"): number for number, line in enumerate(lines)})
 
 
 def vocabulary_of_whole(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> Vocabulary:
@@ -84,24 +80,17 @@ def vocabulary_of_whole(record: Mapping[str, Any], inner: tokenizers.Tokenizer) 
     common: dict[str, Any] = {"charsmap": charsmap, "surrounding": inner.post_processor, "is_whole": True}
     match inner.model:
         case tokenizers.models.BPE():
-            merges = tuple(_pair(merge) for merge in model["merges"])
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            merges = tuple((left, right) for left, right in pairs)
             return Vocabulary("pairs", model["vocab"], merges, **common)
         case tokenizers.models.WordPiece():
             return Vocabulary("words", model["vocab"], **common)
         case tokenizers.models.Unigram():
             pieces = tuple((str(piece), float(score)) for piece, score in model["vocab"])
-            return Vocabulary("unigrams", _ids_of(pieces), pieces=pieces, **common)
+            ids = {piece: number for number, (piece, _) in enumerate(pieces)}
+            return Vocabulary("unigrams", ids, pieces=pieces, **common)
         case other:
             raise ValueError(f"its model is a {type(other).__name__}, which no class of tokenizers has")
-
-
-def _pair(merge: str | list[str]) -> tuple[str, str]:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right
-
-
-def _ids_of(pieces: Pieces) -> dict[str, int]:
-    return {piece: number for number, (piece, _) in enumerate(pieces)}
 
 
 def _read_ids(content: bytes) -> dict[str, int]:
@@ -127,26 +116,3 @@ def _read_merges(content: bytes) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"merges.txt, line {number}: not two tokens")
         merges.append((parts[0], parts[1]))
     return tuple(merges)
-
-
-def _of_sentencepiece(model: SentencePieceModel) -> Vocabulary:
-    marked = tuple(
-        AddedToken(model.pieces[token][0], normalized=False, special=token in model.control)
-        for token in sorted(model.control | model.user_defined)
-    )
-    ids = _ids_of(model.pieces)
-    if model.kind == "bpe":
-        return Vocabulary("pairs", ids, merges_of(ids), charsmap=model.charsmap, marked=marked)
-    return Vocabulary(
-        *("unigrams", ids), pieces=model.pieces, charsmap=model.charsmap, unk_id=model.unk_id, marked=marked
-    )
-
-
-def merges_of(ids: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
-    """The merges behind a vocabulary whose ids are ranks: every way to make a piece of two others."""
-    return tuple(
-        (piece[:cut], piece[cut:])
-        for piece in ids
-        for cut in range(1, len(piece))
-        if piece[:cut] in ids and piece[cut:] in ids
-    )

@@ -246,12 +246,8 @@ def require_kind(config: OptimisationConfig, num_processes: int) -> None:
 def _device_bytes(device: torch.device, world: World) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    on_machine = world.size // world.num_nodes
-    return _machine_bytes() // on_machine
-
-
-def _machine_bytes() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**34
-    return min(int(text), physical) if text.isdigit() else physical
+    on_machine = min(int(text), physical) if text.isdigit() else physical
+    return on_machine // (world.size // world.num_nodes)

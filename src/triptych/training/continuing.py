@@ -7,7 +7,6 @@ tokenizer's files are what `transformers` reads. Beside them lies what every run
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from triptych.models.storage import OwnModel, write_weights
 from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside
 from triptych.storage.tensors import SAFETENSORS
 from triptych.storage.untrusted import LONGEST_JSON, read_json, read_limited
-from triptych.text import PretrainedTokenizer, TokenShards, load_tokenizer
+from triptych.text import load_tokenizer
 from triptych.training import ContinuedRecipe
 from triptych.training.fitting import choices, fit_continued_training
 from triptych.training.folder import Prepared, holds_run, settings
@@ -43,29 +42,30 @@ _NOT_TAKEN = {*RUN_FILES["."], CERTIFICATE} - {_TOKENIZER_JSON}
 _DTYPE = ("dtype", "torch_dtype")
 
 
-def prepare_continued(recipe: ContinuedRecipe, base: Path, display: Display) -> Prepared:
-    """A new run: read the checkpoint, and choose what the recipe leaves out."""
-    path = base / recipe.model.checkpoint
+def prepare_continued(
+    recipe: ContinuedRecipe, base: Path, display: Display, folder: Path | None = None
+) -> Prepared:
+    """Read what a run needs; a new one reads its checkpoint, and chooses what the recipe leaves out."""
+    path = base / recipe.model.checkpoint if folder is None else folder
     loaded = _loaded(path if path.exists() else recipe.model.checkpoint)
-    model, tokenizer = loaded.model, load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
-    _require_task(recipe, loaded)
+    tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
+    if folder is None:
+        _require_task(recipe, loaded)
     checkpoint = _checkpoint(path if path.is_file() else loaded.folder)
-    if why := why_not_written(checkpoint):
-        raise DataError(f"{loaded.name} cannot be trained further: {why}")
-    display.say(f"going on with {loaded.name}: {loaded.family}, {tokenizer.vocab_size:,} tokens")
+    if folder is None:
+        if why := why_not_written(checkpoint):
+            raise DataError(f"{loaded.name} cannot be trained further: {why}")
+        display.say(f"going on with {loaded.name}: {loaded.family}, {tokenizer.vocab_size:,} tokens")
     text = TextOfRun(recipe, base)
-    train, valid = text.shards(tokenizer, display)
-    given, device = recipe, find_device(recipe.training.device).type
-    width, longest = model.architecture.d_model, model.max_tokens
-    recipe = fit_continued_training(recipe, train.num_tokens, device, width, longest)
-    if chosen := ", ".join(choices(given, recipe)):
-        display.say(f"left out of the recipe, chosen for {train.num_tokens:,} tokens: {chosen}")
-    if longest is not None and recipe.model.context > longest:
-        given_context = f"model.context is {recipe.model.context}"
-        raise UsageError(f"{given_context}, and {loaded.name} has {longest} positions: give no more")
-    record = read_json(loaded.folder / CONFIG)
-    wide = {key: "float32" for key in _DTYPE if key in record}
-    config = json.dumps({**record, **wide}, indent=2) + "\n"
+    shards = text.shards(tokenizer, display)
+    if folder is None:
+        recipe = _fitted(recipe, loaded, shards[0].num_tokens, display)
+        record = read_json(loaded.folder / CONFIG)
+        config = (
+            json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
+        )
+    else:
+        config = read_limited(folder / CONFIG, LONGEST_JSON).decode()
 
     def begin(model: OwnModel, folder: Path) -> None:
         del model
@@ -75,20 +75,27 @@ def prepare_continued(recipe: ContinuedRecipe, base: Path, display: Display) -> 
         wide = {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
         write_weights(wide, folder / SAFETENSORS)
 
-    return _prepared(recipe, text, tokenizer, (train, valid), loaded, checkpoint, begin, config)
+    def model() -> LanguageModel:
+        for parameter in loaded.model.parameters():  # which are mapped from a file where they can be
+            parameter.data = parameter.data.contiguous()
+        tie_shared(loaded.model, checkpoint)
+        return loaded.model
+
+    return prepared_text(recipe, text, tokenizer, shards, model, begin, config, publish=_publish)
 
 
-def take_up_continued(recipe: ContinuedRecipe, folder: Path, base: Path, display: Display) -> Prepared:
-    """Prepare to go on with the run in a folder; other arguments are as in `prepare_continued`."""
-    loaded = _loaded(folder)
-    tokenizer = load_tokenizer(folder, vocab_size=loaded.model.vocab_size)
-    text, config = TextOfRun(recipe, base), read_limited(folder / CONFIG, LONGEST_JSON).decode()
-
-    def begin(model: OwnModel, folder: Path) -> None:
-        raise AssertionError("the run has begun")
-
-    shards = text.shards(tokenizer, display)
-    return _prepared(recipe, text, tokenizer, shards, loaded, _checkpoint(folder), begin, config)
+def _fitted(
+    recipe: ContinuedRecipe, loaded: LoadedModel, num_tokens: int, display: Display
+) -> ContinuedRecipe:
+    """What the recipe leaves out, chosen for the text and the model."""
+    given, device, longest = recipe, find_device(recipe.training.device).type, loaded.model.max_tokens
+    recipe = fit_continued_training(recipe, num_tokens, device, loaded.model.architecture.d_model, longest)
+    if chosen := ", ".join(choices(given, recipe)):
+        display.say(f"left out of the recipe, chosen for {num_tokens:,} tokens: {chosen}")
+    if longest is not None and recipe.model.context > longest:
+        given_context = f"model.context is {recipe.model.context}"
+        raise UsageError(f"{given_context}, and {loaded.name} has {longest} positions: give no more")
+    return recipe
 
 
 def goes_on(folder: Path) -> bool:
@@ -101,25 +108,6 @@ def copy_checkpoint(folder: Path, target: Path) -> None:
     _copy_beside(folder, target)
     for name in (CONFIG, SAFETENSORS):
         shutil.copyfile(folder / name, target / name)
-
-
-def _prepared(
-    recipe: ContinuedRecipe,
-    text: TextOfRun,
-    tokenizer: PretrainedTokenizer,
-    shards: tuple[TokenShards, TokenShards],
-    loaded: LoadedModel,
-    checkpoint: Checkpoint,
-    begin: Callable[[OwnModel, Path], None],
-    config: str,
-) -> Prepared:
-    def model() -> LanguageModel:
-        for parameter in loaded.model.parameters():  # which are mapped from a file where they can be
-            parameter.data = parameter.data.contiguous()
-        tie_shared(loaded.model, checkpoint)
-        return loaded.model
-
-    return prepared_text(recipe, text, tokenizer, shards, model, begin, config, publish=_publish)
 
 
 def _publish(model: OwnModel, path: Path) -> None:

@@ -138,14 +138,11 @@ def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, d
 
 def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, int]:
     """Choose `max_steps`."""
-    most_epochs = recipe.training.max_epochs
-    if most_epochs is None:
-        steps = max(math.ceil(usual / 10) * 10, _FEWEST_STEPS)
-        recipe = recipe.filled({"training": {"max_steps": steps}})
-        return recipe, recipe.training.max_steps
-    steps = most_epochs * of_epoch
+    epochs = recipe.training.max_epochs
+    steps = max(math.ceil(usual / 10) * 10, _FEWEST_STEPS) if epochs is None else epochs * of_epoch
     recipe = recipe.filled({"training": {"max_steps": steps}})
-    return recipe, min(recipe.training.max_steps, steps)
+    chosen = recipe.training.max_steps
+    return recipe, chosen if epochs is None else min(chosen, steps)
 
 
 def _validate_every(steps: int) -> int:

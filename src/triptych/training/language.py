@@ -15,9 +15,8 @@ from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
 from triptych.printable import printable
 from triptych.text import (
-    LanguageBatch,
     LanguageCorpusSpec,
-    MaskedBatches,
+    Masking,
     PackedBatches,
     PretrainedTokenizer,
     TextPart,
@@ -35,7 +34,7 @@ from triptych.text.documents import fingerprint, require_text
 from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
 from triptych.training.fitting import choices, fit_language_training, fit_tokenizer
 from triptych.training.folder import Prepared, digests, word_vectors
-from triptych.training.objectives import Batches, TokensOfText
+from triptych.training.objectives import TokensOfText
 from triptych.training.progress import Display
 
 TOKENIZER = "tokenizer.json"
@@ -168,8 +167,9 @@ class TextOfRun:
         for part, shards in (("training", train), ("validation", valid)):
             if shards.num_tokens < 2:
                 raise DataError(f"the {part} text has {shards.num_tokens} tokens: at least two are needed")
+            plural = "s" * (shards.num_documents != 1)
             display.say(
-                f"{part} text: {shards.num_documents:,} documents, {shards.num_tokens:,} tokens, "
+                f"{part} text: {shards.num_documents:,} document{plural}, {shards.num_tokens:,} tokens, "
                 f"{shards.bytes_per_token:.2f} bytes a token"
             )
         return train, valid
@@ -211,19 +211,18 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 
 def _batches(
     recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
-) -> Batches[LanguageBatch]:
+) -> PackedBatches:
     context = recipe.model.context
-    cut: dict[str, Any] = {
-        "context": context,
+    return PackedBatches(
+        shards,
+        context=context,
         # A validation has batches of about 8,192 tokens. Larger ones are no faster.
-        "batch_size": recipe.training.batch_size if shuffle else max(8192 // context, 1),
-        "seed": recipe.order_seed,
-        "within_documents": recipe.data.within_documents,
-        "shuffle": shuffle,
-    }
-    if recipe.task == "language-model":
-        return PackedBatches(shards, **cut)
-    return MaskedBatches(shards, tokenizer, recipe.masking, **cut)
+        batch_size=recipe.training.batch_size if shuffle else max(8192 // context, 1),
+        seed=recipe.order_seed,
+        within_documents=recipe.data.within_documents,
+        shuffle=shuffle,
+        masking=None if recipe.task == "language-model" else Masking(tokenizer, recipe.masking),
+    )
 
 
 def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:

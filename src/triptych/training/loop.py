@@ -130,11 +130,6 @@ class Trainer:
         read_shards(path, self.model, self.optimizer, self.world)
         return counters
 
-    @property
-    def steps_left(self) -> int:
-        """Updates to the end of the recipe; early stopping may end it before."""
-        return max(self._last_step() - self.counters.step, 0)
-
     def measure_seconds(self, batch: TrainingBatch) -> float:
         """Seconds of a second forward and backward pass of a batch; the first counts its operations."""
         random = torch.get_rng_state()
@@ -158,12 +153,17 @@ class Trainer:
 
     def run(self, display: Display) -> TrainingResult:
         """Train to the end of the recipe, or to a signal."""
-        self.world.on_first(self._tidy)
+        self.world.on_first(lambda: _tidy(self.folder))
         if self.world.size > 1:
             make = import_module(_SAVING).ShardedStates
             self._states = make(self.state_folder, self.world, self.config.keep_states)
         self.computing.set_mode(training=True)
-        with StopRequest(display.say) as stop, display, closing(self._updates()) as updates:
+        with (
+            closing(self.metrics),
+            StopRequest(display.say) as stop,
+            display,
+            closing(self._updates()) as updates,
+        ):
             self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
             for batches in updates:
@@ -182,7 +182,6 @@ class Trainer:
                 if signal_number := self.world.largest(stop.signal_number or 0):
                     self._save()
                     self._finish_saving()
-                    self.metrics.close()
                     return TrainingResult(signal_number, self.counters)
                 if self._states is not None:
                     self._states.poll()
@@ -190,15 +189,13 @@ class Trainer:
                 self._validate(display)
             self._finish_saving()
             if signal_number := self.world.largest(stop.signal_number or 0):
-                self.metrics.close()
                 return TrainingResult(signal_number, self.counters)
-            outcome = self._finish(display)
-            self.metrics.close()
-            return outcome
+            return self._finish(display)
 
     def describe_plan(self) -> str:
         """The steps to come and about how long they take on this machine; empty if there are none."""
-        if not (steps := self.steps_left):
+        steps = self._last_step() - self.counters.step  # early stopping may end it before
+        if steps <= 0:
             return ""
         text, passes = self.objective.train, steps / self.steps_per_epoch
         indices = text.plan(0)[0]
@@ -214,11 +211,6 @@ class Trainer:
             f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model.preset, "
             "training.precision = 'bf16' or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
         )
-
-    def _tidy(self) -> None:
-        self.state_folder.mkdir(exist_ok=True)
-        for within, names in RUN_FILES.items():
-            remove_leftovers(self.folder / within, names)
 
     def _updates(self) -> Generator[Sequence[TrainingBatch], None, None]:
         """The batches of each update from where the counters stand to the end of the run."""
@@ -385,7 +377,12 @@ class Trainer:
         steps = list(self.counters.checkpoints)
 
         def saved() -> None:
-            self._remove_old_checkpoints({*steps, *self.counters.checkpoints})
+            # Only when no saved state names them any more can older checkpoints go.
+            named = {*steps, *self.counters.checkpoints}
+            kept = {checkpoint_path(self.state_folder, step) for step in named}
+            for path in own_files(self.folder):
+                if path.name.startswith("checkpoint-") and path not in kept:
+                    path.unlink()
 
         if self._states is None:
             write_state(self.state_folder, self.counters, self.computing.gathered(tensors))
@@ -397,13 +394,6 @@ class Trainer:
     def _finish_saving(self) -> None:
         if self._states is not None:
             self._states.finish()
-
-    def _remove_old_checkpoints(self, steps: set[int]) -> None:
-        """Only when no saved state names them any more can older checkpoints go."""
-        kept = {checkpoint_path(self.state_folder, step) for step in steps}
-        for path in own_files(self.folder):
-            if path.name.startswith("checkpoint-") and path not in kept:
-                path.unlink()
 
     def _finish(self, display: Display) -> TrainingResult:
         """Leave the better of the best checkpoint and the average of the last ones in the model."""
@@ -442,6 +432,12 @@ class Trainer:
             f"{self._saved_step} is kept. Lower training.learning_rate, lengthen training.warmup_steps or "
             "set training.clip_norm"
         )
+
+
+def _tidy(folder: Path) -> None:
+    (folder / "state").mkdir(exist_ok=True)
+    for within, names in RUN_FILES.items():
+        remove_leftovers(folder / within, names)
 
 
 def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layout: Layout) -> Computing:

@@ -13,6 +13,7 @@ It regularises: on small data sets the model overfits many steps later. A step t
 Liang et al. 2021, R-Drop, arXiv 2106.14448, equations 1 to 3, all divided by two.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,11 @@ def output_loss(
     dtype = computing_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            return Loss(*_OutputLoss.apply(x, weight, targets, label_smoothing, dtype))  # type: ignore[no-untyped-call]
+
+            def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+                return _loss_and_gradients(x.to(dtype), weight.to(dtype), targets, label_smoothing)
+
+            return Loss(*_WithGradients.apply(compute, x, weight))  # type: ignore[no-untyped-call]
         return Loss(*_loss_alone(x.to(dtype), weight.to(dtype), targets, label_smoothing))
 
 
@@ -91,22 +96,21 @@ def computing_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-class _OutputLoss(torch.autograd.Function):
+class _WithGradients(torch.autograd.Function):
+    """Both sums of a loss, whose gradients are computed with it: `compute` gives them for its tensors."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, epsilon: float, dtype: torch.dtype
+        ctx: Any, compute: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        smoothed, likelihood, of_x, of_weight = _loss_and_gradients(
-            x.to(dtype), weight.to(dtype), targets, epsilon
-        )
-        ctx.save_for_backward(of_x.to(x.dtype), of_weight.to(weight.dtype))
+        smoothed, likelihood, gradients = compute(*tensors)
+        ctx.save_for_backward(*(of.to(x.dtype) for of, x in zip(gradients, tensors, strict=True)))
         ctx.mark_non_differentiable(likelihood)
         return smoothed, likelihood
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        of_x, of_weight = ctx.saved_tensors
-        return of_x * gradients[0], of_weight * gradients[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(saved * gradients[0] for saved in ctx.saved_tensors))
 
 
 def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -124,7 +128,7 @@ def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, epsilon: float) -> t
 
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """Both sums, and the gradients of the smoothed one.
 
     With p = softmax(logits), the gradient of the logits is p − (1 − ε) at the target − ε / |V|
@@ -164,7 +168,7 @@ def _loss_and_gradients(
     smoothed -= share * (total_x @ total_weight)
     of_x -= (share * total_weight).to(x.dtype)
     of_weight -= share * total_x
-    return smoothed, likelihood, of_x, of_weight
+    return smoothed, likelihood, (of_x, of_weight)
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -188,39 +192,18 @@ def rdrop_loss(
 ) -> Loss:
     """R-Drop, a chunk of tokens at a time; differentiable once."""
     dtype = computing_dtype(first)
+
+    def compute(first: Tensor, second: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        passes = first.to(dtype), second.to(dtype)
+        return _rdrop_and_gradients(passes, weight.to(dtype), targets, label_smoothing, rdrop)
+
     with torch.autocast(first.device.type, enabled=False):
-        return Loss(
-            *_RDropLoss.apply(first, second, weight, targets, label_smoothing, rdrop, dtype)  # type: ignore[no-untyped-call]
-        )
-
-
-class _RDropLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        first: Tensor,
-        second: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        epsilon: float,
-        rdrop: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        smoothed, likelihood, of_passes, of_weight = _rdrop_and_gradients(
-            (first.to(dtype), second.to(dtype)), weight.to(dtype), targets, epsilon, rdrop
-        )
-        ctx.save_for_backward(*(of_x.to(first.dtype) for of_x in of_passes), of_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(likelihood)
-        return smoothed, likelihood
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(saved * gradients[0] for saved in ctx.saved_tensors), None, None, None, None)
+        return Loss(*_WithGradients.apply(compute, first, second, weight))  # type: ignore[no-untyped-call]
 
 
 def _rdrop_and_gradients(
     passes: tuple[Tensor, Tensor], weight: Tensor, targets: Tensor, epsilon: float, rdrop: float
-) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """Both sums, and the gradients of the smoothed one.
 
     With a = log p − log q, the sum of the divergences is Σ (p − q) a, and its gradient with respect to
@@ -250,4 +233,4 @@ def _rdrop_and_gradients(
             narrow = gradient.to(weight.dtype)
             torch.mm(narrow, weight, out=of_x[rows])
             of_weight += narrow.T @ x[rows]
-    return smoothed, likelihood, of_passes, of_weight
+    return smoothed, likelihood, (*of_passes, of_weight)

@@ -11,16 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from triptych.errors import UsageError
 from triptych.threads import Ahead
@@ -58,9 +54,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -119,15 +113,8 @@ def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-def _attention_backward(
-    gradient: Sequence[int],
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    *_: Any,
-    **__: Any,
-) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+def _attention_backward(gradient: Sequence[int], *given: Any, **_: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient, *given[:3]))  # type: ignore[no-untyped-call]
 
 
 # What torch's counter does not know: products in place, and the attention kernels of a CPU.

@@ -14,31 +14,17 @@ from triptych.training.reference import meanings_of
 from triptych.training.runs import prepare
 
 # What a person changes first. Of every other key the default is good, or follows from these.
-_OF_TRANSLATION = (
-    *("data.valid_share", "tokenizer.kind", "tokenizer.vocab_size", "model.d_model", "model.d_ff"),
-    *(
-        "model.num_heads",
-        "model.encoder.num_layers",
-        "model.decoder.num_layers",
-        "model.norm",
-        "model.dropout",
-    ),
-    *("training.max_steps", "training.batch_tokens", "training.learning_rate", "training.warmup_steps"),
-    *("training.schedule", "training.clip_norm", "training.label_smoothing", "training.precision"),
-    *("validation.every_steps", "decoding.beam_size"),
-)
-_OF_TEXT = (
-    *(
-        "data.valid_share",
-        "data.train.documents",
-        "tokenizer.kind",
-        "tokenizer.vocab_size",
-        "model.num_layers",
-    ),
-    *("model.d_model", "model.num_heads", "model.context", "model.dropout", "training.max_steps"),
-    *("training.batch_size", "training.learning_rate", "training.warmup_steps", "training.precision"),
-    *("validation.every_steps", "validation.sample_tokens"),
-)
+_OF_TRANSLATION = """
+data.valid_share tokenizer.kind tokenizer.vocab_size model.d_model model.d_ff model.num_heads
+model.encoder.num_layers model.decoder.num_layers model.norm model.dropout training.max_steps
+training.batch_tokens training.learning_rate training.warmup_steps training.schedule training.clip_norm
+training.label_smoothing training.precision validation.every_steps decoding.beam_size
+"""
+_OF_TEXT = """
+data.valid_share data.train.documents tokenizer.kind tokenizer.vocab_size model.num_layers model.d_model
+model.num_heads model.context model.dropout training.max_steps training.batch_size training.learning_rate
+training.warmup_steps training.precision validation.every_steps validation.sample_tokens
+"""
 _SAMPLE_TOKENS = 50
 _WIDTH = 100
 
@@ -83,18 +69,15 @@ def new_recipe(
         raise UsageError(
             "give --source and --target, or --tsv with both sides, or --text for a language model"
         )
-    tree: dict[str, Any] = {"data": {"train": _corpus(source, target, tsv, text)}}
+    corpus = {"files": str(text)} if text is not None else {"file": str(tsv)}
+    if pair is not None:
+        corpus = {"source": str(source), "target": str(target)}
+    tree: dict[str, Any] = {"data": {"train": corpus}}
     if text is not None:
         tree |= {"task": "language-model", "validation": {"sample_tokens": _SAMPLE_TOKENS}}
     fitted = prepare(resolve(tree), Path.cwd(), display or LineDisplay()).recipe
     write_text(path, _written(fitted, tree, path))
     return read_recipe(path)
-
-
-def _corpus(source: Path | None, target: Path | None, tsv: Path | None, text: Path | None) -> dict[str, str]:
-    if text is not None:
-        return {"files": str(text)}
-    return {"file": str(tsv)} if tsv is not None else {"source": str(source), "target": str(target)}
 
 
 def _written(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
@@ -108,7 +91,7 @@ def _written(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
     lines += ["", "[data.train]", tomli_w.dumps(tree["data"]["train"]).strip()]
     section = "data.train"
     keys = _OF_TRANSLATION if isinstance(recipe, Recipe) else _OF_TEXT
-    for key in sorted(keys, key=lambda key: key.split(".")[:2] != ["data", "train"]):
+    for key in sorted(keys.split(), key=lambda key: key.split(".")[:2] != ["data", "train"]):
         value = value_at(recipe, key)
         if value is None:
             continue

@@ -89,14 +89,14 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         train: Batches[BatchT],
         valid: Batches[BatchT],
         bytes_per_token: float | None = None,
+        metric: Literal["bleu", "loss"] = "loss",
+        *,
+        uses_whole_model: bool = False,
     ) -> None:
         self.model: ModelT = model
         self.train, self.valid, self.bytes_per_token = train, valid, bytes_per_token
-
-    @property
-    def uses_whole_model(self) -> bool:
-        """Whether `figures` or `sample` call the model."""
-        return False
+        self._metric = metric
+        self.uses_whole_model = uses_whole_model  # whether `figures` or `sample` call the model
 
     def training_loss(self, model: ModelT, batch: BatchT, step: int) -> Loss:
         """What update number `step` minimises, of the model or of its twin in bfloat16."""
@@ -130,7 +130,7 @@ class Objective(ABC, Generic[ModelT, BatchT]):
 
     def judge(self, figures: Mapping[str, float]) -> Score:
         """How good a validation is."""
-        return judge(figures, "loss")
+        return judge(figures, self._metric)
 
     def describe(self, figures: Mapping[str, float]) -> str:
         """The figures as one line of text."""
@@ -163,12 +163,10 @@ class Translation(Objective[EncoderDecoder, Batch]):
         score: Scorer | None,
         bytes_per_token: float | None = None,
     ) -> None:
-        super().__init__(model, train, valid, bytes_per_token)
-        self.config, self.validation, self.score = config, validation, score
-
-    @property
-    def uses_whole_model(self) -> bool:
-        return self.score is not None
+        super().__init__(
+            model, train, valid, bytes_per_token, validation.metric, uses_whole_model=score is not None
+        )
+        self.config, self.score = config, score
 
     def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:
         rdrop = self.config.rdrop if step > self.config.rdrop_after else 0.0
@@ -210,9 +208,6 @@ class Translation(Objective[EncoderDecoder, Batch]):
         bleu = self.score(model)
         return {**found, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
 
-    def judge(self, figures: Mapping[str, float]) -> Score:
-        return judge(figures, self.validation.metric)
-
     def describe(self, figures: Mapping[str, float]) -> str:
         bleu = f"  BLEU {figures['valid_bleu']:.2f}" if "valid_bleu" in figures else ""
         return super().describe(figures) + bleu
@@ -230,12 +225,8 @@ class TokensOfText(Objective[LanguageModel, LanguageBatch]):
         bytes_per_token: float,
         sample: Callable[[LanguageModel], str] | None = None,
     ) -> None:
-        super().__init__(model, train, valid, bytes_per_token)
+        super().__init__(model, train, valid, bytes_per_token, uses_whole_model=sample is not None)
         self._sample = sample
-
-    @property
-    def uses_whole_model(self) -> bool:
-        return self._sample is not None
 
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> Loss:
         device = model.embeddings.table.weight.device

@@ -50,8 +50,8 @@ class Optimizer:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What a resumed run needs, by name."""
         for name, parameter in self._named.items():
+            held = self._part_of[parameter].state.get(parameter, {})
             for word, keys in _KEPT.items():
-                held = self._held(parameter)
                 yield from ((f"{word}.{key}.{name}", held[key]) for key in keys if key in held)
 
     def empty_tensors(self) -> dict[str, Tensor]:
@@ -83,10 +83,6 @@ class Optimizer:
                     # The fused optimizer wants its count of steps on the device too.
                     held = value if key == "step" else place(parameter, value)
                     self._part_of[parameter].state[parameter][key] = held.to(parameter.device)
-
-    def _held(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._part_of[parameter].state.get(parameter, {})
-        return found
 
 
 def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[torch.optim.Optimizer]:

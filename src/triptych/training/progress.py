@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -36,10 +35,8 @@ class Display(ABC):
     def __enter__(self) -> "Display":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del kind, error, trace
+    def __exit__(self, *raised: Any) -> None:
+        del raised
 
     @abstractmethod
     def update(self, moment: Moment) -> None:
@@ -72,18 +69,12 @@ class BarDisplay(Display):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._bar.stop()
 
     def update(self, moment: Moment) -> None:
         self._bar.update(
-            self._task,
-            completed=moment.step,
-            total=moment.max_steps,
-            figures=_figures(moment),
-            visible=True,
+            self._task, completed=moment.step, total=moment.max_steps, figures=_figures(moment), visible=True
         )
 
     def say(self, message: str) -> None:
@@ -95,10 +86,8 @@ class LineDisplay(Display):
     """A line every few seconds, where there is no terminal."""
 
     def __init__(self, every_seconds: float = 10.0) -> None:
-        self._every = every_seconds
-        self._started = 0.0
-        self._first_step: int | None = None
-        self._shown = 0.0
+        self._every, self._first_step = every_seconds, -1
+        self._started = self._shown = 0.0
 
     def __enter__(self) -> "Display":
         self._started = self._shown = time.monotonic()
@@ -106,7 +95,7 @@ class LineDisplay(Display):
 
     def update(self, moment: Moment) -> None:
         now = time.monotonic()
-        if self._first_step is None:
+        if self._first_step < 0:
             self._first_step = moment.step - 1
         if now - self._shown < self._every and moment.step < moment.max_steps:
             return
@@ -141,12 +130,10 @@ class LoggedDisplay(Display):
         self._shown.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._write(f"{type(error).__name__}: {error}")
-        self._shown.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        if raised[0] is not None:
+            self._write(f"{raised[0].__name__}: {raised[1]}")
+        self._shown.__exit__(*raised)
 
     def update(self, moment: Moment) -> None:
         self._shown.update(moment)

@@ -4,7 +4,6 @@ A recipe is TOML. A key it does not know is an error that names its path and the
 `--set a.b=value` overrides; what comes out (every default written down) is stored with the run.
 """
 
-import difflib
 import re
 import shlex
 import tomllib
@@ -16,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from triptych import user_code
-from triptych.errors import UsageError
+from triptych.errors import UsageError, near_path, nearest
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.text import MaskingSpec, TokenizerSpec
 from triptych.text.corpora import record_ending
@@ -52,8 +51,10 @@ def find_recipe(name: str | Path) -> Path:
         return _SHIPPED / f"{name}.toml"
     if path.exists():
         return path  # whoever reads it says what it is
-    near = difflib.get_close_matches(str(name), shipped, n=1)
-    known = f"did you mean {near[0]}?" if near else f"give a TOML file, or one of {', '.join(shipped)}"
+    if hint := near_path(path):
+        raise UsageError(f"there is no recipe {name}{hint}")
+    near = nearest(str(name), shipped)
+    known = f"did you mean {near}?" if near else f"give a TOML file, or one of {', '.join(shipped)}"
     raise UsageError(f"there is no recipe {name}: {known}")
 
 
@@ -249,7 +250,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     except UsageError:
         if path.suffix == ".toml" or not path.is_file():
             raise
-        raise UsageError(f"{path} is no recipe; to make one for this text: {_command_for(path)}") from None
+        kind, made = "--tsv" if record_ending(path) else "--text", f"{path.name.split('.')[0]}.toml"
+        command = shlex.join(["triptych", "new", made, kind, str(path)])
+        raise UsageError(f"{path} is no recipe; to make one for this text: {command}") from None
     if name := re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-"):
         tree.setdefault("name", name)
     if (path.parent / "config.json").exists():
@@ -257,12 +260,6 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     if checkpoint is not None:
         tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))
-
-
-def _command_for(text: Path) -> str:
-    """The command that makes a recipe for a text."""
-    kind = "--tsv" if record_ending(text) else "--text"
-    return shlex.join(["triptych", "new", f"{text.name.split('.')[0]}.toml", kind, str(text)])
 
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
@@ -390,5 +387,5 @@ def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f": did you mean {close[0]}?" if close else f": known are {', '.join(known)}"
+    close = nearest(word, known)
+    return f": did you mean {close}?" if close else f": known are {', '.join(known)}"

@@ -29,7 +29,7 @@ from triptych.training import (
 )
 from triptych.training.card import write_card
 from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, OneProcess, choose_parallel
-from triptych.training.continuing import prepare_continued, take_up_continued
+from triptych.training.continuing import prepare_continued
 from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
 from triptych.training.language import prepare_language
 from triptych.training.objectives import Objective
@@ -100,10 +100,7 @@ def train(
     """
     if isinstance(recipe, str | Path):
         recipe = read_recipe(recipe)
-    return _begin(recipe, Path(folder), display or LineDisplay(), force=force)
-
-
-def _begin(recipe: AnyRecipe, folder: Path, shown: Display, *, force: bool) -> Summary:
+    folder, shown = Path(folder), display or LineDisplay()
     with launched(recipe.training.device, recipe.training.timeout_minutes) as world, ExitStack() as held:
         if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
             # torchrun starts the processes of a run that failed with the arguments of the first time.
@@ -123,12 +120,13 @@ def _begin(recipe: AnyRecipe, folder: Path, shown: Display, *, force: bool) -> S
 
         world.on_first(begin, patiently=True)
 
-        def take_up() -> Prepared:
-            if prepared:
-                return prepared[0]
-            return prepare(read_recipe(folder / RECIPE), base, SilentDisplay(), folder)
-
-        own = world.on_all(take_up)
+        own = world.on_all(
+            lambda: (
+                prepared[0]
+                if prepared
+                else prepare(read_recipe(folder / RECIPE), base, SilentDisplay(), folder)
+            )
+        )
         shown = _logged(shown, folder, world)
         with _threads_and_seed(own.recipe):
             trainer = _trainer(own, folder, base, world, shown)
@@ -262,10 +260,8 @@ def prepare(recipe: AnyRecipe, base: Path, display: Display, folder: Path | None
             return prepare_translation(recipe, base, display, folder)
         case LanguageRecipe():
             return prepare_language(recipe, base, display, folder)
-        case ContinuedRecipe() if folder is None:
-            return prepare_continued(recipe, base, display)
         case ContinuedRecipe():
-            return take_up_continued(recipe, folder, base, display)
+            return prepare_continued(recipe, base, display, folder)
 
 
 @contextmanager
@@ -319,27 +315,22 @@ def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], Later | No
 
 def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
     """With a model that has its first values, in memory of its own."""
-    objective = _with_drawn_values(prepared)
+    by_name = _seed_by_name(prepared.recipe)
+    if by_name is None:
+        objective = prepared.objective()
+    else:
+        with Draws() as draws:
+            objective = prepared.objective()
+        draws.again_by_name(objective.model, by_name)
+        torch.manual_seed(by_name)  # dropout begins alike, too
+    if isinstance(prepared.recipe, ContinuedRecipe):
+        for parameter in objective.model.parameters():
+            parameter.data = parameter.data.clone()
     for name, vectors in prepared.vectors.items():
         with torch.no_grad():
             table = objective.model.get_parameter(name)
             table.copy_(vectors.into(table))
         display.say(vectors.describe())
-    return objective
-
-
-def _with_drawn_values(prepared: Prepared) -> Objective[Any, Any]:
-    by_name = _seed_by_name(prepared.recipe)
-    if by_name is not None:
-        with Draws() as draws:
-            objective = prepared.objective()
-        draws.again_by_name(objective.model, by_name)
-        torch.manual_seed(by_name)  # dropout begins alike, too
-        return objective
-    objective = prepared.objective()
-    if isinstance(prepared.recipe, ContinuedRecipe):
-        for parameter in objective.model.parameters():
-            parameter.data = parameter.data.clone()
     return objective
 
 

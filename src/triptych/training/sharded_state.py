@@ -94,13 +94,10 @@ class ShardedStates:
             write_marker(path, json.loads(counters), self._world.size)
             (self._folder / "last.safetensors").unlink(missing_ok=True)
             saved()
-            self._remove_old(path)
-
-    def _remove_old(self, newest: Path) -> None:
-        kept = {newest, *complete_states(self._folder)[-self._keep :]}
-        for path in self._folder.glob("saved-*"):
-            if path not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+            kept = {path, *complete_states(self._folder)[-self._keep :]}
+            for old in self._folder.glob("saved-*"):
+                if old not in kept:
+                    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_shards(path: Path, model: OwnModel, optimizer: Optimizer, world: World) -> None:

@@ -3,7 +3,6 @@
 import ast
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,7 +19,7 @@ from triptych.algebra.rewrites.norm_folding import FoldNorm, FoldOtherNorms
 from triptych.algebra.rewrites.pruning import PruneHeads
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.algebra.rewrites.truncation import Truncate
-from triptych.errors import UsageError
+from triptych.errors import UsageError, nearest
 
 REWRITES: tuple[type[Rewrite], ...] = (
     Fold,
@@ -138,8 +137,8 @@ def _call(text: str) -> dict[str, Any]:
 
 
 def _nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    found = get_close_matches(name, list(known), n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
+    found = nearest(name, known)
+    return f" (did you mean {found}?)" if found else ""
 
 
 def _words_of_type(annotation: Any) -> str:

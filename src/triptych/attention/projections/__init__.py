@@ -4,7 +4,6 @@ The contract suite tests whatever `PARAMETERISATIONS` names.
 """
 
 import dataclasses
-import difflib
 import math
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from triptych.attention.projections.abstract import (
     structural_difference,
 )
 from triptych.attention.projections.table import AsWritten, ScaledOutside
+from triptych.errors import nearest
 
 # Where several could hold the same weights, the first named does: `factored` before `grouped`.
 PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
@@ -58,8 +58,8 @@ def parameterisation_class(name: str) -> type[Parameterisation]:
     if name in REFUSED:
         raise ValueError(f"projections = {name!r} is no layer: {REFUSED[name]}")
     if name not in PARAMETERISATIONS:
-        near = difflib.get_close_matches(name, PARAMETERISATIONS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "choose one of them, or name FILE.py:CLASS"
+        near = nearest(name, PARAMETERISATIONS)
+        hint = f"did you mean {near!r}?" if near else "choose one of them, or name FILE.py:CLASS"
         raise ValueError(f"projections = {name!r} is not one of {', '.join(PARAMETERISATIONS)}: {hint}")
     return PARAMETERISATIONS[name]
 
