@@ -137,7 +137,12 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def test_every_parameterisation_is_tried() -> None:
-    assert {site["projections"] for site in FITTING.values()} == set(PARAMETERISATIONS)
+    assert {site["projections"] for site in FITTING.values()} == set(PARAMETERISATIONS) - {"differential"}
+
+
+def test_gates_of_pairs_are_refused() -> None:
+    with pytest.raises(UsageError, match="gate"):
+        plain_model(make_model({"projections": "differential"}), "it")
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])

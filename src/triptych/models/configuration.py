@@ -137,7 +137,7 @@ class AttentionConfig(_Config):
         others: dict[str, Any] = {
             "scores": scores,
             "qk_norm": semantics.qk_norm and scores != "cosine",
-            "output_gate": semantics.gate is not None,
+            "output_gate": semantics.gate is not None and not semantics.gate.whole,
         }
         if isinstance(chosen, ScaledOutside):
             chosen, others["scale"] = chosen.inner, "outside"
