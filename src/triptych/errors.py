@@ -58,10 +58,15 @@ def near_path(path: str | Path) -> str:
     """What a message says after a path that does not exist: the name in its folder that is nearest."""
     path, folder = Path(path), Path(path).parent
     try:
-        near = None if path.exists() else nearest(path.name, (entry.name for entry in folder.iterdir()))
+        entries = (
+            [] if path.exists() else sorted(folder.iterdir(), key=lambda entry: entry.suffix == path.suffix)
+        )
     except (OSError, ValueError):  # a folder that may not be read; no name of a file
         return ""
-    return "" if near is None else f" (did you mean {folder / near}?)"
+    # By what differs: names that end in ".toml" are not alike for that.
+    names = {entry.stem: entry for entry in entries}
+    near = nearest(path.stem, names)
+    return "" if near is None else f" (did you mean {names[near]}?)"
 
 
 def _cut(line: str) -> str:

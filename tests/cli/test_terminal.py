@@ -222,7 +222,7 @@ BASES: dict[str, list[str]] = {
     "verify": ["{rewritten}"],
     "convert": ["{run}", "--to", "hf", "--out", "in.txt"],
     "compare": ["deep.toml"],
-    "plan": ["demo", "--devices", "1", "--device-memory", "1GB", "--set", "training.max_steps=0"],
+    "plan": ["demo", "--devices", "1", "--device-memory", "1GB"],
     "cost": ["--d-model", "16", "--num-heads", "2"],
     "recipes": ["show", "demo"],
     "new": ["new.toml", "--tsv", "loop"],
