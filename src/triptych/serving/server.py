@@ -67,9 +67,16 @@ class Server:
         waiting = Gauge(
             "vllm:num_requests_waiting", "Texts that wait.", ("model_name",), registry=self.registry
         )
+        workers = Gauge("triptych:workers", "Processes that compute.", registry=self.registry)
+        workers.set_function(lambda: self.num_workers)
         for model in models:
             running.labels(model.name).set_function(partial(getattr, model.queue, "num_running"))
             waiting.labels(model.name).set_function(partial(getattr, model.queue, "num_waiting"))
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute."""
+        return min(len(model.queue.lanes) for model in self.models.values())
 
     @property
     def needs_key(self) -> bool:
