@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import triptych
-from triptych.attention import PARAMETERISATIONS, Grouped, HeadMap
+from triptych.attention import PARAMETERISATIONS, HeadMap
 from triptych.inspection.measures import MEASURES
 
 DOCS = Path(__file__).parent
@@ -58,7 +58,7 @@ def _figure(value: float) -> str:
 def drawing(name: str) -> str:
     """A parameterisation as SVG at the paper's base size: maps as boxes, over the lanes that share them."""
     kind = PARAMETERISATIONS[name]
-    drawn = kind(num_kv_heads=2) if kind is Grouped else kind()
+    drawn = kind(**{"num_kv_heads": 2} if hasattr(kind, "num_kv_heads") else {})
     maps = drawn.sizes(512, 8)[1]
     chains = [drawn.chain(side) for side in _SIDES]
     columns, last = max(map(len, chains)), drawn.chain("o")

@@ -36,7 +36,7 @@ def make_parameterisation(name: str, *, biased: bool, **options: int) -> Paramet
     """One of the parameterisations, all its biases on or off; two groups where there are groups."""
     cls = PARAMETERISATIONS[name]
     fields = {field.name for field in dataclasses.fields(cls)}
-    if name == "grouped":
+    if name in ("grouped", "differential"):
         options.setdefault("num_kv_heads", 2)
     return cls(**options, **{field: biased for field in fields if field.endswith("_bias")})
 
@@ -134,9 +134,20 @@ def output_of(weights: AttentionWeights, x: Tensor, memory: Tensor | None = None
             scores[:, ~np.tri(*scores.shape[1:], dtype=bool)] = -np.inf
         powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
         p = powers / powers.sum(axis=-1, keepdims=True)
-        output = output + _through(weights.o, np.einsum("bqk,bkc->bqc", p, v), head, weights.num_heads)
+        moved = np.einsum("bqk,bkc->bqc", p, v) * gate_of(weights, queries_from, head)
+        output = output + _through(weights.o, moved, head, weights.num_heads)
     assert isinstance(output, np.ndarray)
     return output
+
+
+def gate_of(weights: AttentionWeights, x: Array, head: int) -> Array | float:
+    """What each query multiplies a head's output by: `σ(x w + b)`, and −λ or 1 of the heads of pairs."""
+    gate = weights.semantics.gate
+    if gate is None or (gate.whole and gate.whole[head]):
+        return 1.0
+    row = sum(not whole for whole in gate.whole[:head]) if gate.whole else head
+    open_by = x @ gate.weight[row].detach().numpy() + (0.0 if gate.bias is None else gate.bias[row].item())
+    return np.asarray((-1 if gate.whole else 1) / (1 + np.exp(-open_by)))[..., None]
 
 
 def _after_norm(norm: Norm | None, x: Array) -> Array:

@@ -4,7 +4,8 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,6 +70,13 @@ class WaitAt(SignalAt):
         if moment.step == self.step:
             self._reached.set()
             assert self._go_on.wait(60)
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
 
 
 @contextmanager

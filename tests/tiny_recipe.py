@@ -38,6 +38,24 @@ def tiny_recipe(train: int = 100, valid: int = 5, **sections: dict[str, Any]) ->
     return {name: {**usual.get(name, {}), **sections.get(name, {})} for name in (usual | sections)}
 
 
+def text_tree(
+    folder: Path, lines: list[str], task: str = "language-model", **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """The tree of a recipe of lines, which are written; of a section, only what differs is given."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("\n".join(lines) + "\n")
+    train = {"files": [str(text)], "documents": "line"}
+    usual: dict[str, Any] = {
+        "data": {"train": train, "cache": str(folder / "cache")},
+        "tokenizer": {"vocab_size": 301},  # which no number of processes divides
+        "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": 16},
+        "training": {"batch_size": 8, "warmup_steps": 2, "learning_rate": 0.01, "threads": 1},
+    }
+    given = {name: {**usual.get(name, {}), **sections.get(name, {})} for name in (usual | sections)}
+    return {"task": task, **given}
+
+
 def text_recipe(text: Path, task: str, context: int) -> Any:
     """A recipe for a tiny model of a text, trained for one step."""
     files = {"files": [str(text)]}

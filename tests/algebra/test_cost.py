@@ -86,6 +86,7 @@ KEPT = {
     "four_matrix": 6 * D,
     "direct": 2 * D,
     "grouped": 3 * D + D_K + D_V,
+    "differential": 3 * D + D_K + D_V + D // 2,  # the sum of a pair, which W_O reads
     "latent": 5 * D + 128,
     "collaborative": D + (D + H * D) + D + 2 * D,  # x W^Q, which the m_i multiply, and the queries
     "identity_query": 4 * D,  # a slice is a view of the input

@@ -258,6 +258,15 @@ def test_the_same_tensors_turn_in_halves_in_llama_and_in_pairs_in_helium(tmp_pat
     assert apart(found, theirs(helium, some_ids()).logits) < 1e-10
 
 
+@torch.no_grad()
+def test_norms_may_have_the_names_of_old(tmp_path: Path) -> None:
+    other, ids = made("bert", tmp_path), read_by("bert")
+    norms = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if "LayerNorm" in name}
+    old = {name.replace(".weight", ".gamma").replace(".bias", ".beta"): t for name, t in norms.items()}
+    changed(tmp_path, {**dict.fromkeys(norms), **old})
+    assert apart(outputs(loaded("bert", tmp_path)(*ids)), outputs(theirs(other, *ids))) < 1e-10
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @torch.no_grad()
 def test_the_stream_is_taken_after_the_last_norm_as_there(name: str, pair_of: PairOf) -> None:

@@ -34,21 +34,6 @@ def written(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) ->
     return folder
 
 
-def bert(folder: Path, *, old: bool = False) -> Path:
-    gain, shift = ("gamma", "beta") if old else ("weight", "bias")
-    tensors: dict[str, Tensor] = {}
-    for layer in range(2):
-        at = f"bert.encoder.layer.{layer}.attention"
-        for name in ("self.query", "self.key", "self.value", "output.dense"):
-            tensors[f"{at}.{name}.weight"], tensors[f"{at}.{name}.bias"] = torch.randn(D, D), torch.randn(D)
-        tensors[f"{at}.output.LayerNorm.{gain}"], tensors[f"{at}.output.LayerNorm.{shift}"] = (
-            torch.ones(D),
-            torch.zeros(D),
-        )
-    config = {"model_type": "bert", "hidden_size": D, "num_attention_heads": HEADS, "num_hidden_layers": 2}
-    return written(folder, tensors, config)
-
-
 def bart(folder: Path) -> Path:
     tensors: dict[str, Tensor] = {}
     for stack, kinds in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "encoder_attn"])):
@@ -63,10 +48,6 @@ def bart(folder: Path) -> Path:
         for what, n in (("layers", 1), ("attention_heads", HEADS))
     }
     return written(folder, tensors, config)
-
-
-def test_norms_may_have_the_names_of_old(tmp_path: Path) -> None:
-    assert len(open_checkpoint(bert(tmp_path / "bert", old=True)).sites) == 2
 
 
 def test_maps_and_norms_may_have_several_dtypes(tmp_path: Path) -> None:
@@ -230,12 +211,3 @@ def test_what_contradicts_itself_is_one_line(
     with pytest.raises(DataError, match=reason) as error:
         read_all(folder)
     assert "\n" not in str(error.value)
-
-
-def test_a_bias_that_is_missing_is_missed(tmp_path: Path) -> None:
-    def drop(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        del tensors["bert.encoder.layer.1.attention.self.query.bias"]
-
-    folder = changed(bert(tmp_path / "bert"), drop)
-    with pytest.raises(DataError, match="the map of q has no bias, against the configuration"):
-        read_all(folder)

@@ -81,9 +81,13 @@ def test_json_holds_the_counts_the_size_and_what_was_left_out(triptych: Command)
     assert answer.code == 0, answer.err
     record = json.loads(answer.out)
     assert record["spec"]["biases"] is True
-    assert record["left_out"] == [{"name": "grouped", "reason": "num_kv_heads 3 does not divide num_heads 8"}]
+    left_out = {
+        "grouped": "num_kv_heads 3 does not divide num_heads 8",
+        "differential": "num_heads 8 is no multiple of 2 × num_kv_heads 3",
+    }
+    assert {row["name"]: row["reason"] for row in record["left_out"]} == left_out
     rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows) == [name for name in PARAMETERISATIONS if name != "grouped"]
+    assert list(rows) == [name for name in PARAMETERISATIONS if name not in left_out]
     assert rows["factored"]["parameters"] == 4 * 512**2 + 4 * 512
     assert rows["factored"]["cache_bytes"] == 2 * 2048 * 1024 * 2
     assert rows["factored"]["formulas"]["num_parameters"] == 4 * 512**2

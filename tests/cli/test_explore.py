@@ -64,6 +64,12 @@ def _rank_two(model: Model) -> Model:
     return model.replace("1.0", W_Q=W_Q)
 
 
+def _one_softmax(model: Model) -> Model:
+    seen: list[torch.Tensor] = []
+    kept = model.edit("1.*", "scores", lambda scores: seen.append(scores) or scores)
+    return kept.edit("1.*", "scores", lambda scores: sum(seen) / len(seen) ** 0.5)
+
+
 # Each what-if, and the same change another way.
 WHAT_IFS: dict[str, Callable[[Model], Model]] = {
     "ablate(1.0 1.1)": lambda model: model.edit("1.0, 1.1", "z", torch.zeros_like),
@@ -75,6 +81,7 @@ WHAT_IFS: dict[str, Callable[[Model], Model]] = {
         "1", "W_Q", "W_K"
     ),  # the face's own tie has an oracle
     "truncate(1.0, 2)": _rank_two,
+    "one_head(1)": _one_softmax,
     "rewrite(fold_value_bias)": lambda model: model,
     "rewrite(gauge_fix)": lambda model: model,
 }
@@ -96,7 +103,14 @@ def test_a_what_if_tells_how_the_next_token_and_the_loss_change(
 
 
 def test_the_python_of_what_ifs_is_what_they_do(served: Served, language_model: Model) -> None:
-    calls = ["tie(0, W_K, W_V)", "ablate(0.1)", "even(1.1)", "unscaled(1.0)", "without_positions()"]
+    calls = [
+        "tie(0, W_K, W_V)",
+        "one_head(0)",
+        "ablate(0.1)",
+        "even(1.1)",
+        "unscaled(1.0)",
+        "without_positions()",
+    ]
     fields = {"model": "gpt", "text": TEXT, "changes": calls, "count": 4}
     found = served.ask("/v1/explore/write", fields).body
     names = {"model": language_model, "torch": torch, "scale": language_model["1.0"].d_k ** -0.5}

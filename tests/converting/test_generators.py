@@ -74,7 +74,12 @@ FITTING: dict[str, dict[str, Any]] = {
 
 
 def test_every_parameterisation_is_tried() -> None:
-    assert {name.partition(",")[0] for name in FITTING} == set(PARAMETERISATIONS)
+    assert {name.partition(",")[0] for name in FITTING} == set(PARAMETERISATIONS) - {"differential"}
+
+
+def test_gates_of_pairs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gate"):
+        write_generator(make(attention={"projections": "differential", "num_kv_heads": 2}), tmp_path)
 
 
 @pytest.mark.parametrize("options", FITTING.values(), ids=FITTING)

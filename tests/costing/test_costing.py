@@ -210,6 +210,7 @@ def test_forms_are_written_from_the_maps_and_what_they_share() -> None:
         "four_matrix": ("W_i^Q W_i^Kᵀ", "W_i^V W_i^O1 c W_i^O2"),
         "direct": ("I_i I_iᵀ", "I_i W_i^O"),
         "grouped": ("W_i^Q W_g^Kᵀ", "W_g^V W_i^O"),
+        "differential": ("W_i^Q W_g^Kᵀ", "W_g^V W_g^O"),
         "latent": ("W_i^Q (W^KV W_i^K)ᵀ", "W^KV W_i^V W_i^O"),
         "collaborative": ("W^Q diag(m_i) W^Kᵀ", "W_i^V W_i^O"),
         "identity_query": ("I_i W_i^Kᵀ", "W_i^V W_i^O"),

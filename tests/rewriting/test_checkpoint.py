@@ -588,7 +588,7 @@ def sealed(folder: Path, **changed: Any) -> None:
     (folder / MODEL_CARD).write_text(card(forged), encoding="utf-8")
 
 
-NOTHING_ELSE = "nothing else is other than it was"
+NOTHING_ELSE = "nothing else has changed"
 
 
 def test_a_tensor_that_no_layer_has_is_noticed_even_if_the_certificate_knows_it(

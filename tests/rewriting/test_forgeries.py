@@ -37,7 +37,7 @@ from triptych.storage.shards import tensor_hash
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
-NOTHING_ELSE = "nothing else is other than it was"
+NOTHING_ELSE = "nothing else has changed"
 TIER = "what was done is of its tier, and within its bounds"
 RECIPE = "the recipe, done again"
 FUNCTION = "layers compute what the recipe makes"

@@ -41,7 +41,7 @@ def tiny(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int 
     """A tiny model of a family with biases, gains and shifts that are not those of a fresh one."""
     made = TINY[name]
     torch.manual_seed(seed)
-    model = getattr(transformers, made.model)(getattr(transformers, made.config)(**made.settings))
+    model = getattr(transformers, made.model)(made.configured())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:  # RoFormer's table of angles is fixed

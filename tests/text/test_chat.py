@@ -26,61 +26,38 @@ INSTRUCTION = """{{ bos_token }}
 {%- endfor %}
 """
 HEADERS = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- endif %}
+{%- if not date_string is defined and strftime_now is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") %}
 {%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\n" }}
-{%- endif %}
+{%- set system_message = messages[0]['content'] | trim if messages[0]['role'] == 'system' else "" %}
+{%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}
 {{- "Today Date: " + date_string + "\n\n" + system_message + "<|eot_id|>" }}
-{%- for message in messages %}
+{%- for message in messages[1:] %}
     {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+        {{- message['role'] + '\n\n' + message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{%- endif %}
-"""  # noqa: E501
-THINKING = """{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+"""
+THINKING = """{%- set ns = namespace(last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
-        {%- set ns.multi_step_tool = false %}
-        {%- set ns.last_query_index = index %}
+    {%- if message.role == "user" and message.content is string %}
+        {%- set ns.last_query_index = (messages|length - 1) - loop.index0 %}
     {%- endif %}
 {%- endfor %}
 {%- for message in messages %}
-    {%- if message.role == "assistant" %}
-        {%- set content = message.content %}
-        {%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
-        {%- if '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last_query_index or loop.last %}
-            {{- '<|im_start|>assistant\n<think>\n' + reasoning + '\n</think>\n\n' + content }}
-        {%- else %}
-            {{- '<|im_start|>assistant\n' + content }}
-        {%- endif %}
-        {{- '<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- if message.role != "assistant" %}
+        {{- message.role + '\n' + message.content + '<|im_end|>\n' }}
         {%- continue %}
     {%- endif %}
+    {%- set content = message.content.split('</think>')[-1].lstrip('\n') %}
+    {%- set reasoning = message.reasoning_content if message.reasoning_content is string else '' %}
+    {%- if loop.index0 > ns.last_query_index or loop.last %}
+        {{- '<think>\n' + reasoning + '\n</think>\n\n' + content }}
+    {%- else %}
+        {{- content }}
+    {%- endif %}
 {%- endfor %}
-{%- if enable_thinking is defined and enable_thinking is false %}
-    {{- '<think>\n\n</think>\n\n' }}
-{%- endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}
 """
 BLOCKS = """{{ bos_token }}
 {% macro of(message) %}

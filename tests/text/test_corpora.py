@@ -3,6 +3,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -130,16 +131,36 @@ def test_a_tsv_line_with_too_few_columns_is_refused_with_its_line(tmp_path: Path
         read_parallel(CorpusSpec(file=path), base=tmp_path)
 
 
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
-def test_a_jsonl_file_is_read_by_field_names(tmp_path: Path, compression: str) -> None:
-    path = write_file(tmp_path, f"a.jsonl{compression}", jsonl(RECORDS))
-    assert pairs_of(read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)) == PAIRS
+def write_records(folder: Path, form: str, records: list[dict[str, object]], monkeypatch: Any) -> CorpusSpec:
+    """The records in a file of a form, or in a dataset of two splits; where they are."""
+    if form == "parquet":
+        names = {name: [record[name] for record in records] for name in records[0]}
+        return CorpusSpec(file=write_parquet(folder, names))
+    if form == "jsonl":
+        return CorpusSpec(file=write_file(folder, "a.jsonl", jsonl(records)))
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    (folder / "pairs").mkdir()
+    write_file(folder, "pairs/train.jsonl", jsonl(records[:1]))
+    write_file(folder, "pairs/test.jsonl", jsonl(records))
+    return CorpusSpec(hub="pairs", split="test")
 
 
-def test_a_jsonl_file_is_read_by_dotted_paths(tmp_path: Path) -> None:
-    path = write_file(tmp_path, "a.jsonl", jsonl([{"translation": record} for record in RECORDS]))
-    spec = CorpusSpec(file=path, source_field="translation.de", target_field="translation.en")
-    assert pairs_of(read_parallel(spec, base=tmp_path)) == PAIRS
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "hub"])
+def test_records_are_read_by_names_and_dotted_paths(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{**record, "in": record} for record in RECORDS]
+    spec = write_records(tmp_path, form, records, monkeypatch)
+    for prefix in ("", "in."):
+        fields = {name: f"{prefix}{field}" for name, field in FIELDS.items()}
+        corpus = read_parallel(spec.model_copy(update=fields), base=tmp_path)
+        assert pairs_of(corpus) == PAIRS
+        assert corpus.line_numbers == [1, 2, 3]
+    assert corpus.name == ("pairs test" if form == "hub" else f"a.{form}")
+    missing = "no field 'source'; it has de, en" if form == "jsonl" else "has no column 'source'; its columns"
+    with pytest.raises(DataError, match=missing):
+        read_parallel(spec, base=tmp_path)
 
 
 def test_a_field_whose_name_has_a_dot_is_found_by_its_name(tmp_path: Path) -> None:
@@ -180,25 +201,9 @@ def test_a_bad_jsonl_line_is_refused_with_its_line(tmp_path: Path, line: str, re
         read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
 
 
-def test_a_parquet_file_is_read_by_column_names(tmp_path: Path) -> None:
-    path = write_parquet(
-        tmp_path, {"de": [*(de for de, _ in PAIRS), None], "en": [*(en for _, en in PAIRS), "x"]}
-    )
-    corpus = read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
-    assert pairs_of(corpus) == PAIRS
-    assert corpus.counts.empty_dropped == 1
-
-
-def test_a_parquet_file_of_structs_is_read_by_dotted_paths(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path, {"id": [1, 2, 3], "translation": list(RECORDS)})
-    spec = CorpusSpec(file=path, source_field="translation.de", target_field="translation.en")
-    assert pairs_of(read_parallel(spec, base=tmp_path)) == PAIRS
-
-
-def test_a_missing_parquet_column_is_refused_with_the_columns_there_are(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path, {"de": ["a"], "fr": ["b"]})
-    with pytest.raises(DataError, match=r"a\.parquet has no column 'en'; its columns are de, fr"):
-        read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
+def test_nulls_in_parquet_count_as_empty(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, {"de": ["a", None], "en": ["b", "x"]})
+    assert read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path).counts.empty_dropped == 1
 
 
 def test_a_parquet_column_of_numbers_is_refused_with_its_row(tmp_path: Path) -> None:
@@ -230,41 +235,10 @@ def test_without_pyarrow_a_parquet_file_is_refused_with_what_to_install(
         read_parallel(CorpusSpec(file=Path("a.parquet")), base=tmp_path)
 
 
-@pytest.fixture
-def dataset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    pytest.importorskip("datasets")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "pairs"
-    folder.mkdir()
-    return folder
-
-
-def test_a_local_dataset_folder_is_read_offline(dataset_folder: Path) -> None:
-    write_file(dataset_folder, "train.jsonl", jsonl([{"translation": record} for record in RECORDS]))
-    spec = CorpusSpec(hub="pairs", source_field="translation.de", target_field="translation.en")
-    corpus = read_parallel(spec, base=dataset_folder.parent)
-    assert pairs_of(corpus) == PAIRS
-    assert corpus.line_numbers == [1, 2, 3]
-    assert corpus.name == "pairs train"
-
-
-def test_a_local_dataset_folder_of_parquet_is_read_by_split(dataset_folder: Path) -> None:
-    columns: dict[str, list[object]] = {"de": [de for de, _ in PAIRS], "en": [en for _, en in PAIRS]}
-    (dataset_folder / write_parquet(dataset_folder, columns)).rename(dataset_folder / "test.parquet")
-    corpus = read_parallel(CorpusSpec(hub="pairs", split="test", **FIELDS), base=dataset_folder.parent)
-    assert pairs_of(corpus) == PAIRS
-
-
-def test_a_missing_split_is_refused_by_name(dataset_folder: Path) -> None:
-    write_file(dataset_folder, "train.jsonl", jsonl(RECORDS))
+def test_a_missing_split_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = write_records(tmp_path, "hub", [*RECORDS], monkeypatch)
     with pytest.raises(UsageError, match=r"split 'dev', cannot be loaded: .*dev"):
-        read_parallel(CorpusSpec(hub="pairs", split="dev", **FIELDS), base=dataset_folder.parent)
-
-
-def test_a_missing_dataset_column_is_refused_with_the_columns_there_are(dataset_folder: Path) -> None:
-    write_file(dataset_folder, "train.jsonl", jsonl(RECORDS))
-    with pytest.raises(DataError, match="has no column 'source'; its columns are de, en"):
-        read_parallel(CorpusSpec(hub="pairs"), base=dataset_folder.parent)
+        read_parallel(spec.model_copy(update={"split": "dev"}), base=tmp_path)
 
 
 def test_without_datasets_a_hub_corpus_is_refused_with_what_to_install(

@@ -2,22 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from interrupting import wait_until
 from triptych.training.machine import ahead
 
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "triptych-ahead"]
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not reached():
-        assert time.monotonic() < deadline, "it never came about"
-        time.sleep(0.001)
 
 
 def numbers(made: list[int], upto: int = 1000) -> Iterator[int]:

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from checkpoints.tiny_models import TINY
 from interrupting import SignalAt, assert_same_run
 from small_checkpoints import gpt2_that_runs
+from tiny_recipe import text_tree
 from triptych.checkpoints.models import load_language_model
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.face.engines import evaluate_text
@@ -34,16 +35,16 @@ LINES = [f"the {c} {a} sat on the mat" for c in ("red", "old", "tiny") for a in 
 def recipe_of(
     folder: Path, checkpoint: Path, task: str = "language-model", **sections: dict[str, object]
 ) -> ContinuedRecipe:
-    text = folder / "text.txt"
-    text.write_text("\n".join(LINES) + "\n")
-    tree: dict[str, object] = {
-        "task": task,
-        "data": {"train": {"files": [str(text)], "documents": "line"}, "cache": str(folder / "cache")},
-        "model": {"checkpoint": str(checkpoint), "context": 16, **sections.get("model", {})},
-        "training": {"max_steps": 6, "batch_size": 4, "warmup_steps": 1, "learning_rate": 0.01,
-                     "save_every_steps": 2, "log_every_steps": 2, "threads": 1},
-        "validation": {"every_steps": 3},
-    }  # fmt: skip
+    training = {
+        "max_steps": 6,
+        "batch_size": 4,
+        "warmup_steps": 1,
+        "save_every_steps": 2,
+        "log_every_steps": 2,
+    }
+    tree = text_tree(folder, LINES, task, training=training, validation={"every_steps": 3})
+    tree["model"] = {"checkpoint": str(checkpoint), "context": 16, **sections.get("model", {})}
+    del tree["tokenizer"]
     recipe = resolve(tree)
     assert isinstance(recipe, ContinuedRecipe)
     return recipe

@@ -3,6 +3,7 @@
 import math
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,15 @@ from torch.nn import functional as F
 
 import triptych
 from interrupting import SignalAt, assert_same_run
+from tiny_recipe import text_tree
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.models import LanguageModel, LanguageModelConfig, read_model
+from triptych.models import read_model
 from triptych.models.architecture import HeadConfig
 from triptych.models.language_model import LanguageModelHead
 from triptych.opening import open_language_model
-from triptych.text import PackedBatches, TokenShards, read_tokenizer, write_shards
 from triptych.training import LanguageRecipe, resolve, runs
 from triptych.training.losses import head_loss
 from triptych.training.metrics import read_metrics
-from triptych.training.objectives import TokensOfText
-from triptych.training.precision import NarrowTwin
 from triptych.training.progress import LineDisplay
 from triptych.training.state import read_counters
 
@@ -31,25 +30,14 @@ LINES = [f"the {colour} {animal} sat on mat {i}" for i, (colour, animal) in enum
 
 
 def recipe_of(folder: Path, task: str = "language-model", **sections: dict[str, object]) -> LanguageRecipe:
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("\n".join(LINES) + "\n")
-    tree: dict[str, object] = {
-        "task": task,
-        "seed": 3,
-        "data": {
-            "train": {"files": [str(text)], "documents": "line"},
-            "cache": str(folder / "cache"),
-            **sections.get("data", {}),
-        },
-        "tokenizer": {"vocab_size": 300},
-        "model": {"num_layers": 1, "d_model": 16, "num_heads": 2, "context": 16, "dropout": 0.1,
-                  **sections.get("model", {})},
-        "training": {"max_steps": _STEPS, "batch_size": 8, "warmup_steps": 2, "learning_rate": 0.01,
-                     "save_every_steps": 3, "log_every_steps": 2, "threads": 1, "optimizer": "muon",
-                     "average_last": 2, **sections.get("training", {})},
-        "validation": {"every_steps": 4, **sections.get("validation", {})},
+    given: dict[str, dict[str, Any]] = {
+        "model": {"dropout": 0.1},
+        "training": {"max_steps": _STEPS, "save_every_steps": 3, "log_every_steps": 2, "optimizer": "muon",
+                     "average_last": 2},
+        "validation": {"every_steps": 4},
     }  # fmt: skip
+    given = {name: {**given.get(name, {}), **sections.get(name, {})} for name in (given | sections)}
+    tree = {"seed": 3, **text_tree(folder, LINES, task, **given)}
     recipe = resolve(tree)
     assert isinstance(recipe, LanguageRecipe)
     return recipe
@@ -182,11 +170,6 @@ def test_an_unknown_task_names_those_there_are() -> None:
         resolve({"task": "language-modle"})
 
 
-def shards_of(folder: Path, finished: dict[str, Path]) -> TokenShards:
-    tokenizer = read_tokenizer(finished["masked-language-model"] / "tokenizer.json")
-    return write_shards(LINES, tokenizer, folder)
-
-
 @pytest.mark.parametrize("chunk", [3, None])
 @pytest.mark.parametrize(
     "config",
@@ -219,28 +202,3 @@ def test_the_loss_of_every_head_is_that_of_its_logits(
     gradients = torch.autograd.grad(found.smoothed, weights)
     for one, other in zip(gradients, torch.autograd.grad(expected, weights), strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-def test_in_bfloat16_the_twin_of_a_language_model_gives_the_gradients_of_float32(
-    norm: str, finished: dict[str, Path], tmp_path: Path
-) -> None:
-    batches = PackedBatches(shards_of(tmp_path, finished), context=16, batch_size=8, seed=0)
-    batch = batches.collate(batches.plan(0)[0])
-    gradients = []
-    for narrow in (False, True):
-        torch.manual_seed(0)
-        config = LanguageModelConfig(num_layers=2, d_model=16, num_heads=2, context=16, norm=norm)
-        model = LanguageModel.of(config, "decoder", 300)
-        objective = TokensOfText(model, batches, batches, 1.0)
-        twin = NarrowTwin(model) if narrow else None
-        if twin is not None:
-            twin.follow()
-        objective.loss(twin.model if twin else model, batch).smoothed.backward()
-        if twin is not None:
-            twin.hand_over_gradients()
-        found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        gradients.append(torch.cat([gradient.flatten() for gradient in found]))
-    exact, rounded = gradients
-    assert exact.shape == rounded.shape
-    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from interrupting import wait_until
 from tiny_recipe import tiny_recipe
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
@@ -92,13 +93,6 @@ def ranks_of(launcher: int) -> dict[int, int]:
     return found
 
 
-def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def step_of(folder: Path) -> int:
     """The last step that the metrics tell of."""
     path = folder / "metrics.jsonl"
@@ -156,16 +150,16 @@ def test_a_rank_killed_at_twenty_random_moments_changes_nothing(
     drawn, folder, killed = random.Random(23), tmp_path / "run", 0
     with launch(folder, *LONGEST, restarts=20) as started:
         while killed < 20:
-            wait_for(lambda: len(ranks_of(started.pid)) == 2)
+            wait_until(lambda: len(ranks_of(started.pid)) == 2)
             alive, begun = ranks_of(started.pid), step_of(folder)
             if killed % 2:
                 time.sleep(drawn.uniform(0, 3))
             else:
-                wait_for(lambda begun=begun: step_of(folder) != begun)  # type: ignore[misc]
+                wait_until(lambda begun=begun: step_of(folder) != begun)  # type: ignore[misc]
                 time.sleep(drawn.uniform(0, 0.5))
             os.kill(alive[drawn.randrange(2)], signal.SIGKILL)
             killed += 1
-            wait_for(lambda alive=alive: not {*ranks_of(started.pid).values()} & {*alive.values()})  # type: ignore[misc]
+            wait_until(lambda alive=alive: not {*ranks_of(started.pid).values()} & {*alive.values()})  # type: ignore[misc]
         finish(started)
     assert_same_run(folder, longest_undisturbed)
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank-0.log", "rank-1.log"]
@@ -216,7 +210,7 @@ def test_a_link_between_two_machines_that_drops_and_comes_back_changes_nothing(
     ]  # fmt: skip
     try:
         for begun in (20, 60):
-            wait_for(lambda begun=begun: step_of(folder) >= begun)  # type: ignore[misc]
+            wait_until(lambda begun=begun: step_of(folder) >= begun)  # type: ignore[misc]
             run_ip("-n", two_machines[0], "link", "set", "ends", "down")
             time.sleep(1.0)
             stood = step_of(folder)
@@ -236,7 +230,7 @@ def test_a_link_between_two_machines_that_drops_and_comes_back_changes_nothing(
 def test_a_run_stopped_by_sigterm_is_resumed_in_any_layout(undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with launch(folder) as started:
-        wait_for(lambda: step_of(folder) >= 5)
+        wait_until(lambda: step_of(folder) >= 5)
         started.send_signal(signal.SIGTERM)
         said, _ = started.communicate(timeout=600)
     assert "stopped after step" in said, said
@@ -253,7 +247,7 @@ def test_another_number_of_ranks_or_kind_goes_on_within_a_tolerance(tmp_path: Pa
         folder = tmp_path / name
         with launch(folder, dropout=0.0) as started:
             if name != "whole":
-                wait_for(lambda folder=folder: step_of(folder) >= 5)  # type: ignore[misc]
+                wait_until(lambda folder=folder: step_of(folder) >= 5)  # type: ignore[misc]
                 started.send_signal(signal.SIGTERM)
             started.communicate(timeout=600)
         if name == "alone":
@@ -270,12 +264,12 @@ def test_another_number_of_ranks_or_kind_goes_on_within_a_tolerance(tmp_path: Pa
 def test_a_rank_that_hangs_ends_the_run_with_a_line_that_says_so(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with launch(folder, "--set", "training.timeout_minutes=0.2") as started:
-        wait_for(lambda: step_of(folder) >= 4)
+        wait_until(lambda: step_of(folder) >= 4)
         hanging = ranks_of(started.pid)[1]
         os.kill(hanging, signal.SIGSTOP)
         begun = time.monotonic()
         try:
-            wait_for(lambda: 0 not in ranks_of(started.pid), 120)
+            wait_until(lambda: 0 not in ranks_of(started.pid), 120)
             assert time.monotonic() - begun < 90
         finally:
             os.kill(hanging, signal.SIGKILL)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from small_checkpoints import gpt2_that_runs
-from tiny_recipe import tiny_recipe
+from tiny_recipe import text_tree, tiny_recipe
 from training.launching import start
 from triptych.checkpoints.models import load_language_model
 from triptych.training import resolve, runs
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 STEPS = 200
 TEXT = [f"the {c} {a} sat on the {p}" for c in ("red", "old") for a in ("cat", "dog", "owl")
         for p in ("mat", "roof", "step", "chair")]  # fmt: skip
-SIZES = {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "context": 12}
 TRAINING = {
     "max_steps": STEPS, "warmup_steps": 20, "learning_rate": 0.003, "clip_norm": 1.0, "log_every_steps": 1,
     "save_every_steps": 100, "average_last": 2, "threads": 1, "adam_epsilon": 1e-6,
@@ -31,16 +30,9 @@ TRAINING = {
 
 
 def of_text(task: str, folder: Path) -> dict[str, Any]:
-    (folder / "text.txt").write_text("\n".join(TEXT * 4) + "\n")
-    return {
-        "task": task,
-        "data": {"train": {"files": [str(folder / "text.txt")], "documents": "line"},
-                 "cache": str(folder / "cache")},
-        "tokenizer": {"vocab_size": 301},
-        "model": SIZES,
-        "training": {**TRAINING, "batch_size": 5},
-        "validation": {"every_steps": 100},
-    }  # fmt: skip
+    training, validation = {**TRAINING, "batch_size": 5}, {"every_steps": 100}
+    model = {"d_ff": 32, "context": 12}
+    return text_tree(folder, TEXT * 4, task, model=model, training=training, validation=validation)
 
 
 def translation(folder: Path) -> dict[str, Any]:

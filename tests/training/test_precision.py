@@ -4,11 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from training.ranks import language
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.training.computing import OneProcess
 from triptych.training.losses import output_loss
 from triptych.training.precision import NarrowTwin
 
@@ -91,6 +94,23 @@ def test_gradients_are_not_much_further_from_float32_than_with_autocast(tie: str
     assert sum(errors) < 2.5 * sum(by_autocast)
 
 
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_the_twin_of_a_language_model_gives_the_gradients_of_float32(kind: str) -> None:
+    found = []
+    for precision in ("fp32", "bf16"):
+        torch.manual_seed(2)
+        objective = language(kind)
+        computing = OneProcess(objective, precision)
+        computing.set_mode(training=True)
+        batch = objective.train.collate(np.arange(5))
+        computing.learn(batch, 1, batch.num_target_tokens, last=True)
+        weights = objective.model.parameters()
+        found.append(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]))
+    exact, rounded = found
+    assert exact.shape == rounded.shape
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
+
+
 def test_gradients_of_several_batches_are_added_up_in_float32() -> None:
     model = make_model()
     twin = NarrowTwin(model)
@@ -111,7 +131,7 @@ def test_gradients_of_several_batches_are_added_up_in_float32() -> None:
 COMPILED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from test_precision import loss_of, make_model
+from training.test_precision import loss_of, make_model
 from triptych.training.machine import compile_blocks
 from triptych.training.precision import NarrowTwin
 models = [make_model(num_layers=1), make_model(num_layers=1)]
@@ -134,7 +154,7 @@ print(float((gradients[1] - gradients[0]).norm() / gradients[0].norm()))
 
 @pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_blocks_compute_the_same(narrow: bool) -> None:
-    script = COMPILED.format(tests=str(Path(__file__).parent), narrow=narrow)
+    script = COMPILED.format(tests=str(Path(__file__).parents[1]), narrow=narrow)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     of_loss, of_gradient = map(float, ran.stdout.split())

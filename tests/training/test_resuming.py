@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -20,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run, full_disk
+from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run, full_disk, wait_until
 from tiny_recipe import tiny_recipe
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.text import TokenizerPair, generate_pairs
@@ -479,8 +478,8 @@ def _saved_step(folder: Path) -> int:
 
 
 def _wait_until(reached: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
-    while not reached():
+    def look() -> bool:
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "the process makes no progress"
-        time.sleep(0.01)
+        return reached()
+
+    wait_until(look, 120)

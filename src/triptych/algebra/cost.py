@@ -38,7 +38,10 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
         parameters=weights.num_parameters,
         query_flops=maps_flops((weights.k, weights.v, weights.q)) - memory_flops,
         memory_flops=memory_flops,
-        output_flops=maps_flops((weights.o,), weights.num_heads) + _of_gates(weights)[0],
+        # Heads that share the last map are summed before it.
+        output_flops=maps_flops((weights.o[:-1],), weights.num_heads)
+        + maps_flops((weights.o[-1:],))
+        + _of_gates(weights)[0],
         pair_flops=2 * weights.num_heads * (_width(weights, weights.q) + _width(weights, weights.v)),
         cached_numbers=cached_numbers(weights),
     )
@@ -183,7 +186,10 @@ class _Pass:
             attended = self._chain(attended, rest_v)
         gate_flops, gate_numbers = _of_gates(weights)
         self.flops += self.query_len * gate_flops
-        output = self._chain(attended, weights.o)
+        summed = self._chain(attended, weights.o[:-1])
+        if weights.o and (copies := weights.o[-1].copies) < summed.streams:
+            summed = self._value(("summed",), self.query_len, copies, summed.width)
+        output = self._chain(summed, weights.o[-1:])
         read = {("input",), (self.source,)}
         made = self.numbers.keys() - read - {output.key}
         bias = 0 if weights.o_bias is None else weights.o_bias.numel()

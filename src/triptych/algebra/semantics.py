@@ -5,7 +5,7 @@ read this one record. Whoever can do without a part of it has to look whether th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -127,14 +127,21 @@ def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
 class HeadGate:
     """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1.
 
-    One for each head, or for each channel of its values.
+    One for each head, or for each channel of its values. Of differential attention the first head of a pair
+    is taken whole, and `σ(x w_i + b_i)` times what the second moves is taken off it.
     """
 
-    # Source: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation.
+    # Sources: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation.
+    # Ye et al. 2026, Differential Transformer V2 (huggingface.co/blog/microsoft/diff-attn-v2), pairs.
 
     # of the input that the queries are made of: `[heads, d_model]`, or `[heads, d_v, d_model]`
     weight: Float[Tensor, "*gates d_model"]
     bias: Float[Tensor, "*gates"] | None = None
+    whole: tuple[bool, ...] = ()  # of pairs: which heads have no gate; the others' gates are negative
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.whole) or self.weight.shape[0]
 
     @property
     def of_channels(self) -> bool:
@@ -157,11 +164,23 @@ class HeadGate:
         heads, d_model = self.weight.shape[0], self.weight.shape[-1]
         bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
         gates = torch.nn.functional.linear(x, self.weight.reshape(-1, d_model).to(x.dtype), bias).sigmoid()
-        return gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call, no-any-return]
+        of_heads: Tensor = gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+        if not self.whole:
+            return of_heads
+        negative, one = iter(of_heads.neg().unbind(1)), torch.ones_like(of_heads[:, 0])
+        return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
+
+    def _own(self, heads: Iterable[int]) -> list[int]:
+        """Those of some heads that have a gate."""
+        return [head for head in heads if not self.whole or not self.whole[head]]
 
     def tensors(self) -> dict[str, Tensor]:
         """The weight, and the bias if there is one."""
         return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+
+    def of_tensors(self, tensors: Mapping[str, Tensor]) -> "HeadGate":
+        """The gate of another weight and bias, by name."""
+        return replace(self, weight=tensors["weight"], bias=tensors.get("bias"))
 
     def reading(self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None) -> "HeadGate":
         """The gate that makes of x what this one makes of `gain ∘ x + shift`; rounded once."""
@@ -169,11 +188,15 @@ class HeadGate:
         if shift is not None:
             moved = wide @ shift.double()
             bias = (moved if bias is None else bias.double() + moved).to(self.weight.dtype)
-        return HeadGate((wide * gain.double()).to(self.weight.dtype), bias)
+        return replace(self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias)
 
     def of_heads(self, order: Sequence[int]) -> "HeadGate":
         """That of some heads, in some order."""
-        return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
+        rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
+        chosen = [rows[head] for head in self._own(order)]
+        whole = tuple(self.whole[head] for head in order) if self.whole else ()
+        gate = self.of_tensors({name: part[chosen] for name, part in self.tensors().items()})
+        return replace(gate, whole=whole)
 
 
 @final

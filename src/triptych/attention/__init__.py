@@ -46,6 +46,7 @@ from triptych.attention.projections.maps import PerHead as PerHead
 from triptych.attention.projections.maps import ToHeads as ToHeads
 from triptych.attention.projections.table import Bilinear as Bilinear
 from triptych.attention.projections.table import Collaborative as Collaborative
+from triptych.attention.projections.table import Differential as Differential
 from triptych.attention.projections.table import Direct as Direct
 from triptych.attention.projections.table import Factored as Factored
 from triptych.attention.projections.table import FourMatrix as FourMatrix

@@ -58,7 +58,7 @@ def check_can_be_held(weights: AttentionWeights) -> None:
     gate, expected = weights.semantics.gate, [weights.num_heads, weights.d_model]
     if gate is not None and gate.of_channels:
         expected.insert(1, weights.multiplied("v").d_out)
-    if gate is not None and list(gate.weight.shape) != expected:
+    if gate is not None and [gate.num_heads, *gate.weight.shape[1:]] != expected:
         raise ValueError(
             f"the gate is {list(gate.weight.shape)}, and the layer's heads and width are {expected}"
         )

@@ -167,9 +167,12 @@ class MultiHeadAttention(nn.Module):
         elif scores != "dot":
             drawn = scores_class(scores).drawn(num_heads, self._key_width)
             self._semantics = replace(self._semantics, scores=drawn, scale=1.0)
+        gate = self.parameterisation.gate(d_model, num_heads)
         if output_gate:
+            if gate is not None:
+                raise ValueError(f"{self.parameterisation.name} has gates already: leave output_gate out")
             gate = HeadGate(torch.zeros(num_heads, d_model), torch.zeros(num_heads))
-            self._semantics = replace(self._semantics, gate=gate)
+        self._semantics = replace(self._semantics, gate=gate)
         self._hold(self._semantics)
 
     @classmethod

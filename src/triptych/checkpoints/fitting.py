@@ -103,10 +103,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     found: dict[str, int] = {}
     latent, turned = spec.latent, place.count(spec.latent.turned) if spec.latent else 0
     plain = latent.plain if latent else place.width
-    of_sizes = [
-        (here.heads, wanted.heads, spec.heads),
-        (here.width - turned, wanted.width - turned, plain),
-    ]
+    of_sizes = [(here.heads, wanted.heads, spec.heads), (here.width - turned, wanted.width - turned, plain)]
     if latent:
         of_sizes.append((here.value_width, wanted.value_width, latent.value))
         of_sizes.append((here.rank or 0, wanted.rank or 0, latent.rank))
@@ -199,7 +196,7 @@ class Fitting:
         kept: Sequence[int] | None,
         same_sizes: bool,
     ) -> None:
-        self.checkpoint, self.site, self.same_sizes = checkpoint, before.site, same_sizes
+        self.checkpoint, self.layer, self.same_sizes = checkpoint, before, same_sizes
         self.place = checkpoint.place(before.site)
         self.before, self.after = before.weights, after
         self.semantics = before.weights.semantics
@@ -263,7 +260,7 @@ class Fitting:
         return replace(after, **evened, o=o, norm=None, memory_norm=None)  # type: ignore[arg-type]
 
     def _can_be(self, sizes: MapSizes) -> bool:
-        return not self.same_sizes and resizing(self.checkpoint, self.site, sizes) is not None
+        return not self.same_sizes and resizing(self.checkpoint, self.layer.site, sizes) is not None
 
     def _in_heads(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         if whole.num_heads == old.heads:

@@ -193,11 +193,7 @@ _Entries = Iterator[tuple[tuple[str, ...], Named]]
 def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
     """Rows and copies of the maps of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
-    return (
-        ("q", heads * width, heads),
-        ("k", groups * width, groups),
-        ("v", groups * value_width, groups),
-    )
+    return (("q", heads * width, heads), ("k", groups * width, groups), ("v", groups * value_width, groups))
 
 
 def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:

@@ -210,6 +210,10 @@ class _Mapping:
         for copy in () if self._is_untied else spec.copies:
             why = f", though {spec.head.tied} says so"
             self.entries.require_copy(f"{place.beside(copy)}.weight", self.table, why)
+        masked = None
+        if spec.masked is not None and place.holds(spec.masked.when):
+            said_of = self.settings.whole
+            masked = MaskedTokens(said_of(spec.masked.token), said_of(spec.masked.padding))
         found = EmbeddingsConfig(
             self.tensors.infos[table].shape[0],
             scale=place.factor(spec.embedding_scale) * place.factor(place.chosen(spec.root_scale)) ** 0.5,
@@ -217,7 +221,7 @@ class _Mapping:
             map_bias=f"{self._embedding_map()}.bias" in self.tensors.infos,
             map_first=spec.map_first and bool(self._embedding_map()),
             num_types=self._types(),
-            masked=self._masked(),
+            masked=masked,
             norm=self._norm("embeddings.norm", place, spec.embedding_norm, self._width),
             norm_first=spec.norm_first,
         )
@@ -248,12 +252,6 @@ class _Mapping:
             if f"{module}.bias" in self.tensors.infos:
                 self.entries.enter("embeddings.map.bias", f"{module}.bias", (self.d_model,))
         return module
-
-    def _masked(self) -> MaskedTokens | None:
-        spec, settings = self.spec.masked, self.settings
-        if spec is None or not settings.holds(spec.when):
-            return None
-        return MaskedTokens(settings.whole(spec.token), settings.whole(spec.padding))
 
     def _types(self) -> int:
         """How many segments there are rows for."""

@@ -37,17 +37,12 @@ Entry = tuple[tuple[str, ...], Named]
 
 @final
 class Entries:
-    """The tensors of a model, as far as its parts have entered theirs.
-
-    Attributes:
-        found: names of ours, and what is stored for them.
-        copies: stored tensors that hold the numbers of another one, and that one.
-    """
+    """The tensors of a model, as far as its parts have entered theirs."""
 
     def __init__(self, name: str, tensors: Tensors) -> None:
         self.name, self.tensors = name, tensors
-        self.found: list[Entry] = []
-        self.copies: dict[str, str] = {}
+        self.found: list[Entry] = []  # names of ours, and what is stored for them
+        self.copies: dict[str, str] = {}  # stored tensors that hold the numbers of another one, and that one
 
     def enter(self, ours: str, name: str, shape: Shape) -> None:
         """Enter a tensor that is stored as it is; errors as of `add`."""
@@ -259,13 +254,9 @@ class FeedForwardMap:
 
 @final
 class HeadMap:
-    """A model's head as the family has it.
+    """A model's head as the family has it."""
 
-    Attributes:
-        config: what it is made of; None if the model ends with the stream.
-    """
-
-    config: HeadConfig | None
+    config: HeadConfig | None  # what it is made of; None if the model ends with the stream
 
     def __init__(
         self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, table: str, table_width: int

@@ -15,6 +15,7 @@ from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import norm_tensors
+from triptych.checkpoints.model_parts import above
 from triptych.checkpoints.specs import NormSpec, OtherNormSpec
 from triptych.storage.tensors import Tensors
 
@@ -151,12 +152,8 @@ def _output_map(
     if any(tied) or not tied:
         return (), "the output map is the embedding (tie_word_embeddings), which would change with it"
     infos = checkpoint.tensors.infos
-    outer = place.prefix.split(".")[:-2]
-    above = ("".join(f"{part}." for part in outer[:count]) for count in range(len(outer), -1, -1))
-    module = next(
-        (f"{at}{other.output_map}" for at in above if f"{at}{other.output_map}.weight" in infos), ""
-    )
-    if not module:
+    module = above(place.prefix, other.output_map, checkpoint.tensors)
+    if f"{module}.weight" not in infos:
         return (), f"there is no map {other.output_map} that reads it: others take what the model puts out"
     bias = f"{module}.bias"
     reader = NormReader(module, f"{module}.weight", bias if bias in infos else "", False)

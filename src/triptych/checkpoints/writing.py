@@ -51,26 +51,17 @@ def write_layer(
     # Formats have fixed slots: a bias that is gone is zeros, a folded norm gain 1 and shift 0. Other sizes of
     # heads are written where the configuration can say them; else heads are padded, zeroed or repeated.
     try:
-        return _LayerWriter(checkpoint, before, after, kept, same_sizes).write()
+        return _LayerWriter(Fitting(checkpoint, before, after, kept, same_sizes)).write()
     except RewriteRefusedError as error:
         raise error.at(before.site.name) from None
 
 
 @final
 class _LayerWriter:
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        before: AttentionLayer,
-        after: AttentionWeights,
-        kept: Sequence[int] | None,
-        same_sizes: bool,
-    ) -> None:
-        self.checkpoint, self.tensors = checkpoint, checkpoint.tensors
-        self.layer, self.before, self.after = before, before.weights, after
-        self.place, self.semantics = checkpoint.place(before.site), before.weights.semantics
-        self.fitting = Fitting(checkpoint, before, after, kept, same_sizes)
-        self.kept = self.fitting.kept
+    def __init__(self, fitting: Fitting) -> None:
+        self.fitting, self.checkpoint, self.tensors = fitting, fitting.checkpoint, fitting.checkpoint.tensors
+        self.layer, self.before, self.after = fitting.layer, fitting.before, fitting.after
+        self.place, self.semantics, self.kept = fitting.place, fitting.semantics, fitting.kept
 
     def write(self) -> WrittenLayer:
         in_place = self.kept == list(range(self.before.num_heads))

@@ -138,7 +138,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
     console.print(f"{plan.source}: {plan.family}, {len(plan.layers)} attention layers")
     console.print(_steps_table(plan.layers))
     if plan.norms:
-        console.print(_steps_table(plan.norms, "norms beside"))
+        console.print(_steps_table(plan.norms, "other norms"))
     _print_savings(plan, console)
     console.print(
         f"attention in the file: {plan.bytes_before:,} bytes now, {plan.bytes_after:,} afterwards"
@@ -195,7 +195,7 @@ def _savings(title: str, before: Cost, after: Cost) -> Table:
 def _print_certificate(certificate: Certificate, out: Path, console: Console) -> None:
     console.print(_steps_table(certificate.layers))
     if certificate.norms:
-        console.print(_steps_table(certificate.norms, "norms beside"))
+        console.print(_steps_table(certificate.norms, "other norms"))
     _print_savings(certificate, console)
     console.print(card(certificate, str(out)))
     console.print(f"written: {out}, with certificate.json")

@@ -47,19 +47,12 @@ class ConversionCheck:
 
 
 class Written(NamedTuple):
-    """What the writer of a format tells of the folder that it filled.
+    """What the writer of a format tells of the folder that it filled."""
 
-    Attributes:
-        architecture: in the format's own words.
-        parameters: numbers that the folder holds, quantised ones included.
-        folded: what was done to the model to make it fit, in words.
-        checks: what was tried.
-    """
-
-    architecture: str
-    parameters: int
-    folded: tuple[str, ...]
-    checks: tuple[ConversionCheck, ...]
+    architecture: str  # in the format's own words
+    parameters: int  # numbers that the folder holds, quantised ones included
+    folded: tuple[str, ...]  # what was done to the model to make it fit, in words
+    checks: tuple[ConversionCheck, ...]  # what was tried
 
 
 class Pairs(NamedTuple):

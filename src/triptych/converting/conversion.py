@@ -4,7 +4,6 @@ The result is written to a temporary folder, read again and compared with the or
 it get its name.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -58,49 +57,39 @@ def convert(
     """Write a model in another format."""
     if quantization != "float32" and to != "ctranslate2":
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
-    if not opened.translates:
-        return _convert_language_model(opened, target, to, quantization)
-    run = opened
-    run.require_recipe()
-    if to == "triptych" and is_own(read_json(run.folder / "config.json")):
-        raise UsageError(f"{run.folder} is a run already: give a folder in Hugging Face's format")
-    writers: dict[TargetFormat, Callable[[Path], Written]] = {
-        "hf": lambda folder: hugging_face.write_translator(run, folder),
-        "ctranslate2": lambda folder: ctranslate2.write_translator(run, folder, quantization),
-        "onnx": lambda folder: write_onnx(run, folder),
-        "triptych": lambda folder: _write_ours(run, folder),
-    }
-    written = _written(target, writers[to])
-    return Conversion(str(run.folder), str(target), "run" if to == "triptych" else to, *written)
-
-
-def _convert_language_model(
-    opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization
-) -> Conversion:
-    if to not in ("hf", "ctranslate2"):
+    if opened.translates:
+        opened.require_recipe()
+        if to == "triptych" and is_own(read_json(opened.folder / "config.json")):
+            raise UsageError(f"{opened.folder} is a run already: give a folder in Hugging Face's format")
+    elif to not in ("hf", "ctranslate2"):
         raise UsageError(
             f"{opened.folder} is a model of one text, which is converted --to hf or ctranslate2 alone"
         )
-    if to == "hf" and opened.language_model.config is None and not goes_on(opened.folder):
+    elif to == "hf" and opened.language_model.config is None and not goes_on(opened.folder):
         raise UsageError(f"{opened.folder} is in Hugging Face's format already: copy the folder")
-
-    def write(folder: Path) -> Written:
-        if to == "hf":
-            return hugging_face.write_language_model(opened, folder)
-        return ctranslate2.write_text_generator(opened, folder, quantization)
-
-    return Conversion(str(opened.folder), str(target), to, *_written(target, write))
-
-
-def _written(target: Path, write: Callable[[Path], Written]) -> Written:
-    """Make a folder; what its writer tells of it."""
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"the folder of {target} does not exist: make it first")
     written: list[Written] = []
-    write_folder(target, lambda folder: written.append(write(folder)))
-    return written[0]
+    write_folder(target, lambda folder: written.append(_write(opened, folder, to, quantization)))
+    return Conversion(str(opened.folder), str(target), "run" if to == "triptych" else to, *written[0])
+
+
+def _write(opened: OpenedModel, folder: Path, to: TargetFormat, quantization: Quantization) -> Written:
+    match to:
+        case "hf" if opened.translates:
+            return hugging_face.write_translator(opened, folder)
+        case "hf":
+            return hugging_face.write_language_model(opened, folder)
+        case "ctranslate2" if opened.translates:
+            return ctranslate2.write_translator(opened, folder, quantization)
+        case "ctranslate2":
+            return ctranslate2.write_text_generator(opened, folder, quantization)
+        case "onnx":
+            return write_onnx(opened, folder)
+        case "triptych":
+            return _write_ours(opened, folder)
 
 
 def _write_ours(run: OpenedModel, folder: Path) -> Written:

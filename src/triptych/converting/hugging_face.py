@@ -172,9 +172,7 @@ def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
     tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
     checks = [
         compare_tokenizers(
-            f"{_IDS}, source",
-            run.tokenizers.source,
-            lambda text: list(tokenizer(text)["input_ids"]),
+            f"{_IDS}, source", run.tokenizers.source, lambda text: list(tokenizer(text)["input_ids"])
         )
     ]
     target = tokenizer

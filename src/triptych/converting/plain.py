@@ -105,6 +105,8 @@ def _number_of_heads(d_model: int, sites: Mapping[str, AttentionWeights], target
 def _plain_site(
     name: str, weights: AttentionWeights, num_heads: int, target: str
 ) -> tuple[AttentionWeights, list[str]]:
+    if unfit := weights.semantics.beyond(("scale", "kind", "dropout")):
+        raise UsageError(f"{target} cannot hold {name}: it has {unfit[0]}")
     width = weights.d_model // num_heads
     wide = weights.to(torch.float64)
     # What is no more than the rounding of the numbers as they are stored is none.

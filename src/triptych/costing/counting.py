@@ -38,7 +38,7 @@ class CostSpec:
         num_heads: number of query heads.
         d_k: size of queries and keys per head. Default: d_model / num_heads.
         d_v: size of values per head. Default: d_model / num_heads.
-        num_kv_heads: number of key-value heads of 'grouped'.
+        num_kv_heads: number of key-value heads of 'grouped' and 'differential'.
         d_latent: size of the latent of 'latent'.
         d_shared: number of channels that 'collaborative' shares.
         biases: give every map a bias.

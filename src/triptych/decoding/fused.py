@@ -62,12 +62,7 @@ class FusedAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        weights: AttentionWeights,
-        maps: Maps,
-        is_cross: bool,
-        once: bool = False,
-        borrows: bool = False,
+        self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False, borrows: bool = False
     ) -> None:
         super().__init__()
         if foreign := beyond_fusing(weights, is_cross):
@@ -101,7 +96,7 @@ class FusedAttention(nn.Module):
         self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
         gate = semantics.gate
         if gate is not None:
-            gate = replace(gate, **{name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
+            gate = gate.of_tensors({name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
         self.gate = gate
         if is_cross:
             self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
@@ -350,7 +345,7 @@ def _keeps_more(weights: AttentionWeights) -> bool:
 
 def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     """What a layer does that a `FusedAttention` does not."""
-    found = list(weights.semantics.beyond(("scale", "kind", "dropout"))) if is_cross else []
+    found = list(weights.semantics.beyond(("scale", "kind", "dropout", "gate"))) if is_cross else []
     if weights.semantics.scores is not None and not is_cross:
         found.append("scores that are no product of queries and keys")
     if weights.norms_within:

@@ -6,12 +6,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from triptych.decoding.engine import Engine
-from triptych.decoding.generation import (
-    GenerationOptions,
-    OtherEngine,
-    begin,
-    generate_tokens,
-)
+from triptych.decoding.generation import GenerationOptions, OtherEngine, begin, generate_tokens
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision
 from triptych.decoding.search import Finish, Hypothesis

@@ -29,8 +29,10 @@ from triptych.models.sites import AttentionSite, attention_sites, blocks_of
 
 Map = Literal["W_Q", "W_K", "W_V", "W_O"]
 SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
-# From the value of one head, `[batch, …]`, and the position of its first query to the value in its place.
+# From the value of one head, `[batch, …]`, or of some together, `[batch, heads, …]`, and the position of its
+# first query to the value in its place.
 Edit = Callable[[Tensor, int], Tensor]
+Part = int | tuple[int, ...]  # a head, or some of a layer together
 
 
 class Change(ABC):
@@ -91,7 +93,7 @@ class ValueChange(Change):
 
     words: str
     what: Activation
-    heads: Mapping[int, Mapping[int, Edit]]
+    heads: Mapping[int, Mapping[Part, Edit]]
 
     @property
     def unsayable(self) -> str:  # type: ignore[override]
@@ -113,7 +115,7 @@ class HeadTap:
         first: position of the first query, where the layer itself cannot tell (cross-attention).
     """
 
-    def __init__(self, edits: Sequence[tuple[Activation, Mapping[int, Edit]]]) -> None:
+    def __init__(self, edits: Sequence[tuple[Activation, Mapping[Part, Edit]]]) -> None:
         self.edits, self.first = tuple(edits), 0
 
     def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
@@ -121,14 +123,15 @@ class HeadTap:
             if what != name:
                 continue
             value = value.clone()
-            for head, edit in by_head.items():
-                new = edit(value[:, head].clone(), self.first if first is None else first)
-                if new.shape != value[:, head].shape:
+            for heads, edit in by_head.items():
+                at = list(heads) if isinstance(heads, tuple) else heads
+                old = value[:, at].clone()
+                new = edit(old, self.first if first is None else first)
+                if new.shape != old.shape:
                     raise UsageError(
-                        f"the edit of {name} gave shape {list(new.shape)} in the place of "
-                        f"{list(value[:, head].shape)}"
+                        f"the edit of {name} gave shape {list(new.shape)} in the place of {list(old.shape)}"
                     )
-                value[:, head] = new.to(value)
+                value[:, at] = new.to(value)
         return value
 
 
@@ -308,7 +311,9 @@ def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
 
 def resampling(words: str, heads: Mapping[int, Mapping[int, Float[Tensor, "tokens d_v"]]]) -> ValueChange:
     """Heads that give what they gave on another text, by the number of their layer."""
-    edits = {layer: {head: _resampled(z) for head, z in own.items()} for layer, own in heads.items()}
+    edits: dict[int, dict[Part, Edit]] = {
+        layer: {head: _resampled(z) for head, z in own.items()} for layer, own in heads.items()
+    }
     return ValueChange(words, "z", edits)
 
 

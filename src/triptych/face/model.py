@@ -40,6 +40,7 @@ from triptych.face.changes import (
     SIDE_OF,
     Change,
     Edit,
+    Part,
     PositionsOff,
     Steering,
     ValueChange,
@@ -859,7 +860,7 @@ class Model:
         if what not in ACTIVATIONS:
             raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
         names = self._places.names
-        edits = {
+        edits: dict[int, dict[Part, Edit]] = {
             number: {
                 head: patched(what, getattr(run[f"{names[number]}.{head}"], what).detach(), positions)
                 for head in own
@@ -869,7 +870,12 @@ class Model:
         return self._changed(ValueChange(f"patch({_said(heads)}, {what})", what, edits))
 
     def edit(
-        self, heads: str | Sequence[str], what: Activation, with_: Callable[[Tensor], Tensor]
+        self,
+        heads: str | Sequence[str],
+        what: Activation,
+        with_: Callable[[Tensor], Tensor],
+        *,
+        together: bool = False,
     ) -> "Model":
         """The model with a formula of your own between two steps of its heads.
 
@@ -878,14 +884,15 @@ class Model:
             what: which value: q, k, v, scores, weights or z.
             with_: from the value of one head, `[batch, …]` as in `Run`, to what takes its place, of the same
                 shape.
+            together: whether `with_` gets the named heads of a layer at once, `[batch, heads, …]`.
 
         Raises:
             UsageError: there is no such head or value.
         """
         if what not in ACTIVATIONS:
             raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
-        edits = {
-            number: {head: _ignoring_position(with_) for head in own}
+        edits: dict[int, dict[Part, Edit]] = {
+            number: {part: _ignoring_position(with_) for part in ([tuple(own)] if together else own)}
             for number, own in self._heads(heads).items()
         }
         return self._changed(ValueChange(f"edit({_said(heads)}, {what})", what, edits))

@@ -137,7 +137,7 @@ class AttentionConfig(_Config):
         others: dict[str, Any] = {
             "scores": scores,
             "qk_norm": semantics.qk_norm and scores != "cosine",
-            "output_gate": semantics.gate is not None,
+            "output_gate": semantics.gate is not None and not semantics.gate.whole,
         }
         if isinstance(chosen, ScaledOutside):
             chosen, others["scale"] = chosen.inner, "outside"
@@ -370,13 +370,10 @@ class ModelConfig(_Config):
 
     @model_validator(mode="after")
     def _sites_fit(self) -> "ModelConfig":
+        of_decoder = self.decoder.attention_in_layer, self.decoder.cross_attention_in_layer
         _check_layers("encoder.attention_in_layer", self.encoder.attention_in_layer, self.encoder.num_layers)
-        _check_layers("decoder.attention_in_layer", self.decoder.attention_in_layer, self.decoder.num_layers)
-        _check_layers(
-            "decoder.cross_attention_in_layer",
-            self.decoder.cross_attention_in_layer,
-            self.decoder.num_layers,
-        )
+        _check_layers("decoder.attention_in_layer", of_decoder[0], self.decoder.num_layers)
+        _check_layers("decoder.cross_attention_in_layer", of_decoder[1], self.decoder.num_layers)
         positions = self.positions.in_attention()
         for stack in get_args(StackName):
             for site in self.sites(stack):

@@ -148,6 +148,7 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
         and own.gate is not None
         and given.gate.tensors().keys() == own.gate.tensors().keys()
         and given.gate.weight.shape == own.gate.weight.shape
+        and given.gate.whole == own.gate.whole
     ):
         held.add("gate")
     if type(given.scores) is type(own.scores):
@@ -213,29 +214,16 @@ def _configured(
     for name, site in sites.items():
         stack, index = name.split(".")
         of_stack.setdefault(stack, {})[int(index)] = site
-    usual, unusual = {}, {}
+    record = config.model_dump()
     for stack, layers in of_stack.items():
         dumps = {i: site.model_dump_json() for i, site in layers.items()}
         most = Counter(dumps.values()).most_common(1)[0][0]
-        usual[stack] = AttentionConfig.model_validate_json(most)
-        unusual[stack] = {i: site for i, site in layers.items() if dumps[i] != most}
-    if isinstance(config, LanguageModelConfig):
-        (stack,) = usual
-        own = {"attention": usual[stack], "attention_in_layer": unusual[stack]}
-        return LanguageModelConfig.model_validate(config.model_copy(update=own).model_dump())
-    encoder = config.encoder.model_copy(
-        update={"attention": usual["encoder"], "attention_in_layer": unusual["encoder"]}
-    )
-    decoder = config.decoder.model_copy(
-        update={
-            "attention": usual["decoder"],
-            "attention_in_layer": unusual["decoder"],
-            "cross_attention": usual["cross"],
-            "cross_attention_in_layer": unusual["cross"],
-        }
-    )
-    changed = config.model_copy(update={"encoder": encoder, "decoder": decoder})
-    return ModelConfig.model_validate(changed.model_dump())
+        half = "encoder" if stack == "encoder" else "decoder"
+        own = record[half] if isinstance(config, ModelConfig) else record
+        kind = "cross_attention" if stack == "cross" else "attention"
+        own[kind] = AttentionConfig.model_validate_json(most)
+        own[f"{kind}_in_layer"] = {i: site for i, site in layers.items() if dumps[i] != most}
+    return type(config).model_validate(record)
 
 
 def _norm(norm: nn.Module) -> Norm | None:

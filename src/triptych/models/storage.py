@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pydantic
 import torch
@@ -20,7 +21,6 @@ from triptych.models.language_model import LanguageModel
 from triptych.storage.untrusted import LONGEST_JSON, read_limited, require_regular
 
 OwnModel = EncoderDecoder | LanguageModel
-ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel)
 
 _FORMAT = 1
 _ENCODER_DECODER = "encoder-decoder"
@@ -71,13 +71,12 @@ def write_config(model: OwnModel, folder: Path) -> None:
                 "tgt_vocab_size": model.tgt_vocab_size,
                 "pad_id": model.pad_id,
             }
-            config = model.config.model_dump()
         case LanguageModel():
-            if model.config is None:
-                raise ValueError("the model is of another library's checkpoint: no recipe describes it")
             kind = model.architecture.kind
             record |= {"model_type": "triptych", "kind": kind, "vocab_size": model.vocab_size}
-            config = model.config.model_dump()
+    if model.config is None:
+        raise ValueError("the model is of another library's checkpoint: no recipe describes it")
+    config = model.config.model_dump()
     table = next(iter(model.stacks.values())).embeddings.table.weight
     record |= {"dtype": str(table.dtype).removeprefix("torch."), "model": config}
     if code := user_code.digests(config):
@@ -105,8 +104,6 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
                 f"{path} has format {record['format']}, this triptych reads {_FORMAT}: "
                 "use the release that wrote it"
             )
-        kind = record.get("kind", _ENCODER_DECODER)
-        make = _encoder_decoder if kind == _ENCODER_DECODER else _language_model
         code = record.get("code", {})
         if unknown := user_code.named_files(record["model"]) - code.keys():
             raise DataError(f"{path} names a class in {sorted(unknown)[0]} without the SHA-256 of that file")
@@ -114,7 +111,7 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         dtype = record.get("dtype", "float32")
         if dtype not in _DTYPES:
             raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")
-        return make(record, held, path).to(_DTYPES[dtype])
+        return _made(record, held, path).to(_DTYPES[dtype])
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
     except KeyError as error:
@@ -127,51 +124,30 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         raise DataError(f"{path} is not a triptych configuration: {_one_line(error)}") from None
 
 
-def _encoder_decoder(
-    record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path
-) -> EncoderDecoder:
-    src_size, tgt_size, pad_id = (
-        _whole_number(record, name, path) for name in ("src_vocab_size", "tgt_vocab_size", "pad_id")
-    )
-    if not (0 <= pad_id < min(src_size, tgt_size)):
-        raise DataError(f"{path}: pad_id {pad_id} is outside the vocabularies of {src_size} and {tgt_size}")
-    config = ModelConfig.model_validate(record["model"])
-
-    def make() -> EncoderDecoder:
-        return EncoderDecoder.of(config, src_size, tgt_size, pad_id)
-
-    layers = {"encoder": config.encoder.num_layers, "decoder": config.decoder.num_layers}
-    return _made(make, layers, held, path)
-
-
-def _whole_number(record: dict[str, Any], name: str, path: Path) -> int:
-    value = record[name]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise DataError(f"{path}: {name} is {value!r}: a whole number is needed")
-    return value
-
-
-def _language_model(
-    record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path
-) -> LanguageModel:
-    kind, vocab_size = record["kind"], _whole_number(record, "vocab_size", path)
-    if kind not in ("decoder", "encoder"):
-        raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
-    config = LanguageModelConfig.model_validate(record["model"])
-
-    def make() -> LanguageModel:
-        return LanguageModel.of(config, kind, vocab_size)
-
-    return _made(make, {"blocks": config.num_layers}, held, path)
-
-
-def _made(
-    make: Callable[[], ModelT],
-    stacks: Mapping[str, int],
-    held: Mapping[str, Sequence[int]] | None,
-    path: Path,
-) -> ModelT:
+def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path) -> OwnModel:
     """The model, if what its configuration calls for is what there is."""
+
+    def size(name: str) -> int:
+        value = record[name]
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise DataError(f"{path}: {name} is {value!r}: a whole number is needed")
+        return value
+
+    make: Callable[[], OwnModel]
+    kind = record.get("kind", _ENCODER_DECODER)
+    if kind == _ENCODER_DECODER:
+        src, tgt, pad_id = size("src_vocab_size"), size("tgt_vocab_size"), size("pad_id")
+        if not (0 <= pad_id < min(src, tgt)):
+            raise DataError(f"{path}: pad_id {pad_id} is outside the vocabularies of {src} and {tgt}")
+        of_both = ModelConfig.model_validate(record["model"])
+        make = partial(EncoderDecoder.of, of_both, src, tgt, pad_id)
+        stacks = {"encoder": of_both.encoder.num_layers, "decoder": of_both.decoder.num_layers}
+    else:
+        vocab_size = size("vocab_size")
+        if kind not in ("decoder", "encoder"):
+            raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
+        config = LanguageModelConfig.model_validate(record["model"])
+        make, stacks = partial(LanguageModel.of, config, kind, vocab_size), {"blocks": config.num_layers}
     if held is None:
         return make()
     for name, layers in stacks.items():

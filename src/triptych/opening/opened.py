@@ -222,11 +222,7 @@ def _opened(
     loaded = load_language_model(found, where, dtype)
     tokenizer = _tokenizer_in(loaded.folder, loaded.model.vocab_size)
     return OpenedModel(
-        found.name,
-        loaded.folder,
-        loaded.model,
-        tokenizer,
-        end_ids=_end_ids(loaded.folder, loaded.config),
+        found.name, loaded.folder, loaded.model, tokenizer, end_ids=_end_ids(loaded.folder, loaded.config)
     )
 
 

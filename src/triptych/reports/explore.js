@@ -247,6 +247,7 @@ class Explorer {
       [of, [
         ["W_Q = W_K", tie("W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a."],
         ["W_K = W_V", tie("W_K", "W_V"), "Each head is found by what it gives."],
+        ...(about.heads > 1 ? [["one head", layers.map((one) => `one_head(${one})`), `One softmax with the queries and keys of all ${about.heads} heads, in the place of ${about.heads}: the same parameters.`]] : []),
       ]],
       ["Model", [["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
       ["Changes nothing", this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])],
@@ -303,7 +304,7 @@ class Explorer {
     const [before, after] = next.loss;
     const small = (value) => (value < 1e-9 ? "0 (below 1e-9)" : digits(value));
     const facts = [
-      [`KL of the next token at “${shortly(next.token)}” (${next.at})`, `${small(next.kl)} nats`],
+      [`KL of the next token ${this.isTranslator ? "where" : "at"} “${shortly(next.token)}” (${next.at})${this.isTranslator ? " is written" : ""}`, `${small(next.kl)} nats`],
       ["KL, mean over the text", `${small(next.mean_kl)} nats`],
       ["loss on the text, nats per token", before === null ? "–" : `${digits(before)} → ${digits(after)} (${after >= before ? "+" : "−"}${digits(Math.abs(after - before))})`],
     ].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));

@@ -166,7 +166,7 @@ class RoundedAgain:
         if semantics.gate is not None:
             gate = _gate_of(weights).items()
             moved_gate = {part: self._moved("gate", part, numbers.double()) for part, numbers in gate}
-            semantics = replace(semantics, gate=replace(semantics.gate, **moved_gate))
+            semantics = replace(semantics, gate=semantics.gate.of_tensors(moved_gate))
         return replace(weights, o_bias=o_bias, semantics=semantics)
 
     def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:

@@ -232,7 +232,7 @@ def nothing_else(
     wrong += [f"{module} is in the certificate twice" for module in set(named) if named.count(module) > 1]
     wrong += source.other_than(certificate, original, folder, written.source)
     measured = sum(layer.measured is not None for layer in certificate.layers)
-    return listed("nothing else is other than it was", wrong, f"{measured} layers were changed")
+    return listed("nothing else has changed", wrong, f"{measured} layers were changed")
 
 
 # Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another

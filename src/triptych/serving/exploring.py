@@ -50,6 +50,12 @@ def _unscaled(model: Model, place: str) -> Model:
     return model.edit(place, "q", lambda q: q / semantics.scale)
 
 
+def _joined(scores: Tensor) -> Tensor:
+    """Scores of one head that has the queries and keys of all: `[batch, heads, queries, keys]`."""
+    joined: Tensor = scores.sum(dim=1, keepdim=True) / scores.shape[1] ** 0.5
+    return joined.expand_as(scores)
+
+
 def _truncated(model: Model, place: str, rank: str) -> Model:
     head = model[place]
     most = head.d_k
@@ -76,6 +82,10 @@ WHAT_IFS: dict[str, WhatIf] = {
         _truncated, '.replace("{0}", W_Q=U[:, :{1}] @ U[:, :{1}].mT @ W_Q)  # U of model["{0}"].qk.svd()'
     ),
     "tie": WhatIf(lambda model, layer, name, to: model.tie(layer, name, to), '.tie("{}", "{}", "{}")'),
+    "one_head": WhatIf(
+        lambda model, layer: model.edit(layer, "scores", _joined, together=True),
+        '.edit("{}", "scores", lambda s: s.sum(1, True).expand_as(s) / s.shape[1]**0.5, together=True)',
+    ),
     "without_positions": WhatIf(lambda model: model.without_positions(), ".without_positions()"),
     "rewrite": WhatIf(_rewritten, '.rewrite("{}")'),
 }

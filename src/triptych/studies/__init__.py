@@ -5,7 +5,7 @@ A `Study` (`study.py`, TOML) becomes jobs (`job.py`), run side by side and resum
 show them; `budget.py` keeps variants at equal size. Start with `study.py`.
 """
 
-from triptych.studies.comparing import Outcome, Variant, compare_study
+from triptych.studies.comparing import Outcome, compare_study
 from triptych.studies.pages import write_study_page, write_study_pictures
 from triptych.studies.running import StudyProgress, StudyStoppedError
 from triptych.studies.study import Study, read_study
@@ -15,7 +15,6 @@ __all__ = [
     "Study",
     "StudyProgress",
     "StudyStoppedError",
-    "Variant",
     "compare_study",
     "read_study",
     "write_study_page",

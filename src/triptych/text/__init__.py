@@ -9,7 +9,7 @@ are trained, or read from others' checkpoints.
 """
 
 from triptych.text.batches import Batch, TokenBatches
-from triptych.text.corpora import CorpusCounts, CorpusSpec, ParallelCorpus, read_parallel
+from triptych.text.corpora import CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
@@ -32,7 +32,6 @@ from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokeniz
 __all__ = [
     "Batch",
     "ByteLevelTokenizer",
-    "CorpusCounts",
     "CorpusSpec",
     "EncodedCorpus",
     "Frame",

@@ -31,30 +31,30 @@ from triptych.training.progress import Display
 
 def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
     """Read what a run needs; a new one trains its tokenizers, and chooses what the recipe leaves out."""
+    cache = base / recipe.data.cache if recipe.data.cache else None
     if folder is not None:
         tokenizers = TokenizerPair.load(folder)
         check_tokenizers(tokenizers, recipe, folder)
-        texts = _encode(recipe, base, tokenizers, *read_corpora(recipe, base, display), display)
-        return _prepared(recipe, tokenizers, texts, base)
-    train_text, valid_text = read_corpora(recipe, base, display)
-    device = find_device(recipe.training.device).type
-    num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
-    given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
-    tokenizers = _tokenizers(recipe, train_text, _cache_folder(recipe, base), display)
-    texts = _encode(recipe, base, tokenizers, train_text, valid_text, display)
-    num_tokens = int((texts.train.target.lengths + 1).sum())
+        texts = _encode(recipe, cache, tokenizers, *read_corpora(recipe, base, display), display)
+    else:
+        train_text, valid_text = read_corpora(recipe, base, display)
+        device = find_device(recipe.training.device).type
+        num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
+        given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
+        tokenizers = _tokenizers(recipe, train_text, cache, display)
+        texts = _encode(recipe, cache, tokenizers, train_text, valid_text, display)
+        num_tokens = int((texts.train.target.lengths + 1).sum())
 
-    def steps_per_epoch(recipe: Recipe) -> int:
-        batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
-        return -(-batches // recipe.training.accumulate_batches)
+        def steps_per_epoch(recipe: Recipe) -> int:
+            batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
+            return -(-batches // recipe.training.accumulate_batches)
 
-    recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
-    if chosen := ", ".join(choices(given, recipe)):
-        display.say(f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}")
-    return _prepared(recipe, tokenizers, texts, base)
+        recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
+        if chosen := ", ".join(choices(given, recipe)):
+            display.say(
+                f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}"
+            )
 
-
-def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: Path) -> Prepared:
     def objective() -> Translation:
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
@@ -72,12 +72,12 @@ def _prepared(recipe: Recipe, tokenizers: TokenizerPair, texts: "_Texts", base: 
         tokenizers.save(folder)
         write_config(model, folder)
 
-    given, shared = recipe.model.embeddings, recipe.model.tie_embeddings == "all"
+    embeddings, shared = recipe.model.embeddings, recipe.model.tie_embeddings == "all"
     vectors = {
         f"{half}.embeddings.table.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
         for half, path, tokenizer in (
-            ("decoder" if shared else "encoder", given.vectors, tokenizers.source),
-            ("decoder", given.target_vectors, tokenizers.target),
+            ("decoder" if shared else "encoder", embeddings.vectors, tokenizers.source),
+            ("decoder", embeddings.target_vectors, tokenizers.target),
         )
         if path
     }
@@ -115,13 +115,12 @@ class _Texts:
 
 def _encode(
     recipe: Recipe,
-    base: Path,
+    cache: Path | None,
     tokenizers: TokenizerPair,
     train_text: ParallelCorpus,
     valid_text: ParallelCorpus,
     display: Display,
 ) -> _Texts:
-    cache = _cache_folder(recipe, base)
     display.say(f"tokenizing with {tokenizers.target.vocab_size:,} tokens")
     encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
     kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
@@ -155,10 +154,6 @@ def _tokenizers(recipe: Recipe, text: ParallelCorpus, cache: Path | None, displa
     )
     pieces = [ByteLevelTokenizer.from_json(one, "the tokenizer") for one in found]
     return TokenizerPair(pieces[0], pieces[-1])
-
-
-def _cache_folder(recipe: Recipe, base: Path) -> Path | None:
-    return base / recipe.data.cache if recipe.data.cache else None
 
 
 def _bytes_per_token(texts: _Texts) -> float:

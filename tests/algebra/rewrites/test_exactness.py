@@ -77,6 +77,10 @@ def always(positions: str, biased: bool) -> bool:
     return True
 
 
+def biased(positions: str, biased: bool) -> bool:
+    return biased
+
+
 def rotary(positions: str, biased: bool) -> bool:
     return positions == "rotary"
 
@@ -96,6 +100,7 @@ REFUSED: tuple[tuple[str, tuple[str, ...], Condition, str], ...] = (
     ("factor", WITH_KEY_BIAS, rotary, "under rotary positions the form depends on the distance"),
     ("factor", ("direct",), always, "the keys have a map of their own: the form is a product already"),
     ("drop_key_bias", WITH_KEY_BIAS, rotary_and_biased, "under rotary positions the key bias is turned"),
+    ("fold_value_bias", ("differential",), biased, "each token takes another share of what a head moves"),
     ("fold_norm", ("direct", "identity_query"), always, "q reads the norm through a fixed map"),
     ("fold_norm", MOVES_SLICES, always, "v reads the norm through a fixed map"),
     ("gauge_fix", NAMES, rotary, "rotary"),

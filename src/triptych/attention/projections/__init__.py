@@ -33,6 +33,7 @@ PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
         table.FourMatrix,
         table.Direct,
         table.Grouped,
+        table.Differential,
         table.Latent,
         table.Collaborative,
         table.IdentityQuery,

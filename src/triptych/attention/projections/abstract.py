@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from triptych.algebra.cost import Route
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import Semantics, alike
+from triptych.algebra.semantics import HeadGate, Semantics, alike
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
 from triptych.attention.projections.maps import (
     Beside,
@@ -158,6 +158,10 @@ class Parameterisation:
         """
         return Projections(self, d_model, num_heads)
 
+    def gate(self, d_model: int, num_heads: int) -> HeadGate | None:
+        """The gate that its heads need; None if they need none."""
+        return None
+
     def chain(self, side: Side) -> tuple[str, ...]:
         """The names of the maps of one side."""
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
@@ -201,7 +205,8 @@ class Parameterisation:
             ValueError: sizes that do not fit.
         """
         with torch.device("meta"):
-            return self.build(d_model, num_heads).weights()
+            weights, gate = self.build(d_model, num_heads).weights(), self.gate(d_model, num_heads)
+            return replace(weights, semantics=replace(weights.semantics, gate=gate))
 
 
 class Projections(nn.Module):

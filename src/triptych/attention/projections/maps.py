@@ -103,7 +103,7 @@ class FromHeads(HeadMap):
     Attributes:
         d_in: width of each head.
         d_out: width of the model.
-        num_heads: how many there are.
+        num_heads: how many there are. Of more heads as many next to each other share one map.
         bias: whether the map has one. It belongs to all heads together and is not part of the link.
         variance: of the numbers drawn; Glorot's if None.
     """
@@ -121,6 +121,8 @@ class FromHeads(HeadMap):
         _draw(_linear(held), self.variance)
 
     def apply(self, held: Held, x: Tensor) -> Tensor:
+        if (sharing := x.shape[1] // self.num_heads) > 1:
+            x = x.unflatten(1, (self.num_heads, sharing)).sum(2)  # type: ignore[no-untyped-call]
         return _linear(held)(join_heads(x))[:, None]  # type: ignore[no-any-return]
 
     def link(self, held: Held, like: Tensor) -> Link:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, final
 
 import torch
 
+from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import SIDES, AttentionWeights, Side, standard_scale
 from triptych.attention.projections.abstract import LayerSizes, Maps, Parameterisation, at_least_one
 from triptych.attention.projections.maps import (
@@ -40,6 +41,13 @@ class _OfFourSides(Parameterisation):
     k_bias: bool = False
     v_bias: bool = False
     o_bias: bool = False
+
+    def of_groups(self, s: LayerSizes, groups: int) -> Maps:
+        """Maps to fewer keys and values than heads, which vary as those of `Factored`."""
+        return {
+            "k_proj": ToHeads(s.d, s.d_k, groups, self.k_bias, s.variance(s.d_k) / s.d),
+            "v_proj": ToHeads(s.d, s.d_v, groups, self.v_bias, s.variance(s.d_v) / s.d),
+        }
 
 
 @final
@@ -257,12 +265,36 @@ class Grouped(_OfFourSides):
         groups = at_least_one(self.num_kv_heads, "num_kv_heads")
         if s.h % groups:
             raise ValueError(f"num_kv_heads {groups} does not divide num_heads {s.h}")
-        # Keys and values vary as those of `Factored`.
-        return {
-            **super().maps(s),
-            "k_proj": ToHeads(s.d, s.d_k, groups, self.k_bias, s.variance(s.d_k) / s.d),
-            "v_proj": ToHeads(s.d, s.d_v, groups, self.v_bias, s.variance(s.d_v) / s.d),
-        }
+        return {**super().maps(s), **self.of_groups(s, groups)}
+
+
+@final
+@dataclass(frozen=True)
+class Differential(_OfFourSides):
+    """Heads in pairs with one W_O: what the second moves is taken off the first, `A_1 V − λ A_2 V`.
+
+    λ is a gate of each token and pair, `σ(x w)`; all begin at 1/2. Both heads of a pair read one of
+    `num_kv_heads` key-value heads. `num_heads` counts both.
+
+    Source: Ye et al. 2026, Differential Transformer V2 (huggingface.co/blog/microsoft/diff-attn-v2).
+    """
+
+    name = "differential"
+    parameters_formula = "h*d*d_k + num_kv_heads*d*(d_k + d_v) + h*d*d_v/2 + h*d/2"
+    cache_formula = "num_kv_heads*(d_k + d_v)"
+    read_off: ClassVar[Mapping[str, str]] = {"num_kv_heads": "k_proj"}
+
+    num_kv_heads: int = 1
+
+    def maps(self, s: LayerSizes) -> Maps:
+        groups = at_least_one(self.num_kv_heads, "num_kv_heads")
+        if s.h % (2 * groups):
+            raise ValueError(f"num_heads {s.h} is no multiple of 2 × num_kv_heads {groups}")
+        last = FromHeads(s.d_v, s.d, s.h // 2, self.o_bias)
+        return {**super().maps(s), **self.of_groups(s, groups), "o_proj": last}
+
+    def gate(self, d_model: int, num_heads: int) -> HeadGate:
+        return HeadGate(torch.zeros(num_heads // 2, d_model), whole=(True, False) * (num_heads // 2))
 
 
 @final
@@ -479,6 +511,9 @@ class ScaledOutside(Parameterisation):
         v = self.inner.skeleton(d_model, num_heads).v
         factor = ConstantFactor(standard_scale(d_k), v[-1].d_out if v else d_model)
         return 1, {"o_scale": factor, **maps}
+
+    def gate(self, d_model: int, num_heads: int) -> HeadGate | None:
+        return self.inner.gate(d_model, num_heads)
 
 
 def _tied_variance(s: LayerSizes) -> float:
