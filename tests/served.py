@@ -36,7 +36,7 @@ class Served:
         num_processes: int = 1,
     ) -> None:
         limits = limits or Limits()
-        arguments = pickle.dumps((models, limits))
+        arguments = pickle.dumps((models, limits)) if num_processes > 1 else b""
         models_served = [ServedModel(name, model, limits) for name, model in models.items()]
         self.processes = [ServingProcess(models_served, arguments) for _ in range(1, num_processes)]
         for model in models_served:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import libretranslatepy
@@ -337,7 +338,7 @@ def test_processes_share_the_work_and_one_that_dies_is_replaced(
 ) -> None:
     lines = [line for line in LINES if line] * 2
     fields = {"q": lines, "source": "en", "target": "de", "alternatives": 1}
-    models = {"en-de": translator, "gpt": language_model}
+    models = {"en-de": load(translator.name), "gpt": load(language_model.name)}
     with torch_threads(1), Served(models, num_processes=2) as served, ThreadPoolExecutor() as pool:
         (process,) = served.processes
         health = served.ask("/health").body
@@ -355,9 +356,13 @@ def test_processes_share_the_work_and_one_that_dies_is_replaced(
                 parts[event.choices[0].index] += event.choices[0].text
         own = language_model.generate("The cat", max_new_tokens=6, temperature=1.0, seed=3)
         assert [*parts.values()] == [own.text] * 2
+        serving.abort(served.port, Random(0), ({**fields, "q": lines[:4]}, None))
+        running = served.server.config.app.state.server.models["en-de"].queue.lanes[1].running  # type: ignore[union-attr]
+        while running:  # a client that goes away leaves nothing behind
+            time.sleep(0.01)
         os.kill(pid, signal.SIGSTOP)
         lost = pool.submit(served.ask, "/translate", fields)
-        while len(served.server.config.app.state.server.models["en-de"].queue.lanes[1].running) < 4:  # type: ignore[union-attr]
+        while len(running) < 4:
             time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
         assert (lost.result().status, lost.result().headers["retry-after"]) == (503, "1")
@@ -384,6 +389,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"model": "nothing", "prompt": "a"}, 404, "small-en-de, gpt"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 20}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "a", "top_p": 7}, 400, "top_p"),
+    ("/v1/completions", {"prompt": "a", "top_k": float("inf")}, 400, "infinity"),
     ("/v1/completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
     ("/v1/completions", {"prompt": [[1, 10**9]]}, 400, "token ids"),
     (

@@ -103,8 +103,8 @@ def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
     stream = translator.translate_stream(groups())
     first = next(stream)
     for worker in translator._pool._workers:
-        assert worker.process.pid is not None
-        os.kill(worker.process.pid, signal.SIGKILL)
+        assert worker.helper.process.pid is not None
+        os.kill(worker.helper.process.pid, signal.SIGKILL)
     texts = [first.text, *(one.text for one in stream)]
     assert texts == [one.text for one in alone(translator).translate(LINES)]
     translator.close()

@@ -141,7 +141,9 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
 
     def tell(number: int, _: object) -> None:
         result = items.pop(number).result
-        if (error := result.exception()) is None:
+        if result.cancelled():
+            say(number, "result", None)
+        elif (error := result.exception()) is None:
             say(number, "result", result.result())
         else:
             say(number, "error", error if isinstance(error, TriptychError) else RuntimeError(repr(error)))
@@ -152,6 +154,7 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
             if isinstance(message, int):
                 if (left := items.get(message)) is not None:
                     left.is_left = True
+                    left.result.cancel()  # one that waits is not computed, and is over
                 continue
             name, given = message
             for number, job, text, is_told in given:

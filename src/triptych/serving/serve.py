@@ -74,8 +74,8 @@ def serve(
     if workers > 1:
         try:
             arguments = pickle.dumps((dict(models), limits))  # before they are built, as their files
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            why = f"other processes cannot have the models ({error}): leave out workers"
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            why = f"other processes cannot have the models ({error}): leave out workers, or load them anew"
             raise UsageError(why) from None
     served = [ServedModel(name, model, limits) for name, model in models.items()]
     for model in served:

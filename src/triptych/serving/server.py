@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -105,6 +106,8 @@ class Server:
         match error:
             case RequestError():
                 return error.status, error.message
+            case HTTPException():  # a form that cannot be read
+                return error.status_code, error.detail
             case TimeoutError():
                 return 503, f"no answer within {self.limits.seconds:g} seconds"
             case ClientDisconnect():
