@@ -3,11 +3,12 @@
     python benchmarks/serving.py ../shared/checkpoints/marian-multi30k \\
         ../shared/data/multi30k/test_2016_flickr.en
 
-Starts `triptych serve` and asks it for each line alone. Then 64 clients ask for lines at random, a quarter of
-the time by themselves, and then next to clients that abort, disconnect, send bodies of 10 MB, and send their
-request byte by byte. Exits with 1 if a request is lost or an answer is another than alone. The same lines are
-translated in the same run by `triptych translate` and, as LibreTranslate does it, one after another, with
-triptych and CTranslate2. Prints a table in Markdown; processor time says more than lines/s on a busy machine.
+Starts `triptych serve` with one process and with two, and asks each for each line alone. Then 64 clients
+ask for lines at random, a quarter of the time by themselves, and then next to clients that abort,
+disconnect, send bodies of 10 MB, and send their request byte by byte. Exits with 1 if a request is lost or an
+answer is another than alone. The same lines are translated in the same run by `triptych translate` and, as
+LibreTranslate does it, one after another, with triptych and CTranslate2. Prints a table in Markdown;
+processor time says more than lines/s on a busy machine.
 """
 
 import argparse
@@ -225,14 +226,23 @@ def served(model: str, options: Sequence[str], log: Path) -> Iterator[tuple[subp
         process.wait(60)
 
 
+def family_of(process: int) -> list[int]:
+    """A process and those that it started."""
+    started = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="utf-8").split()
+    return [process, *map(int, started)]
+
+
 def resident_bytes(process: int) -> int:
-    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    """Of all its processes; what they share is counted in each."""
+    found = [Path(f"/proc/{one}/status").read_text(encoding="utf-8") for one in family_of(process)]
+    lines = [line for status in found for line in status.splitlines()]
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
 def processor_seconds(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system
+    found = [Path(f"/proc/{one}/stat").read_text(encoding="utf-8") for one in family_of(process)]
+    fields = [one.rpartition(")")[2].split() for one in found]
+    return sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK")  # user and system
 
 
 def translated(model: str, source: Path, options: Sequence[str]) -> tuple[list[str], Rate]:
@@ -268,11 +278,60 @@ def in_process(model: str, engine: str, lines: Sequence[str], *, together: bool)
     return Rate(len(lines) / sum(latencies), cpu_ms, () if together else latencies)
 
 
+def measure(
+    process: int,
+    port: int,
+    name: str,
+    asked: argparse.Namespace,
+    lines: Sequence[str],
+    texts: Sequence[str],
+    rates: dict[str, Rate | str],
+    loads: list[Load],
+    faults: list[str],
+) -> list[int]:
+    """Put a server under load: adds its rates, what clients saw and what was wrong; returns its memory."""
+    memory = [resident_bytes(process)]
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    groups = [lines[place : place + asked.texts] for place in range(0, len(lines), asked.texts)]
+    requests, latencies = list[tuple[dict[str, Any], Any]](), list[float]()
+    began = processor_seconds(process)
+    for group in groups:
+        fields = {"q": group, "source": "aa", "target": "bb", "details": True}
+        started = time.perf_counter()
+        status, body = ask(connection, fields)
+        latencies.append(time.perf_counter() - started)
+        assert status == 200, body
+        requests.append((fields, body))
+    cpu_ms = 1000 * (processor_seconds(process) - began) / len(lines)
+    rates[f"{name}, one client"] = Rate(len(lines) / sum(latencies), cpu_ms, latencies)
+    if [text for _, body in requests for text in body["translatedText"]] != texts:
+        faults.append(f"{name} translates otherwise than `triptych translate`")
+    for neighbours, share in (("", 0.25), (" and neighbours", 0.75)):
+        began = processor_seconds(process)
+        seen = load(
+            port,
+            requests,
+            share * asked.seconds,
+            clients=asked.clients,
+            neighbours=bool(neighbours),
+            memory=lambda: resident_bytes(process),
+        )
+        cpu_ms = 1000 * (processor_seconds(process) - began) / seen.num_texts
+        rates[f"{name}, {asked.clients} clients{neighbours}"] = Rate(
+            seen.num_texts / seen.seconds, cpu_ms, seen.latencies
+        )
+        loads.append(seen)
+        memory += seen.memory_bytes
+        faults += seen.faults
+    return memory
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("source", type=Path, help="a file of lines")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of the load")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of the load on each server")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="of each server")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--lines", type=int, default=1000, help="lines of the file that are used")
     parser.add_argument("--texts", type=int, default=1, help="texts in a request")
@@ -292,40 +351,11 @@ def main() -> int:
         for engine in ("triptych", "ctranslate2"):
             for how, together in (("one call", True), ("one after another", False)):
                 rates[f"{how}, {engine}"] = in_process(asked.model, engine, lines, together=together)
-        with served(asked.model, options, log) as (process, port):
-            memory, loads = [resident_bytes(process.pid)], list[Load]()
-            connection = http.client.HTTPConnection("127.0.0.1", port)
-            groups = [lines[place : place + asked.texts] for place in range(0, len(lines), asked.texts)]
-            requests, faults, latencies = list[tuple[dict[str, Any], Any]](), list[str](), list[float]()
-            began = processor_seconds(process.pid)
-            for group in groups:
-                fields = {"q": group, "source": "aa", "target": "bb", "details": True}
-                started = time.perf_counter()
-                status, body = ask(connection, fields)
-                latencies.append(time.perf_counter() - started)
-                assert status == 200, body
-                requests.append((fields, body))
-            cpu_ms = 1000 * (processor_seconds(process.pid) - began) / len(lines)
-            rates["`triptych serve`, one client"] = Rate(len(lines) / sum(latencies), cpu_ms, latencies)
-            if [text for _, body in requests for text in body["translatedText"]] != texts:
-                faults.append("the server translates otherwise than `triptych translate`")
-            for name, share, rough in (("", 0.25, False), (" and neighbours", 0.75, True)):
-                began = processor_seconds(process.pid)
-                seen = load(
-                    port,
-                    requests,
-                    share * asked.seconds,
-                    clients=asked.clients,
-                    neighbours=rough,
-                    memory=lambda: resident_bytes(process.pid),
-                )
-                cpu_ms = 1000 * (processor_seconds(process.pid) - began) / seen.num_texts
-                rates[f"`triptych serve`, {asked.clients} clients{name}"] = Rate(
-                    seen.num_texts / seen.seconds, cpu_ms, seen.latencies
-                )
-                loads.append(seen)
-                memory += seen.memory_bytes
-                faults += seen.faults
+        loads, memory, faults = list[Load](), dict[str, list[int]](), list[str]()
+        for workers in map(str, asked.workers):
+            name, with_workers = f"`triptych serve --workers {workers}`", (*options, "--workers", workers)
+            with served(asked.model, with_workers, log) as (process, port):
+                memory[workers] = measure(process.pid, port, name, asked, lines, texts, rates, loads, faults)
     print(f"{len(lines)} lines, {asked.texts} in a request, {asked.precision}, {asked.seconds:g} seconds\n")
     print("| | lines/s | of `triptych translate` | CPU ms a line | p50 ms | p99 ms |")
     print("|---|---:|---:|---:|---:|---:|")
@@ -338,9 +368,10 @@ def main() -> int:
         latencies = f"{rate.latency_ms(0.5)} | {rate.latency_ms(0.99)}"
         print(f"| {name} | {rate.lines:.1f} | {of_whole} | {cpu} | {latencies} |")
     between = min(_SECONDS_BETWEEN_SAMPLES, _SHARE_BETWEEN_SAMPLES * asked.seconds)
-    print(f"\nMemory of the server when ready and then about every {between:g} seconds, MiB:")
-    print(" ".join(str(size >> 20) for size in memory))
-    for what, count in sorted(loads[-1].neighbours.items()):
+    print(f"\nMemory when ready and then about every {between:g} seconds, MiB:")
+    for workers, sizes in memory.items():
+        print(f"--workers {workers}: " + " ".join(str(size >> 20) for size in sizes))
+    for what, count in sorted(sum((seen.neighbours for seen in loads), Counter()).items()):
         print(f"neighbour {what}: {count}")
     print(f"{sum(len(seen.latencies) for seen in loads)} requests, {len(faults)} lost or different")
     for fault in faults[:10]:

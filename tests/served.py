@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from triptych.face import Model
 from triptych.serving.application import application
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
+from triptych.serving.processes import ServingProcess
 
 
 class Answer(NamedTuple):
@@ -27,12 +29,20 @@ class Served:
     """A server in a thread of this process."""
 
     def __init__(
-        self, models: dict[str, Model], limits: Limits | None = None, keys: Sequence[str] = ()
+        self,
+        models: dict[str, Model],
+        limits: Limits | None = None,
+        keys: Sequence[str] = (),
+        num_processes: int = 1,
     ) -> None:
         limits = limits or Limits()
+        arguments = pickle.dumps((models, limits)) if num_processes > 1 else b""
         models_served = [ServedModel(name, model, limits) for name, model in models.items()]
+        self.processes = [ServingProcess(models_served, arguments) for _ in range(1, num_processes)]
         for model in models_served:
             model.check_batches()
+        for process in self.processes:
+            process.start()
         app = application(models_served, limits, keys)
         self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", access_log=False))
         self.thread = threading.Thread(target=self.server.run)
@@ -48,6 +58,8 @@ class Served:
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
         self.thread.join()
+        for process in self.processes:
+            process.close()
 
     def ask(self, path: str, fields: Any = None, *, form: bool = False, **headers: str) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import libretranslatepy
@@ -34,6 +35,7 @@ from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup, Run
 from triptych.serving.models import Continuing, ServedModel
 from triptych.serving.worker import Item, Job, Lane, Queue, Worker
+from triptych.threads import torch_threads
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +333,47 @@ def test_attention_and_measures_of_heads_are_the_models(served: Served, language
     assert served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": "99.0"}).status == 400
 
 
+def test_processes_share_the_work_and_one_that_dies_is_replaced(
+    translator: Model, language_model: Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for line in LINES if line] * 2
+    fields = {"q": lines, "source": "en", "target": "de", "alternatives": 1}
+    models = {"en-de": load(translator.name), "gpt": load(language_model.name)}
+    with torch_threads(1), Served(models, num_processes=2) as served, ThreadPoolExecutor() as pool:
+        (process,) = served.processes
+        health = served.ask("/health").body
+        assert health["workers"] == 2
+        assert [model["batch_invariant"] for model in health["models"]] == [True, True]
+        pid, before = process.pid, served.ask("/translate", fields).body
+        assert before["translatedText"] == [one.text for one in translator.translate(lines)]
+        held = {**fields, "glossary": {"a": ""}}
+        assert served.ask("/translate", held).body["error"].startswith("glossary: 'a'")
+        options = {"max_tokens": 6, "temperature": 1.0, "seed": 3}
+        with client_of(served) as client:
+            events = client.completions.create(model="gpt", prompt=["The cat"] * 2, stream=True, **options)
+            parts = {0: "", 1: ""}
+            for event in events:
+                parts[event.choices[0].index] += event.choices[0].text
+        own = language_model.generate("The cat", max_new_tokens=6, temperature=1.0, seed=3)
+        assert [*parts.values()] == [own.text] * 2
+        serving.abort(served.port, Random(0), ({**fields, "q": lines[:4]}, None))
+        running = served.server.config.app.state.server.models["en-de"].queue.lanes[1].running  # type: ignore[union-attr]
+        while running:  # a client that goes away leaves nothing behind
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGSTOP)
+        lost = pool.submit(served.ask, "/translate", fields)
+        while len(running) < 4:
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        assert (lost.result().status, lost.result().headers["retry-after"]) == (503, "1")
+        assert served.ask("/translate", fields).body == before
+        while served.ask("/health").body["workers"] < 2:
+            time.sleep(0.05)
+        assert process.pid != pid
+        assert served.ask("/translate", fields).body == before
+    assert f'{{"error": "process {pid} has ended (-9)"}}' in capfd.readouterr().err
+
+
 REFUSED: list[tuple[str, Any, int, str]] = [
     ("/translate", {"source": "en", "target": "de"}, 400, "missing q"),
     ("/translate", {"q": "twelve", "source": "en", "target": "fr"}, 400, "what is: en-de"),
@@ -346,6 +389,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"model": "nothing", "prompt": "a"}, 404, "small-en-de, gpt"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 20}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "a", "top_p": 7}, 400, "top_p"),
+    ("/v1/completions", {"prompt": "a", "top_k": float("inf")}, 400, "infinity"),
     ("/v1/completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
     ("/v1/completions", {"prompt": [[1, 10**9]]}, 400, "token ids"),
     (
@@ -607,6 +651,7 @@ def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(transla
         (["en-de={run}", "en-de={run}"], "two models have one name"),
         (["en-de={run}", "--max-items", "0"], "--max-items is 0"),
         (["en-de={run}", "--port", "99999"], "--port 99999"),
+        (["en-de={run}", "--workers", "0"], "--workers 0"),
         (["en-de={run}", "--host", "no.such.host.invalid"], "--keys-file"),
     ],
 )
@@ -626,13 +671,19 @@ def test_a_port_that_is_taken_is_said_in_one_line(triptych: Command, small_run: 
     assert f"cannot listen at 127.0.0.1:{port} (Address already in use)" in found.err
 
 
-def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path, workers: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "triptych", "serve", f"en-de={small_run}", "--port", str(port)]
+    command += ["--workers", str(workers)]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TRIPTYCH_API_KEY": ""}
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TRIPTYCH_API_KEY": ""},
+        start_new_session=True,
     )
     try:
         assert process.stderr is not None
@@ -641,12 +692,17 @@ def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path) -> None
         body = json.dumps({"q": ["three hundred and one"] * 100, "source": "en", "target": "de"})
         connection.request("POST", "/translate", body)
         time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)  # as systemd sends it, to all processes
         answer = connection.getresponse()
         assert answer.status == 200
         assert len(json.loads(answer.read())["translatedText"]) == 100
         connection.close()
         assert process.wait(60) == 0
+        with suppress(ProcessLookupError):  # nothing of it is left, soon
+            for _ in range(600):
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+            pytest.fail("a process of the server is left")
         assert json.loads(process.stderr.read().splitlines()[-1])["status"] == 200
     finally:
         process.kill()

@@ -103,8 +103,8 @@ def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
     stream = translator.translate_stream(groups())
     first = next(stream)
     for worker in translator._pool._workers:
-        assert worker.process.pid is not None
-        os.kill(worker.process.pid, signal.SIGKILL)
+        assert worker.helper.process.pid is not None
+        os.kill(worker.helper.process.pid, signal.SIGKILL)
     texts = [first.text, *(one.text for one in stream)]
     assert texts == [one.text for one in alone(translator).translate(LINES)]
     translator.close()
@@ -113,7 +113,7 @@ def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
 def test_a_stream_left_early_leaves_no_process(translator: Translator) -> None:
     translator.start_workers()
     assert translator._pool is not None
-    processes = [worker.process for worker in translator._pool._workers]
+    processes = [worker.helper.process for worker in translator._pool._workers]
     stream = translator.translate_stream(groups())
     next(stream)
     stream.close()  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    workers: int = 1,
     keys_file: Path | None = None,
     shutdown_timeout: float = 30.0,
     limits: Annotated[
@@ -41,6 +42,8 @@ def serve(
             names it; the name of a translator ends in its languages, as in de-en=runs/mine.
         host: Address to listen at. One that other machines can reach needs a key.
         port: Port to listen at.
+        workers: Processes that compute, on CPUs. Several have one thread each, and each has the models in
+            memory.
         keys_file: File of keys, one per line, of which every request needs one. Default: the keys in
             TRIPTYCH_API_KEY, if any.
         shutdown_timeout: Seconds that running requests get to end when the process is told to stop.
@@ -59,6 +62,7 @@ def serve(
         opened,
         host=host,
         port=port,
+        workers=workers,
         keys_file=keys_file,
         limits=allowed,
         shutdown_timeout=shutdown_timeout,

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,13 +32,39 @@ _IN_HAND = 2
 
 
 @final
+class Helper:
+    """A process of one thread, started with `spawn`, and the connection to it."""
+
+    def __init__(self, work: Callable[..., None], arguments: bytes) -> None:
+        """Start `work(connection, *arguments)`; the arguments are pickled, tensors by value.
+
+        The shared memory that torch would use for tensors is small in containers. What `work` raises comes
+        over the connection.
+        """
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        given = theirs, work, user_code.paths()
+        self.process: BaseProcess = context.Process(target=_work, args=given, daemon=True)
+        self.process.start()
+        theirs.close()
+        # It takes seconds before it reads, and so many bytes wait for it in a thread of their own.
+        self._sender = threading.Thread(target=_send, args=(self.connection, arguments), daemon=True)
+        self._sender.start()
+
+    def close(self) -> None:
+        """Stop it."""
+        self.process.kill()
+        self.process.join()
+        self._sender.join()  # nobody reads any more, so it has ended or ends now
+        self.connection.close()
+
+
+@final
 @dataclass
 class _Worker:
-    process: BaseProcess
-    connection: Connection
-    sender: threading.Thread
-    ready: bool
-    in_hand: deque[tuple[Any, Sentences]]
+    helper: Helper
+    ready: bool = False
+    in_hand: deque[tuple[Any, Sentences]] = field(default_factory=deque)
 
 
 @final
@@ -61,19 +87,8 @@ class WorkerPool:
         """Start helpers, if there are none yet. They take a few seconds to be of use."""
         if self._workers:
             return
-        context = multiprocessing.get_context("spawn")
-        # Pickled here, tensors by value: the shared memory that torch would use is small in containers.
-        arguments = pickle.dumps(self._arguments)
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            given = theirs, self._make_searcher, user_code.paths()
-            process = context.Process(target=_serve, args=given, daemon=True)
-            process.start()
-            theirs.close()
-            # A helper takes seconds before it reads, and so many bytes wait for it in a thread of their own.
-            sender = threading.Thread(target=_send, args=(ours, arguments), daemon=True)
-            sender.start()
-            self._workers.append(_Worker(process, ours, sender, ready=False, in_hand=deque()))
+        arguments = pickle.dumps((self._make_searcher, self._arguments))
+        self._workers = [_Worker(Helper(_search, arguments)) for _ in range(count)]
 
     def wait_until_ready(self) -> None:
         while any(not worker.ready for worker in self._workers):
@@ -106,11 +121,7 @@ class WorkerPool:
     def close(self) -> None:
         """Stop the helpers; what they have in hand is lost."""
         for worker in self._workers:
-            worker.process.terminate()
-        for worker in self._workers:
-            worker.process.join()
-            worker.sender.join()  # nobody reads any more, so it has ended or ends now
-            worker.connection.close()
+            worker.helper.close()
         self._workers = []
 
     def _hand_out(self) -> None:
@@ -121,14 +132,14 @@ class WorkerPool:
                     task = self._waiting.popleft()
                     worker.in_hand.append(task)
                     with contextlib.suppress(OSError):  # one that has died is noticed when listened to
-                        worker.connection.send(task[1])
+                        worker.helper.connection.send(task[1])
 
     def _listen(self, timeout: float | None) -> None:
-        by_connection = {worker.connection: worker for worker in self._workers}
+        by_connection = {worker.helper.connection: worker for worker in self._workers}
         for connection in wait(list(by_connection), timeout):
             worker = by_connection[connection]  # type: ignore[index]
             try:
-                message = worker.connection.recv()
+                message = worker.helper.connection.recv()
             except (EOFError, OSError):
                 # Killed from outside, or out of memory: its batches are for the others.
                 self._workers.remove(worker)
@@ -147,19 +158,23 @@ def _send(connection: Connection, arguments: bytes) -> None:
         connection.send_bytes(arguments)
 
 
-def _serve(connection: Connection, make_searcher: Callable[..., Searcher], code: Sequence[Path]) -> None:
-    """What a helper does: search for what comes, until the other end is closed."""
+def _work(connection: Connection, work: Callable[..., None], code: Sequence[Path]) -> None:
+    """What a helper does, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         try:
             for path in code:
                 user_code.use_code(path)
-            searcher = make_searcher(*pickle.loads(connection.recv_bytes()))
-            connection.send(None)
-            while True:
-                connection.send(searcher(connection.recv()))
+            work(connection, *pickle.loads(connection.recv_bytes()))
         except (EOFError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 (raised again by the process that asked)
             connection.send(error)
+
+
+def _search(connection: Connection, make_searcher: Callable[..., Searcher], arguments: Sequence[Any]) -> None:
+    searcher = make_searcher(*arguments)
+    connection.send(None)
+    while True:
+        connection.send(searcher(connection.recv()))

@@ -116,7 +116,7 @@ async def _health(server: Server, request: Request) -> Response:
         }
         for model in server.models.values()
     ]
-    return JSONResponse({"status": "ok", "models": models})
+    return JSONResponse({"status": "ok", "workers": server.num_workers, "models": models})
 
 
 async def _metrics(server: Server, request: Request) -> Response:

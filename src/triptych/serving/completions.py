@@ -167,7 +167,7 @@ def _asked(
         options = GenerationOptions(
             max(most, 1), sampling, seed, 1 if sampling.is_greedy else samples, stop_texts=stops
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise RequestError(400, str(error)) from None
     return _Asked(model, prompts, options if most else None, echo, logprobs, stream, samples)
 

@@ -33,6 +33,14 @@ _MOST_TRANSLATORS = 4
 # Texts of different lengths, for the comparison of one text alone with the same text in a batch.
 _PROBES = ("1", "a b c", "2 + 2 = 4, and 3 + 5 = 8.", "An old man and a small dog cross the street " * 3)
 
+# The models of a process that computes for another (`processes.py`): a job travels with its model's name.
+SERVED_HERE: dict[str, "ServedModel"] = {}
+
+
+def served_here(name: str) -> "ServedModel":
+    """The model of a job that came from another process."""
+    return SERVED_HERE[name]
+
 
 @final
 class ServedModel:
@@ -48,6 +56,7 @@ class ServedModel:
         explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
             and for a model that neither translates nor generates.
+        alone: what `check_batches` computed of each text alone.
     """
 
     def __init__(self, name: str, model: Model, limits: Limits | None = None) -> None:
@@ -64,11 +73,15 @@ class ServedModel:
             found = _LANGUAGES.search(name)
             self.languages = None if found is None else (found[1], found[2])
         self.is_batch_invariant: bool | None = None
+        self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
         self.limits = limits or Limits()
         self.explorer = Explorer(model)
         self.queue = Queue(self.limits)
         self.worker = Worker(name, self.queue)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return served_here, (self.name,)
 
     @property
     def generator(self) -> TextGenerator:
@@ -95,7 +108,7 @@ class ServedModel:
             given = [self.generator.encode(text)[:most] for text in _PROBES]
         else:
             return
-        alone = [job.compute([Item(job, one)])[0] for one in given]
+        self.alone = alone = [job.compute([Item(job, one)])[0] for one in given]
         self.is_batch_invariant = alone == job.compute([Item(job, one) for one in given])
         if (loop := job.loop()) is not None:
             asked = [job.begin(Item(job, one)) for one in given]

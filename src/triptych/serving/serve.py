@@ -2,8 +2,10 @@
 
 import ipaddress
 import os
+import pickle
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from triptych.errors import DataError, UsageError
@@ -11,8 +13,10 @@ from triptych.extras import require_extra
 from triptych.face import Model
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
+from triptych.threads import torch_threads
 
 KEY_VARIABLE = "TRIPTYCH_API_KEY"
+_MOST_WORKERS = 256
 
 
 def serve(
@@ -20,6 +24,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    workers: int = 1,
     keys_file: Path | None = None,
     limits: Limits | None = None,
     shutdown_timeout: float = 30.0,
@@ -33,6 +38,9 @@ def serve(
         models: by name; the name of a translator ends in its languages, as in de-en.
         host: address to listen at. One that other machines can reach needs a key.
         port: port to listen at.
+        workers: processes that compute, this one included; with several, each with one thread and with the
+            models in its memory. Started with `spawn`: a script guards its main part with
+            `if __name__ == "__main__"`.
         keys_file: file of keys, one per line, of which every request needs one. Default: the keys in
             TRIPTYCH_API_KEY, with spaces between them; without any, no key is needed.
         limits: of every request.
@@ -60,7 +68,15 @@ def serve(
         )
     if not 0 < port < 1 << 16:
         raise UsageError(f"--port {port}: give a number from 1 to 65535")
-    limits = limits or Limits()
+    if not 0 < workers <= _MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}")
+    limits, arguments = limits or Limits(), b""
+    if workers > 1:
+        try:
+            arguments = pickle.dumps((dict(models), limits))  # before they are built, as their files
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            why = f"other processes cannot have the models ({error}): leave out workers, or load them anew"
+            raise UsageError(why) from None
     served = [ServedModel(name, model, limits) for name, model in models.items()]
     for model in served:
         if "translate" in model.can and model.languages is None and not page_only:
@@ -70,9 +86,20 @@ def serve(
             )
         if over is not None:
             model.explorer.over = model.model.attend_over(over)
-    with _listening(host, port) as listening:
+        if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
+            raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
+    with (
+        _listening(host, port) as listening,
+        torch_threads(1 if workers > 1 else None),
+        ExitStack() as stack,
+    ):
+        processes = [running.ServingProcess(served, arguments) for _ in range(workers - 1)]
+        for process in processes:
+            stack.enter_context(closing(process))
         for model in served:
             model.check_batches()  # builds it, too, before the first request comes
+        for process in processes:
+            process.start()
         running.run(served, listening, keys, limits, shutdown_timeout, ready, public=public)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -67,9 +68,16 @@ class Server:
         waiting = Gauge(
             "vllm:num_requests_waiting", "Texts that wait.", ("model_name",), registry=self.registry
         )
+        workers = Gauge("triptych:workers", "Processes that compute.", registry=self.registry)
+        workers.set_function(lambda: self.num_workers)
         for model in models:
             running.labels(model.name).set_function(partial(getattr, model.queue, "num_running"))
             waiting.labels(model.name).set_function(partial(getattr, model.queue, "num_waiting"))
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute."""
+        return min(len(model.queue.lanes) for model in self.models.values())
 
     @property
     def needs_key(self) -> bool:
@@ -98,6 +106,8 @@ class Server:
         match error:
             case RequestError():
                 return error.status, error.message
+            case HTTPException():  # a form that cannot be read
+                return error.status_code, error.detail
             case TimeoutError():
                 return 503, f"no answer within {self.limits.seconds:g} seconds"
             case ClientDisconnect():
