@@ -32,7 +32,6 @@ class ServingProcess:
         self._helper = Helper(_serve, arguments)
         self._numbers, self._items = count(), dict[int, Item]()
         self._lock, self._is_closed = threading.Lock(), False
-        self._listener = threading.Thread(target=self._run, daemon=True)
 
     @property
     def pid(self) -> int | None:
@@ -40,8 +39,7 @@ class ServingProcess:
 
     def start(self) -> None:
         """Wait until it can compute, and let it take what waits."""
-        self._check()
-        self._listener.start()
+        threading.Thread(target=self._run, args=(self._open(),), daemon=True).start()
 
     def close(self) -> None:
         """End it; what it computes is lost."""
@@ -51,8 +49,8 @@ class ServingProcess:
         self._helper.process.join(_SECONDS_TO_END)
         self._helper.close()
 
-    def _check(self) -> None:
-        """Compare what it computes with what is computed here: `ServedModel.is_batch_invariant`."""
+    def _open(self) -> dict[ServedModel, Lane]:
+        """Compare what it computes with what is computed here, and let it take what waits."""
         found = self._helper.connection.recv()
         if isinstance(found, Exception):
             raise found
@@ -60,13 +58,14 @@ class ServingProcess:
             is_invariant, alone = found[model.name]
             if model.is_batch_invariant is not None:
                 model.is_batch_invariant &= is_invariant and alone == model.alone
+        lanes = {model: Lane(is_here=False) for model in self._served}
+        for model, lane in lanes.items():
+            model.queue.add(lane)
+            threading.Thread(target=self._give, args=(model, lane), daemon=True).start()
+        return lanes
 
-    def _run(self) -> None:
+    def _run(self, lanes: dict[ServedModel, Lane]) -> None:
         while True:
-            lanes = {model: Lane(is_here=False) for model in self._served}
-            for model, lane in lanes.items():
-                model.queue.add(lane)
-                threading.Thread(target=self._give, args=(model, lane), daemon=True).start()
             with contextlib.suppress(EOFError, OSError):
                 while True:
                     self._hear(*self._helper.connection.recv())
@@ -79,7 +78,7 @@ class ServingProcess:
             log({"error": f"process {self.pid} has ended ({self._helper.process.exitcode})"})
             self._helper = Helper(_serve, self._arguments)
             try:
-                self._check()
+                lanes = self._open()
             except Exception as error:  # noqa: BLE001 (the other processes go on)
                 log({"error": f"a process cannot be started again: {error!r}"[:500]})
                 return
