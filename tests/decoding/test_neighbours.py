@@ -1,5 +1,6 @@
 """Texts and scores are the same, bit for bit, alone, in a batch and in another order."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,9 +73,16 @@ def joining(engine: Any, begun: Sequence[Text]) -> None:
     loop.run([])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "precision", "way"),
+    [
+        # Every precision and way of one model; of the others what depends on their layers.
+        pytest.param(
+            *case, marks=[pytest.mark.slow] * (case[0] != "grouped" and bool({"bf16", "sampled"} & {*case}))
+        )
+        for case in itertools.product(MODELS, PRECISIONS, WAYS)
+    ],
+)
 def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
     name: str, precision: Precision, way: str
 ) -> None:
