@@ -58,9 +58,9 @@ def near_path(path: str | Path) -> str:
     """What a message says after a path that does not exist: the name in its folder that is nearest."""
     path, folder = Path(path), Path(path).parent
     try:
-        entries = (
-            [] if path.exists() else sorted(folder.iterdir(), key=lambda entry: entry.suffix == path.suffix)
-        )
+        if path.exists():
+            return ""
+        entries = sorted(folder.iterdir(), key=lambda entry: entry.suffix == path.suffix)
     except (OSError, ValueError):  # a folder that may not be read; no name of a file
         return ""
     # By what differs: names that end in ".toml" are not alike for that.

@@ -443,6 +443,17 @@ def test_a_layer_comes_back_from_weights_of_another_dtype(name: str, dtype: torc
         assert_same(up.weights().scale * torch.ones(1), torch.tensor([layer.weights().scale]), kind="exact")
 
 
+def test_pairs_of_heads_without_their_gates_leave_no_gate_behind() -> None:
+    weights = make_layer("differential").weights()
+    ungated = dataclasses.replace(weights, semantics=dataclasses.replace(weights.semantics, gate=None))
+    layer = MultiHeadAttention.from_weights(ungated)
+    assert set(layer.state_dict()) == {
+        f"projections.{name}" for name, _ in layer.projections.named_parameters()
+    }
+    x = torch.randn(BATCH, LENGTH, layer.d_model, dtype=torch.float64)
+    assert_same(layer(x).output, dense(ungated, x)[0], kind="output")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_weights_are_views_without_history(name: str) -> None:
     layer = make_layer(name)

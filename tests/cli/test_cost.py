@@ -83,7 +83,7 @@ def test_json_holds_the_counts_the_size_and_what_was_left_out(triptych: Command)
     assert record["spec"]["biases"] is True
     left_out = {
         "grouped": "num_kv_heads 3 does not divide num_heads 8",
-        "differential": "num_heads 8 is no multiple of 2 × num_kv_heads 3",
+        "differential": "2 × num_kv_heads 3 does not divide num_heads 8",
     }
     assert {row["name"]: row["reason"] for row in record["left_out"]} == left_out
     rows = {row["name"]: row for row in record["rows"]}

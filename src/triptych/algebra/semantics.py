@@ -171,7 +171,7 @@ class HeadGate:
         return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
 
     def _own(self, heads: Iterable[int]) -> list[int]:
-        """Those of some heads that have a gate."""
+        """Some heads, without the ones that are taken whole."""
         return [head for head in heads if not self.whole or not self.whole[head]]
 
     def tensors(self) -> dict[str, Tensor]:

@@ -236,6 +236,8 @@ class MultiHeadAttention(nn.Module):
     def _hold(self, semantics: Semantics, like: Tensor | None = None) -> None:
         """Do this besides the maps, with learned numbers of the layer's own."""
         learned = semantics.learned()
+        for name in {*self._learned} - {*learned}:  # that the parameterisation would have
+            delattr(self, name)
         for name, tensor in learned.items():
             own = tensor if like is None else like
             held = torch.empty_like(tensor, dtype=own.dtype, device=own.device).copy_(tensor.detach())

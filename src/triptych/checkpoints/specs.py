@@ -490,7 +490,7 @@ class ExportedTensors(Spec):
     maps: dict[str, tuple[str, ...]]  # shapes of weights, by the rest of the names of their modules
     biases: str = "false"  # on what condition they have biases
     transposed: bool = False  # whether weights are stored `[in, out]`
-    bare: bool = False  # whether the names are those of tensors
+    bare: bool = False  # whether the names are of tensors, not of modules
 
 
 @final

@@ -47,7 +47,7 @@ class Helper:
         self.process: BaseProcess = context.Process(target=_work, args=given, daemon=True)
         self.process.start()
         theirs.close()
-        # It takes seconds before it reads, and so many bytes wait for it in a thread of their own.
+        # It takes seconds before it reads, and the bytes wait for it in a thread of their own.
         self._sender = threading.Thread(target=_send, args=(self.connection, arguments), daemon=True)
         self._sender.start()
 

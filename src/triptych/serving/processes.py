@@ -27,7 +27,7 @@ class ServingProcess:
     """Another process with the models. One that dies fails its items, and is started again."""
 
     def __init__(self, served: Sequence[ServedModel], arguments: bytes) -> None:
-        """Start it; `arguments` are those of `_serve`, pickled."""
+        """Start it; `arguments` are pickled, for `_serve`."""
         self._served, self._arguments = served, arguments
         self._helper = Helper(_serve, arguments)
         self._numbers, self._items = count(), dict[int, Item]()
@@ -45,7 +45,7 @@ class ServingProcess:
         """End it; what it computes is lost."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._send(None)
+            self._send(self._helper, None)
         self._helper.process.join(_SECONDS_TO_END)
         self._helper.close()
 
@@ -61,7 +61,7 @@ class ServingProcess:
         lanes = {model: Lane(is_here=False) for model in self._served}
         for model, lane in lanes.items():
             model.queue.add(lane)
-            threading.Thread(target=self._give, args=(model, lane), daemon=True).start()
+            threading.Thread(target=self._give, args=(model, lane, self._helper), daemon=True).start()
         return lanes
 
     def _run(self, lanes: dict[ServedModel, Lane]) -> None:
@@ -83,32 +83,32 @@ class ServingProcess:
                 log({"error": f"a process cannot be started again: {error!r}"[:500]})
                 return
 
-    def _give(self, model: ServedModel, lane: Lane) -> None:
-        """Give it what the lane takes."""
+    def _give(self, model: ServedModel, lane: Lane, helper: Helper) -> None:
+        """Give a process, and not one that takes its place, what the lane takes."""
         while items := model.queue.take(lane, waits=True):
             numbers = [next(self._numbers) for _ in items]
             self._items |= zip(numbers, items, strict=True)
             for number, item in zip(numbers, items, strict=True):
-                item.when_left = partial(self._leave, number)
+                item.when_left = partial(self._leave, helper, number)
             given = [
                 (number, item.job, item.given, item.tell is not None)
                 for number, item in zip(numbers, items, strict=True)
             ]
             try:
-                self._send((model.name, given))
+                self._send(helper, (model.name, given))
             except Exception as error:  # noqa: BLE001 (one that has died, or what cannot be sent)
                 self._fail(numbers, None if isinstance(error, OSError) else error)
             for item in items:
                 if item.is_left:
                     item.leave()
 
-    def _send(self, message: object) -> None:
+    def _send(self, helper: Helper, message: object) -> None:
         with self._lock:
-            self._helper.connection.send(message)
+            helper.connection.send(message)
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, helper: Helper, number: int) -> None:
         with contextlib.suppress(OSError):  # one that has died is noticed by who listens
-            self._send(number)
+            self._send(helper, number)
 
     def _hear(self, number: int, kind: str, found: Any) -> None:
         if kind == "part":

@@ -57,7 +57,7 @@ def serve(
     require_extra(
         "serve", "starlette", "uvicorn", "python_multipart", "prometheus_client", what="triptych serve"
     )
-    from triptych.serving import running
+    from triptych.serving import processes, running
 
     keys = _keys(keys_file)
     public = not _is_loopback(host)
@@ -93,12 +93,12 @@ def serve(
         torch_threads(1 if workers > 1 else None),
         ExitStack() as stack,
     ):
-        processes = [running.ServingProcess(served, arguments) for _ in range(workers - 1)]
-        for process in processes:
+        others = [processes.ServingProcess(served, arguments) for _ in range(workers - 1)]
+        for process in others:
             stack.enter_context(closing(process))
         for model in served:
             model.check_batches()  # builds it, too, before the first request comes
-        for process in processes:
+        for process in others:
             process.start()
         running.run(served, listening, keys, limits, shutdown_timeout, ready, public=public)
 

@@ -50,7 +50,7 @@ def spell_cardinal(number: int) -> TextPair:
     thousands, rest = divmod(number, 1000)
     if not thousands:
         return _spell(rest, "cardinal")
-    # num2words writes "einhunderteintausend" for 101,000 and an English comma after the thousands that
+    # num2words writes "einhunderteinstausend" for 101,000 and an English comma after the thousands that
     # would look like the end of a clause; joining the halves here settles both and keeps the cache small.
     german, english = _spell(thousands, "cardinal")
     if german.endswith("eins"):

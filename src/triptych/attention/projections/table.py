@@ -42,13 +42,6 @@ class _OfFourSides(Parameterisation):
     v_bias: bool = False
     o_bias: bool = False
 
-    def of_groups(self, s: LayerSizes, groups: int) -> Maps:
-        """Maps to fewer keys and values than heads, which vary as those of `Factored`."""
-        return {
-            "k_proj": ToHeads(s.d, s.d_k, groups, self.k_bias, s.variance(s.d_k) / s.d),
-            "v_proj": ToHeads(s.d, s.d_v, groups, self.v_bias, s.variance(s.d_v) / s.d),
-        }
-
 
 @final
 @dataclass(frozen=True)
@@ -243,9 +236,33 @@ class Direct(Parameterisation):
         }
 
 
+@dataclass(frozen=True)
+class _OfGroups(_OfFourSides):
+    """Consecutive query heads read one key-value head, and may share a map to the output."""
+
+    cache_formula = "num_kv_heads*(d_k + d_v)"
+    read_off: ClassVar[Mapping[str, str]] = {"num_kv_heads": "k_proj"}
+    heads_of_map: ClassVar[int] = 1  # that share a map to the output
+
+    num_kv_heads: int = 1
+
+    def maps(self, s: LayerSizes) -> Maps:
+        groups = at_least_one(self.num_kv_heads, "num_kv_heads")
+        if s.h % (self.heads_of_map * groups):
+            times = f"{self.heads_of_map} × " if self.heads_of_map > 1 else ""
+            raise ValueError(f"{times}num_kv_heads {groups} does not divide num_heads {s.h}")
+        # Keys and values vary as in `Factored`.
+        return {
+            **super().maps(s),
+            "k_proj": ToHeads(s.d, s.d_k, groups, self.k_bias, s.variance(s.d_k) / s.d),
+            "v_proj": ToHeads(s.d, s.d_v, groups, self.v_bias, s.variance(s.d_v) / s.d),
+            "o_proj": FromHeads(s.d_v, s.d, s.h // self.heads_of_map, self.o_bias),
+        }
+
+
 @final
 @dataclass(frozen=True)
-class Grouped(_OfFourSides):
+class Grouped(_OfGroups):
     """Several query heads read one key-value head: `W_QK = W_i^Q W_g(i)^Kᵀ`, `W_OV = W_g(i)^V W_i^O`.
 
     Consecutive query heads share one of `num_kv_heads` groups. One group is multi-query attention, as many as
@@ -256,21 +273,11 @@ class Grouped(_OfFourSides):
 
     name = "grouped"
     parameters_formula = "h*d*d_k + num_kv_heads*d*(d_k + d_v) + h*d*d_v"
-    cache_formula = "num_kv_heads*(d_k + d_v)"
-    read_off: ClassVar[Mapping[str, str]] = {"num_kv_heads": "k_proj"}
-
-    num_kv_heads: int = 1
-
-    def maps(self, s: LayerSizes) -> Maps:
-        groups = at_least_one(self.num_kv_heads, "num_kv_heads")
-        if s.h % groups:
-            raise ValueError(f"num_kv_heads {groups} does not divide num_heads {s.h}")
-        return {**super().maps(s), **self.of_groups(s, groups)}
 
 
 @final
 @dataclass(frozen=True)
-class Differential(_OfFourSides):
+class Differential(_OfGroups):
     """Heads in pairs with one W_O: what the second moves is taken off the first, `A_1 V − λ A_2 V`.
 
     λ is a gate of each token and pair, `σ(x w)`; all begin at 1/2. Both heads of a pair read one of
@@ -281,17 +288,7 @@ class Differential(_OfFourSides):
 
     name = "differential"
     parameters_formula = "h*d*d_k + num_kv_heads*d*(d_k + d_v) + h*d*d_v/2 + h*d/2"
-    cache_formula = "num_kv_heads*(d_k + d_v)"
-    read_off: ClassVar[Mapping[str, str]] = {"num_kv_heads": "k_proj"}
-
-    num_kv_heads: int = 1
-
-    def maps(self, s: LayerSizes) -> Maps:
-        groups = at_least_one(self.num_kv_heads, "num_kv_heads")
-        if s.h % (2 * groups):
-            raise ValueError(f"num_heads {s.h} is no multiple of 2 × num_kv_heads {groups}")
-        last = FromHeads(s.d_v, s.d, s.h // 2, self.o_bias)
-        return {**super().maps(s), **self.of_groups(s, groups), "o_proj": last}
+    heads_of_map = 2
 
     def gate(self, d_model: int, num_heads: int) -> HeadGate:
         return HeadGate(torch.zeros(num_heads // 2, d_model), whole=(True, False) * (num_heads // 2))
