@@ -80,7 +80,11 @@ def test_a_quiet_run_says_nothing_but_its_result(triptych: Command, tmp_path: Pa
     assert line.startswith("done: 4 steps, ")
 
 
-def test_a_recipe_that_is_not_there_names_those_that_are(triptych: Command) -> None:
+def test_a_recipe_that_is_not_there_names_those_that_are(
+    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()  # as the demo leaves it
     answer = triptych("train", "dmo")
     assert answer.code == 2
     assert "there is no recipe dmo: did you mean demo?" in answer.err

@@ -11,6 +11,7 @@ import uvicorn
 from triptych.serving.application import application
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
+from triptych.serving.processes import ServingProcess as ServingProcess
 
 
 def run(

@@ -57,7 +57,7 @@ def serve(
     require_extra(
         "serve", "starlette", "uvicorn", "python_multipart", "prometheus_client", what="triptych serve"
     )
-    from triptych.serving import processes, running
+    from triptych.serving import running
 
     keys = _keys(keys_file)
     public = not _is_loopback(host)
@@ -93,7 +93,7 @@ def serve(
         torch_threads(1 if workers > 1 else None),
         ExitStack() as stack,
     ):
-        others = [processes.ServingProcess(served, arguments) for _ in range(workers - 1)]
+        others = [running.ServingProcess(served, arguments) for _ in range(workers - 1)]
         for process in others:
             stack.enter_context(closing(process))
         for model in served:

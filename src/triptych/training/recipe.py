@@ -51,11 +51,10 @@ def find_recipe(name: str | Path) -> Path:
         return _SHIPPED / f"{name}.toml"
     if path.exists():
         return path  # whoever reads it says what it is
-    if hint := near_path(path):
-        raise UsageError(f"there is no recipe {name}{hint}")
-    near = nearest(str(name), shipped)
-    known = f"did you mean {near}?" if near else f"give a TOML file, or one of {', '.join(shipped)}"
-    raise UsageError(f"there is no recipe {name}: {known}")
+    if not path.suffix and (near := nearest(str(name), shipped)):  # a folder may be named as the recipe
+        raise UsageError(f"there is no recipe {name}: did you mean {near}?")
+    known = near_path(path) or f": give a TOML file, or one of {', '.join(shipped)}"
+    raise UsageError(f"there is no recipe {name}{known}")
 
 
 class _AnyRecipe(Section):
