@@ -17,6 +17,7 @@ from triptych.serving.application import application
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
 from triptych.serving.processes import ServingProcess
+from triptych.serving.server import Server
 
 
 class Answer(NamedTuple):
@@ -43,7 +44,8 @@ class Served:
             model.check_batches()
         for process in self.processes:
             process.start()
-        app = application(models_served, limits, keys)
+        self.state = Server(models_served, limits, keys)
+        app = application(self.state)
         self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", access_log=False))
         self.thread = threading.Thread(target=self.server.run)
 
@@ -61,13 +63,15 @@ class Served:
         for process in self.processes:
             process.close()
 
-    def ask(self, path: str, fields: Any = None, *, form: bool = False, **headers: str) -> Answer:
+    def ask(
+        self, path: str, fields: Any = None, *, method: str = "", form: bool = False, **headers: str
+    ) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with closing(connection):
             kind = "application/x-www-form-urlencoded" if form else "application/json"
             body = None if fields is None else urlencode(fields, doseq=True) if form else json.dumps(fields)
             headers = {name.replace("_", "-"): value for name, value in headers.items()}
-            method = "GET" if fields is None else "POST"
+            method = method or ("GET" if fields is None else "POST")
             connection.request(method, path, body, {"Content-Type": kind, **headers})
             response = connection.getresponse()
             text = response.read().decode()

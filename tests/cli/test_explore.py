@@ -22,7 +22,7 @@ from browser import Page
 from command import Command
 from served import Served
 from triptych.face import Model, load
-from triptych.serving.exploring import Asked, Explorer, change_model, rounded
+from triptych.serving.exploring import Explorer, Shown, change_model, rounded
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
@@ -187,7 +187,7 @@ def test_what_the_page_cannot_show_is_said_in_one_line(served: Served, fields: A
 
 def test_the_gallery_says_what_heads_do_over_the_text_that_was_given(language_model: Model) -> None:
     over = language_model.attend_over([TEXT * 2, TEXT[::-1]])
-    data = Explorer(language_model, over).view(Asked(TEXT), measured=True)
+    data = Explorer(language_model, over).view(Shown(TEXT), measured=True)
     found = {
         ("decoder", layer["number"], head["number"]): (head["label"], head["facts"])
         for layer in data["texts"][0]["kinds"][0]["layers"]
@@ -406,6 +406,7 @@ def test_the_command_serves_its_page_and_says_where(language_model: Model) -> No
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
 def test_a_click_on_gpt2_is_answered(tab: Page, record_property: Callable[[str, object], None]) -> None:
     with Served({"gpt2": load(CHECKPOINTS / "gpt2", device="cpu")}) as served:

@@ -357,7 +357,7 @@ def test_processes_share_the_work_and_one_that_dies_is_replaced(
         own = language_model.generate("The cat", max_new_tokens=6, temperature=1.0, seed=3)
         assert [*parts.values()] == [own.text] * 2
         serving.abort(served.port, Random(0), ({**fields, "q": lines[:4]}, None))
-        running = served.server.config.app.state.server.models["en-de"].queue.lanes[1].running  # type: ignore[union-attr]
+        running = served.state.models["en-de"].queue.lanes[1].running
         while running:  # a client that goes away leaves nothing behind
             time.sleep(0.01)
         os.kill(pid, signal.SIGSTOP)
@@ -415,6 +415,26 @@ def test_what_cannot_be_answered_is_refused_in_one_line(
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("path", "method", "status", "says"),
+    [
+        ("/v1/nothing", "POST", 404, "nothing is at /v1/nothing"),
+        ("/nothing", "GET", 404, "GET /spec has the paths"),
+        ("/v1/completions", "GET", 405, "takes no GET: send POST"),
+        ("/translate", "DELETE", 405, "takes no DELETE: send POST"),
+    ],
+)
+def test_a_path_that_is_not_there_is_refused_in_the_form_of_its_interface(
+    served: Served, path: str, method: str, status: int, says: str
+) -> None:
+    found = served.ask(path, method=method)
+    error = found.body["error"]
+    of_openai = {"type": "invalid_request_error", "param": None, "code": None}
+    assert (found.status, found.headers.get("allow")) == (status, "POST" if status == 405 else None)
+    assert error == ({"message": error["message"], **of_openai} if path.startswith("/v1/") else str(error))
+    assert says in str(error)
+
+
 def test_without_its_key_nothing_is_answered(translator: Model) -> None:
     fields = {"q": "twelve", "source": "en", "target": "de"}
     with Served({"en-de": translator}, keys=["one", "other"]) as served:
@@ -460,7 +480,7 @@ def test_figures_count_what_was_answered(served: Served) -> None:
 def test_a_text_joins_what_is_being_decoded_and_one_that_nobody_waits_for_leaves(
     language_model: Model,
 ) -> None:
-    served = ServedModel("gpt", language_model)
+    served = ServedModel("gpt", language_model, Limits())
     long = GenerationOptions(40, SamplingOptions(temperature=1.0), seed=3)
     jobs = [Continuing(served, options) for options in (long, long, GenerationOptions(2))]
     given = [served.generator.encode(text) for text in ("Once upon a time", "The dog", "The cat")]
@@ -623,7 +643,7 @@ def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(transla
         ) as served,
         closing(job),
     ):
-        server = served.server.config.app.state.server  # type: ignore[union-attr]
+        server = served.state
         queue = server.models["en-de"].queue
         queue.submit([Item(job, "a")])
         while queue.num_waiting:
@@ -671,13 +691,12 @@ def test_a_port_that_is_taken_is_said_in_one_line(triptych: Command, small_run: 
     assert f"cannot listen at 127.0.0.1:{port} (Address already in use)" in found.err
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path, workers: int) -> None:
+def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "triptych", "serve", f"en-de={small_run}", "--port", str(port)]
-    command += ["--workers", str(workers)]
+    command += ["--workers", "2"]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,

@@ -313,7 +313,7 @@ class Attention:
             ]
             layers.setdefault(stack.kind, []).append(ViewedLayer(layer.number, tuple(viewed)))
         kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
-        text = ViewedText(_shown("".join(map(_readable, self.source_tokens or self.tokens))), kinds)
+        text = ViewedText(_shown("".join(map(readable, self.source_tokens or self.tokens))), kinds)
         heading = title or f"Attention of {short_name(self.model)}"
         return AttentionPage(heading, (text,), (("model", self.model),))
 
@@ -325,8 +325,8 @@ class Attention:
         first_key = given + 1 if produced else given
         return ViewedKind(
             stack.kind,
-            tuple(map(_readable, stack.queries)),
-            tuple(map(_readable, stack.keys)),
+            tuple(map(readable, stack.queries)),
+            tuple(map(readable, stack.keys)),
             tuple(layers),
             given if marked else None,
             first_key if marked and stack.kind != "cross" and first_key < len(stack.keys) else None,
@@ -355,7 +355,8 @@ class Attention:
         return notebook_html(self.viewed())
 
 
-def _readable(token: str) -> str:
+def readable(token: str) -> str:
+    """A token with SentencePiece's mark as the space that it is."""
     return token.replace("▁", " ")
 
 

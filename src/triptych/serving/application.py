@@ -4,12 +4,13 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
@@ -17,8 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from triptych.serving import completions, embeddings, page, records, translation
-from triptych.serving.limits import Limits, RequestError
-from triptych.serving.models import ServedModel
+from triptych.serving.limits import RequestError
 from triptych.serving.server import Endpoint, Server, log
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -27,15 +27,8 @@ _LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
 _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 
 
-def application(
-    models: Sequence[ServedModel],
-    limits: Limits | None = None,
-    keys: Iterable[str] = (),
-    *,
-    public: bool = False,
-) -> Starlette:
+def application(server: Server, *, public: bool = False) -> Starlette:
     """An ASGI application that serves models; if `public`, under any host name."""
-    server = Server(models, limits, keys)
     routes = [
         Route(path, _answering(server, path, endpoint), methods=[method])
         for method, path, endpoint in (
@@ -53,13 +46,13 @@ def application(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        for model in models:
+        for model in server.models.values():
             await asyncio.to_thread(model.worker.close)
 
     hosts = [] if public else [Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK, www_redirect=False)]
-    app = Starlette(routes=routes, middleware=hosts, lifespan=lifespan)
-    app.state.server = server
-    return app
+    return Starlette(
+        routes=routes, middleware=hosts, lifespan=lifespan, exception_handlers={HTTPException: _no_route}
+    )
 
 
 def _answering(
@@ -82,7 +75,9 @@ def _answering(
             async with asyncio.timeout(server.limits.seconds):
                 response = await endpoint(server, request)
         except Exception as error:  # noqa: BLE001 (the answer names no path and no line of the source)
-            response = _refusal(path, *server.explain(error), retry=getattr(error, "retry_after", None))
+            retry = getattr(error, "retry_after", None)
+            headers = {} if retry is None else {"Retry-After": str(retry)}
+            response = _refusal(path, *server.explain(error), headers)
         finally:
             server.num_requests -= 1
         seconds = time.perf_counter() - started
@@ -97,12 +92,22 @@ def _answering(
     return answer
 
 
-def _refusal(path: str, status: int, message: str, *, retry: int | None) -> Response:
+async def _no_route(request: Request, error: Exception) -> Response:
+    """The answer where no endpoint is, or not for this method."""
+    assert isinstance(error, HTTPException)
+    path, headers = request.url.path, error.headers or {}
+    why = f"nothing is at {path}: GET /spec has the paths"
+    if error.status_code == 405:
+        why = f"{path} takes no {request.method}: send {headers['Allow']}"
+    return _refusal(path, error.status_code, why, headers)
+
+
+def _refusal(path: str, status: int, message: str, headers: Mapping[str, str]) -> Response:
     """An error in the form of OpenAI or of LibreTranslate."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     of_openai = {"message": message, "type": kind, "param": None, "code": None}
     body = of_openai if path.startswith("/v1/") else message
-    return JSONResponse({"error": body}, status, {} if retry is None else {"Retry-After": str(retry)})
+    return JSONResponse({"error": body}, status, headers)
 
 
 async def _health(server: Server, request: Request) -> Response:

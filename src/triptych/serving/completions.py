@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from triptych.attending.attention import readable
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions
+from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
 from triptych.serving.models import Continuing, Scored, Scoring, ServedModel
 from triptych.serving.server import Server
@@ -31,7 +33,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Asked(NamedTuple):
+class _Wanted(NamedTuple):
     """A request for completions: prompts as token ids, and what is wanted of each."""
 
     model: ServedModel
@@ -56,10 +58,12 @@ async def complete(server: Server, request: Request) -> Response:
     """Continue prompts, texts or token ids; with `echo`, `logprobs`, `n`, `seed`, `stop`, `stream`."""
     fields = await server.fields(request)
     model = server.model(fields.get("model"), "generate")
-    asked = _asked(server, model, fields, _prompts(server, model, fields), "max_tokens", 16)
+    generator = model.generator
+    prompts = read_texts(server, fields, "prompt", generator.encode, generator.tokenizer.vocab_size)
+    asked = _asked(server, model, fields, prompts, "max_tokens", 16)
     head = _head(model, "cmpl", "text_completion")
     if asked.stream:
-        return _streamed(server, request, asked, head, _completion_part)
+        return _streamed(server, request, asked, head, lambda text: {"text": text, "logprobs": None})
     choices, usage = await _choices(server, request, asked)
     return JSONResponse({**head, "choices": choices, "usage": usage})
 
@@ -74,10 +78,16 @@ async def chat(server: Server, request: Request) -> Response:
     tokenizer = model.generator.tokenizer
     (ids,) = tokenizer.encode([tokenizer.chat(messages)], add_special=False, parse_special=True)
     name = "max_tokens" if "max_tokens" in fields else "max_completion_tokens"
-    asked = _asked(server, model, {**fields, "logprobs": None, "echo": False}, [ids], name, 512)
+    asked = _asked(server, model, Fields(fields | {"logprobs": None, "echo": False}), [ids], name, 512)
     if asked.stream:
         head = _head(model, "chatcmpl", "chat.completion.chunk")
-        return _streamed(server, request, asked, head, _chat_part)
+        return _streamed(
+            server,
+            request,
+            asked,
+            head,
+            lambda text: {"delta": {"role": "assistant", "content": text} if text else {}},
+        )
     found, usage = await _choices(server, request, asked)
     choices = [
         {
@@ -97,37 +107,21 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def _prompts(server: Server, model: ServedModel, fields: dict[str, Any]) -> list[list[int]]:
-    generator = model.generator
-    return read_texts(
-        server, fields.get("prompt"), "prompt", generator.encode, generator.tokenizer.vocab_size
-    )
-
-
 def read_texts(
-    server: Server, given: Any, name: str, encode: Callable[[str], list[int]], vocab_size: int
+    server: Server, fields: Fields, name: str, encode: Callable[[str], list[int]], vocab_size: int
 ) -> list[list[int]]:
     """A text or token ids, or several of either, as token ids."""
+    given, most = fields.get(name), server.limits.max_items
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         given = [given]
-    if not isinstance(given, list) or not given or len(given) > server.limits.max_items:
-        raise RequestError(
-            400, f"{name}: give a text, token ids, or a list of at most {server.limits.max_items}"
-        )
-    texts = [one for one in given if isinstance(one, str)]
-    server.check_texts(texts)
-    found = []
+    if not isinstance(given, list) or not given or len(given) > most:
+        raise RequestError(400, f"{name}: give a text, token ids, or a list of at most {most}")
+    server.check_texts([one for one in given if isinstance(one, str)])
     for one in given:
-        if isinstance(one, str):
-            found.append(encode(one))
-        elif (
-            isinstance(one, list)
-            and one
-            and all(type(token) is int and 0 <= token < vocab_size for token in one)
-        ):
-            found.append(one)
-        else:
+        are_ids = isinstance(one, list) and one and all(type(x) is int and 0 <= x < vocab_size for x in one)
+        if not are_ids and not isinstance(one, str):
             raise RequestError(400, f"{name}: token ids are numbers from 0 to {vocab_size - 1}")
+    found = [encode(one) if isinstance(one, str) else one for one in given]
     if sum(map(len, found)) > server.limits.max_characters:
         raise RequestError(413, f"{name}: at most {server.limits.max_characters:,} tokens in a request")
     return found
@@ -136,64 +130,49 @@ def read_texts(
 def _asked(
     server: Server,
     model: ServedModel,
-    fields: dict[str, Any],
+    fields: Fields,
     prompts: list[list[int]],
     name_of_limit: str,
     default: int,
-) -> _Asked:
+) -> _Wanted:
     for name, values in _FIXED.items():
         if fields.get(name) not in values:
             raise RequestError(400, f"{name} is not supported: leave it out")
-    most = _number(fields, name_of_limit, default, 0, server.limits.max_new_tokens)
-    samples = _number(fields, "n", 1, 1, _MOST_SAMPLES)
-    logprobs = None if fields.get("logprobs") is None else _number(fields, "logprobs", 0, 0, _MOST_LOGPROBS)
+    most = fields.number(name_of_limit, 0, server.limits.max_new_tokens, default)
+    samples = fields.number("n", 1, _MOST_SAMPLES, 1)
+    logprobs = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
     echo, stream = fields.get("echo") is True, fields.get("stream") is True
     if stream and (echo or logprobs is not None):
         raise RequestError(400, "stream goes without echo and logprobs: leave them out")
     stop = fields.get("stop") or ()
+
+    def given(name: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
+        return default if fields.get(name) is None else kind(fields[name])
+
     try:
-        sampling = SamplingOptions(
-            _float(fields, "repetition_penalty", 1.0),
-            _float(fields, "temperature", 1.0),
-            None if fields.get("top_k") is None else int(fields["top_k"]),
-            *(None if fields.get(name) is None else float(fields[name]) for name in ("top_p", "min_p")),
-        )
+        penalty, temperature = (given(name, float, 1.0) for name in ("repetition_penalty", "temperature"))
+        rest = (given("top_k", int), given("top_p", float), given("min_p", float))
+        sampling = SamplingOptions(penalty, temperature, *rest)
         # Without a seed every request draws its own; greedy requests draw nothing and are computed together.
-        seed = fields.get("seed")
-        seed = (
-            0 if sampling.is_greedy else random.SystemRandom().getrandbits(31) if seed is None else int(seed)
-        )
+        drawn = given("seed", int, random.SystemRandom().getrandbits(31))
+        seed, num_samples = (0, 1) if sampling.is_greedy else (drawn, samples)
         stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
-        options = GenerationOptions(
-            max(most, 1), sampling, seed, 1 if sampling.is_greedy else samples, stop_texts=stops
-        )
+        options = GenerationOptions(max(most, 1), sampling, seed, num_samples, stop_texts=stops)
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError(400, str(error)) from None
-    return _Asked(model, prompts, options if most else None, echo, logprobs, stream, samples)
-
-
-def _number(fields: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
-    value = default if fields.get(name) is None else fields[name]
-    if type(value) is not int or not least <= value <= most:
-        raise RequestError(400, f"{name}: give a number from {least} to {most}")
-    return value
-
-
-def _float(fields: dict[str, Any], name: str, default: float) -> float:
-    return default if fields.get(name) is None else float(fields[name])
+    return _Wanted(model, prompts, options if most else None, echo, logprobs, stream, samples)
 
 
 async def _choices(
-    server: Server, request: Request, asked: _Asked
+    server: Server, request: Request, asked: _Wanted
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """What the prompts are continued by, prompt by prompt, and what it took."""
     scored: list[Scored | None] = [None] * len(asked.prompts)
     if asked.echo and asked.logprobs is not None:
         most = min(asked.model.generator.model.context or _MOST_SCORED, _MOST_SCORED)
         if (longest := max(map(len, asked.prompts))) > most + 1:
-            raise RequestError(
-                400, f"prompt: {longest:,} tokens; with echo and logprobs at most {most + 1:,}"
-            )
+            why = f"prompt: {longest:,} tokens; with echo and logprobs at most {most + 1:,}"
+            raise RequestError(400, why)
         scored = await server.compute(request, Scoring(asked.model, max(asked.logprobs, 1)), asked.prompts)
     continued: list[list[Continuation]] = [[] for _ in asked.prompts]
     if asked.options is not None:
@@ -211,12 +190,12 @@ async def _choices(
 
 
 def _choice(
-    asked: _Asked, index: int, ids: Sequence[int], one: Continuation | None, scored: Scored | None
+    asked: _Wanted, index: int, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
     tokenizer = asked.model.generator.tokenizer
 
     def shown(tokens: Sequence[int]) -> list[str]:
-        return [piece.replace("▁", " ") for piece in tokenizer.pieces(tokens)]
+        return [*map(readable, tokenizer.pieces(tokens))]
 
     prompt = tokenizer.decode([ids])[0] if asked.echo else ""
     text = prompt + ("" if one is None else one.text)
@@ -236,39 +215,27 @@ def _choice(
             found += one.log_probs[: len(own)]
             tops += [{piece: value} for piece, value in zip(own, one.log_probs, strict=False)]
         offsets = [*accumulate(map(len, pieces), initial=0)][: len(pieces)]
-        logprobs = {
-            "tokens": pieces,
-            "token_logprobs": found,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        named = {"tokens": pieces, "token_logprobs": found, "top_logprobs": tops}
+        logprobs = {**named, "text_offset": offsets}
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish(one)}
 
 
 def _head(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model.name,
-    }
+    number = f"{prefix}-{uuid.uuid4().hex}"
+    return {"id": number, "object": kind, "created": int(time.time()), "model": model.name}
 
 
-# From a choice's number, its text and why it ends, to the choice in a part of a stream.
-_Part = Callable[[int, str, str | None], dict[str, Any]]
+def _streamed(
+    server: Server,
+    request: Request,
+    asked: _Wanted,
+    head: dict[str, Any],
+    part: Callable[[str], dict[str, Any]],
+) -> Response:
+    """Server-sent events: the text of every choice as it comes, then why each ended.
 
-
-def _completion_part(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
-
-
-def _chat_part(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    delta = {"role": "assistant", "content": text} if text else {}
-    return {"index": index, "delta": delta, "finish_reason": finish}
-
-
-def _streamed(server: Server, request: Request, asked: _Asked, head: dict[str, Any], part: _Part) -> Response:
-    """Server-sent events: the text of every choice as it comes, then why each ended."""
+    `part` gives the field of a choice that holds a text.
+    """
     if asked.options is None:
         raise RequestError(400, "stream: give max_tokens of at least 1")
     job = Continuing(asked.model, asked.options)
@@ -276,14 +243,13 @@ def _streamed(server: Server, request: Request, asked: _Asked, head: dict[str, A
     started = time.perf_counter()
 
     def event(number: int, sample: int, text: str, finish: str | None = None) -> str:
-        return _event({**head, "choices": [part(number * asked.num_samples + sample, text, finish)]})
+        index = number * asked.num_samples + sample
+        return _event({**head, "choices": [{"index": index, **part(text), "finish_reason": finish}]})
 
     async def events() -> AsyncIterator[str]:
         given: dict[tuple[int, int], int] = {}  # characters
         computing = asyncio.ensure_future(
-            server.compute(
-                request, job, asked.prompts, lambda number, told: parts.put_nowait((number, *told))
-            )
+            server.compute(request, job, asked.prompts, lambda at, told: parts.put_nowait((at, *told)))
         )
         computing.add_done_callback(lambda _: parts.put_nowait(None))
         try:

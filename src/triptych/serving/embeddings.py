@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from triptych.decoding.batches import LONGEST_SHOWN, check_length
 from triptych.serving.completions import read_texts
 from triptych.serving.limits import RequestError
-from triptych.serving.models import ModelJob, ServedModel
+from triptych.serving.models import JobOfEach
 from triptych.serving.server import Server
-from triptych.serving.worker import Item
 
 
 async def embed(server: Server, request: Request) -> Response:
@@ -35,7 +34,7 @@ async def embed(server: Server, request: Request) -> Response:
     tokenizer = opened.tokenizer
     texts = read_texts(
         server,
-        fields.get("input"),
+        fields,
         "input",
         lambda text: tokenizer.encode([text], add_special=True)[0],
         tokenizer.vocab_size,
@@ -55,16 +54,13 @@ async def embed(server: Server, request: Request) -> Response:
 
 @final
 @dataclass(frozen=True)
-class Embedding(ModelJob):
+class Embedding(JobOfEach):
     """Vectors of token ids, each text by itself."""
 
-    def compute(self, items: Sequence[Item]) -> list[list[float]]:
-        return [self._vector(self.model, item.given) for item in items]
-
     @torch.inference_mode()
-    def _vector(self, served: ServedModel, ids: Sequence[int]) -> list[float]:
-        model = served.model.opened.language_model.eval()
-        read = torch.tensor([list(ids)], device=model.embeddings.table.weight.device)
+    def of(self, given: Sequence[int]) -> list[float]:
+        model = self.model.model.opened.language_model.eval()
+        read = torch.tensor([list(given)], device=model.embeddings.table.weight.device)
         found: list[float] = F.normalize(model.hidden(read)[0].float().mean(dim=0), dim=0).tolist()
         return found
 

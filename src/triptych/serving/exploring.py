@@ -16,6 +16,7 @@ from torch import Tensor
 
 from triptych.algebra.chance import random_spectra
 from triptych.attending import Attention
+from triptych.attending.attention import readable
 from triptych.attending.over import OverText
 from triptych.attending.page import HeadNote, viewer_data
 from triptych.attending.writing import OutputTable
@@ -113,8 +114,8 @@ def _in_python(call: str) -> str:
     return WHAT_IFS[name].python.format(*_arguments(given))
 
 
-class Asked(NamedTuple):
-    """A text as it is looked at.
+class Shown(NamedTuple):
+    """A text as the page shows it.
 
     Attributes:
         text: what the model reads.
@@ -150,16 +151,16 @@ class Explorer:
         """Whether a text has a target that the decoder reads."""
         return self.model.reader.opened.translates
 
-    def _read(self, asked: Asked) -> tuple[str, str | None]:
+    def _read(self, asked: Shown) -> tuple[str, str | None]:
         """The text and the target as the face takes them."""
         if self.reads_pairs:
             return asked.text, asked.target or None
         return asked.text + asked.target, None
 
-    def _attend(self, asked: Asked) -> Attention:
+    def _attend(self, asked: Shown) -> Attention:
         return self._changed(asked.changes).attend(*self._read(asked))
 
-    def _runs(self, asked: Asked) -> Run:
+    def _runs(self, asked: Shown) -> Run:
         text, target = self._read(asked)
         with torch.no_grad():
             return self._changed(asked.changes).run(text, target=target)
@@ -190,7 +191,7 @@ class Explorer:
             "python": "".join(map(_in_python, changes)),
         }
 
-    def view(self, asked: Asked, *, measured: bool = False) -> dict[str, Any]:
+    def view(self, asked: Shown, *, measured: bool = False) -> dict[str, Any]:
         """All attention weights of the text as `reports/viewer.js` draws them.
 
         `measured` adds what heads do: over the text that was given at the start, or on this one.
@@ -204,7 +205,7 @@ class Explorer:
             kind["generated_query"] = kind["generated_key"] = min(first, len(kind["queries"]) - 1)
         return data
 
-    def _notes(self, asked: Asked) -> dict[tuple[str, int, int], HeadNote]:
+    def _notes(self, asked: Shown) -> dict[tuple[str, int, int], HeadNote]:
         if self.over is not None:
             return self.over.notes()
         text, target = self._read(asked)
@@ -212,7 +213,7 @@ class Explorer:
         # Of one short text an interval says nothing.
         return {place: HeadNote(note.label) for place, note in found.notes().items()}
 
-    def row(self, asked: Asked, layer: str, head: int, query: int) -> dict[str, Any]:
+    def row(self, asked: Shown, layer: str, head: int, query: int) -> dict[str, Any]:
         """One row of a head's attention step by step, and what the changes do to the next token.
 
         Of more than 32 keys it has those with the largest weights.
@@ -226,10 +227,10 @@ class Explorer:
         rows = ("k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights", "shares")
         for name in rows:
             record[name] = None if record[name] is None else [record[name][key] for key in kept]
-        record["keys"], record["token"] = [*map(_readable, steps.keys)], _readable(steps.token)
+        record["keys"], record["token"] = [*map(readable, steps.keys)], readable(steps.token)
         for changed in (record["direct_effect"] or {}).values():
             for one in changed:
-                one["token"] = _readable(one["token"])
+                one["token"] = readable(one["token"])
         share = steps.share_of_output.tolist()
         layers = {one.name: one for one in self._changed(asked.changes).layers}
         # A layer that runs several times has a number for each time, and one name.
@@ -245,7 +246,7 @@ class Explorer:
             "next": self._next(asked, layer, query),
         }
 
-    def _next(self, asked: Asked, layer: str, query: int) -> dict[str, Any] | None:
+    def _next(self, asked: Shown, layer: str, query: int) -> dict[str, Any] | None:
         """The next token's probabilities and the loss, with the changes and without."""
         before = self._run(asked._replace(changes=()))
         if not self.reads_pairs and "generate" not in self.model.can:
@@ -259,12 +260,12 @@ class Explorer:
         pieces = self.model.reader.tokenizer.pieces(ids)
         return {
             "at": at,
-            "token": _readable(before.tokens[at]),
+            "token": readable(before.tokens[at]),
             "kl": float(kl[at]),
             "mean_kl": float(kl.mean()),
             "loss": [self._loss(asked.text, run) for run in (before, after)],
             "tokens": [
-                [_readable(piece), *(float(log[at, number].exp()) for log in logs)]
+                [readable(piece), *(float(log[at, number].exp()) for log in logs)]
                 for piece, number in zip(pieces, ids, strict=True)
             ],
         }
@@ -317,10 +318,6 @@ def rounded(found: Any, digits: int = 6) -> Any:
     return [rounded(value, digits) for value in found] if isinstance(found, list | tuple) else found
 
 
-def _readable(piece: str) -> str:
-    return piece.replace("▁", " ")
-
-
 def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]]:
     """The largest singular directions of the two forms, and the tokens nearest to both ends of each."""
     with suppress(TriptychError):  # there is no norm before it, or none that can be folded
@@ -328,17 +325,22 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
     reader, kind = model.reader, model[layer].kind
     stack = layer.partition(".")[0] if "." in layer else ("cross" if kind == "cross" else "decoder")
     output = OutputTable.of(reader.model, stack)
-    own, memory = _tables(reader.model, stack)
-    if own.shape[1] != head.W_Q.shape[0] or memory.shape[1] != head.W_V.shape[0]:
+    # The half whose tokens look, and the half whose tokens are looked at.
+    halves = ("decoder", "encoder") if stack == "cross" else (stack, stack)
+    tokenizers = [reader.source_tokenizer if half == "encoder" else reader.tokenizer for half in halves]
+    by_half = {str(half): of.embeddings.table.weight for half, of in reader.model.stacks.items()}
+    tables = [by_half[half] for half in halves]
+    if tables[0].shape[1] != head.W_Q.shape[0] or tables[1].shape[1] != head.W_V.shape[0]:
         return  # embeddings of another width than the stream
-    tokenizers = (
-        reader.tokenizer,
-        reader.source_tokenizer if stack in ("cross", "encoder") else reader.tokenizer,
-    )
 
-    def nearest(scores: Tensor, tokenizer: Any) -> list[str]:
+    def best(scores: Tensor, tokenizer: Any) -> list[str]:
         top = scores[: tokenizer.vocab_size].topk(min(_NEAREST, len(scores)))
-        return [*map(_readable, tokenizer.pieces(top.indices.tolist()))]
+        return [*map(readable, tokenizer.pieces(top.indices.tolist()))]
+
+    def nearest(side: int, direction: Tensor) -> list[str]:
+        rows = tables[side].float()
+        cosines = (rows @ direction.to(rows)) / rows.norm(dim=1).clamp(min=1e-9)
+        return best(cosines, tokenizers[side])
 
     for name in ("qk", "ov"):
         try:
@@ -350,13 +352,11 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         for number in range(min(_DIRECTIONS, len(S))):
             for sign in (1.0, -1.0):
                 left, right = sign * U[:, number], sign * Vh[number]
+                reads, writes = nearest(0 if name == "qk" else 1, left), list[str]()
                 if name == "qk":
-                    reads, other = nearest(_cosines(own, left), tokenizers[stack == "encoder"]), memory
-                    writes = nearest(_cosines(other, right), tokenizers[1])
-                else:
-                    reads = nearest(_cosines(memory, left), tokenizers[1])
-                    logits = None if output is None else output.logits(right[None].to(output.table))[0]
-                    writes = [] if logits is None else nearest(logits, tokenizers[0])
+                    writes = nearest(1, right)
+                elif output is not None:
+                    writes = best(output.logits(right[None].to(output.table))[0], tokenizers[0])
                 yield {
                     "form": name,
                     "number": number,
@@ -364,17 +364,3 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
                     "reads": reads,
                     "writes": writes,
                 }
-
-
-def _cosines(table: Tensor, direction: Tensor) -> Tensor:
-    rows = table.float()
-    found: Tensor = (rows @ direction.to(rows)) / rows.norm(dim=1).clamp(min=1e-9)
-    return found
-
-
-def _tables(model: Any, stack: str) -> tuple[Tensor, Tensor]:
-    """The embedding tables of the tokens that look and of those looked at."""
-    tables = {name: half.embeddings.table.weight for name, half in model.stacks.items()}
-    if stack == "cross":
-        return tables["decoder"], tables["encoder"]
-    return tables[stack], tables[stack]

@@ -1,8 +1,9 @@
 """A model that is served: its name, its languages, and the jobs that it can do."""
 
 import re
+from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -59,7 +60,7 @@ class ServedModel:
         alone: what `check_batches` computed of each text alone.
     """
 
-    def __init__(self, name: str, model: Model, limits: Limits | None = None) -> None:
+    def __init__(self, name: str, model: Model, limits: Limits) -> None:
         """Make a model ready to serve; `UsageError` if it does not run."""
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -75,9 +76,9 @@ class ServedModel:
         self.is_batch_invariant: bool | None = None
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
-        self.limits = limits or Limits()
+        self.limits = limits
         self.explorer = Explorer(model)
-        self.queue = Queue(self.limits)
+        self.queue = Queue(limits)
         self.worker = Worker(name, self.queue)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -180,24 +181,32 @@ class Continuing(ModelJob, Decoding):
         return self.model.generator.continue_tokens(texts, self.options, tell)
 
 
+class JobOfEach(ModelJob):
+    """A job that computes one item after the other."""
+
+    def compute(self, items: Sequence[Item]) -> list[Any]:
+        return [self.of(item.given) for item in items]
+
+    @abstractmethod
+    def of(self, given: Any) -> Any:
+        """The result of an item."""
+
+
 @final
 @dataclass(frozen=True)
-class Scoring(ModelJob):
+class Scoring(JobOfEach):
     """Log-probabilities of the tokens of texts, and the most probable tokens in their places."""
 
     count: int
 
-    def compute(self, items: Sequence[Item]) -> list["Scored"]:
-        return [self._scored(item.given) for item in items]
-
     @torch.inference_mode()
-    def _scored(self, ids: Sequence[int]) -> "Scored":
-        if len(ids) < 2:
+    def of(self, given: Sequence[int]) -> "Scored":
+        if len(given) < 2:
             return Scored((), ())
         model = self.model.generator.model.eval()
-        read = torch.tensor([list(ids[:-1])], device=model.embeddings.table.weight.device)
+        read = torch.tensor([list(given[:-1])], device=model.embeddings.table.weight.device)
         log_probs: Tensor = model(read).logits[0].float().log_softmax(dim=-1)
-        own = log_probs.gather(1, torch.tensor(ids[1:], device=read.device)[:, None])[:, 0]
+        own = log_probs.gather(1, torch.tensor(given[1:], device=read.device)[:, None])[:, 0]
         best = log_probs.topk(min(self.count, log_probs.shape[1]), dim=-1)
         tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return Scored(tuple(own.tolist()), tuple(tuple(zip(*one, strict=True)) for one in tops))
@@ -205,28 +214,25 @@ class Scoring(ModelJob):
 
 @final
 @dataclass(frozen=True)
-class Aligning(ModelJob):
+class Aligning(JobOfEach):
     """The words of a line and of its translation; None for a line that is too long to be read whole."""
 
-    def compute(self, items: Sequence[Item]) -> list[AlignedWords | None]:
-        return [self._words(*item.given) for item in items]
-
-    def _words(self, line: str, translation: str) -> AlignedWords | None:
+    def of(self, given: tuple[str, str]) -> AlignedWords | None:
         try:
-            return self.model.model.attend(line, translation).words()
+            return self.model.model.attend(*given).words()
         except UsageError:
             return None
 
 
 @final
 @dataclass(frozen=True)
-class Asking(ModelJob):
-    """Anything else: what an item holds is called with the model."""
+class Asking(JobOfEach):
+    """Anything else: what an item holds is called with the model that is served."""
 
     travels: ClassVar[bool] = False
 
-    def compute(self, items: Sequence[Item]) -> list[Any]:
-        return [item.given(self.model.model) for item in items]
+    def of(self, given: Callable[[ServedModel], Any]) -> Any:
+        return given(self.model)
 
 
 class Scored(NamedTuple):

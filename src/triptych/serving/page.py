@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from triptych.reports import render
-from triptych.serving.exploring import Asked, Explorer, rounded
+from triptych.serving.exploring import Explorer, Shown, rounded
+from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
 from triptych.serving.models import Asking
 from triptych.serving.server import Endpoint, Server
@@ -30,57 +31,32 @@ async def models(server: Server, request: Request) -> Response:
     await server.fields(request)
     found = []
     for served in server.models.values():
-        (about,) = await server.compute(request, Asking(served), [lambda _, of=served: of.explorer.about()])
+        (about,) = await server.compute(request, Asking(served), [lambda of: of.explorer.about()])
         found.append({"name": served.name, "languages": served.languages, **about})
     return _json({"models": found})
 
 
-def _answering(ask: Callable[[Explorer, "Fields"], Any], about: str) -> Endpoint:
+def _answering(ask: Callable[[Explorer, Fields], Any], about: str) -> Endpoint:
     async def answer(server: Server, request: Request) -> Response:
-        given = await server.fields(request)
-        served, fields = server.model(given.get("model"), "run"), Fields(given)
-        server.check_texts([fields.words("text", ""), fields.words("target", "")])
-        (found,) = await server.compute(request, Asking(served), [lambda _: ask(served.explorer, fields)])
+        fields = await server.fields(request)
+        served = server.model(fields.get("model"), "run")
+        server.check_texts([fields.text("text", ""), fields.text("target", "")])
+        (found,) = await server.compute(request, Asking(served), [lambda of: ask(of.explorer, fields)])
         return _json(found)
 
     answer.__doc__ = about
     return answer
 
 
-class Fields:
-    """The fields of a question, each of its type."""
+def _changes(fields: Fields) -> tuple[str, ...]:
+    found = fields.get("changes", [])
+    if not isinstance(found, list) or len(found) > _MOST_CHANGES or not all(type(x) is str for x in found):
+        raise RequestError(400, f"changes: give a list of at most {_MOST_CHANGES} calls")
+    return tuple(found)
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._given = given
 
-    def words(self, name: str, default: str | None = None) -> str:
-        """A text; without a default there has to be one."""
-        found = self._given.get(name, default)
-        if not isinstance(found, str) or (default is None and not found):
-            raise RequestError(400, f"{name}: give a text")
-        return found
-
-    def number(self, name: str, low: int, high: int) -> int:
-        """A whole number."""
-        found = self._given.get(name)
-        if type(found) is not int or not low <= found <= high:
-            raise RequestError(400, f"{name}: give a number from {low} to {high}")
-        return found
-
-    @property
-    def changes(self) -> tuple[str, ...]:
-        found = self._given.get("changes", [])
-        if (
-            not isinstance(found, list)
-            or len(found) > _MOST_CHANGES
-            or not all(type(x) is str for x in found)
-        ):
-            raise RequestError(400, f"changes: give a list of at most {_MOST_CHANGES} calls")
-        return tuple(found)
-
-    @property
-    def asked(self) -> Asked:
-        return Asked(self.words("text"), self.words("target", ""), self.changes)
+def _shown(fields: Fields) -> Shown:
+    return Shown(fields.text("text"), fields.text("target", ""), _changes(fields))
 
 
 def _json(found: Any) -> Response:
@@ -91,25 +67,28 @@ def _json(found: Any) -> Response:
 # By the last part of the path: what is asked of an `Explorer`, and a line for /spec.
 QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
     "write": (
-        lambda of, given: of.write(given.words("text"), given.changes, given.number("count", 1, 64)),
+        lambda of, given: of.write(given.text("text"), _changes(given), given.number("count", 1, 64)),
         "A translation or continuation with alternatives: `text`, `changes`, `count`.",
     ),
-    "view": (lambda of, given: of.view(given.asked), "All attention weights of a text, packed for the page."),
+    "view": (
+        lambda of, given: of.view(_shown(given)),
+        "All attention weights of a text, packed for the page.",
+    ),
     "gallery": (
-        lambda of, given: of.view(given.asked, measured=True),
+        lambda of, given: of.view(_shown(given), measured=True),
         "The same, with what each head does.",
     ),
     "row": (
         lambda of, given: of.row(
-            given.asked,
-            given.words("layer"),
+            _shown(given),
+            given.text("layer"),
             given.number("head", 0, 1 << 16),
             given.number("query", -1, 1 << 24),
         ),
         "One row of a head step by step, and what `changes` do to the next token and the loss.",
     ),
     "head": (
-        lambda of, given: of.head(given.changes, given.words("layer"), given.number("head", 0, 1 << 16)),
+        lambda of, given: of.head(_changes(given), given.text("layer"), given.number("head", 0, 1 << 16)),
         "The maps and forms of a head: pictures, spectra, singular directions.",
     ),
 }

@@ -86,18 +86,15 @@ class ServingProcess:
     def _give(self, model: ServedModel, lane: Lane, helper: Helper) -> None:
         """Give a process, and not one that takes its place, what the lane takes."""
         while items := model.queue.take(lane, waits=True):
-            numbers = [next(self._numbers) for _ in items]
-            self._items |= zip(numbers, items, strict=True)
-            for number, item in zip(numbers, items, strict=True):
+            numbered = {next(self._numbers): item for item in items}
+            self._items |= numbered
+            for number, item in numbered.items():
                 item.when_left = partial(self._leave, helper, number)
-            given = [
-                (number, item.job, item.given, item.tell is not None)
-                for number, item in zip(numbers, items, strict=True)
-            ]
+            given = [(n, item.job, item.given, item.tell is not None) for n, item in numbered.items()]
             try:
                 self._send(helper, (model.name, given))
             except Exception as error:  # noqa: BLE001 (one that has died, or what cannot be sent)
-                self._fail(numbers, None if isinstance(error, OSError) else error)
+                self._fail([*numbered], None if isinstance(error, OSError) else error)
             for item in items:
                 if item.is_left:
                     item.leave()

@@ -11,7 +11,7 @@ from triptych.files import write_text
 from triptych.printable import printable
 from triptych.progress import Progress, untold
 from triptych.reports import render
-from triptych.serving.exploring import Asked, Explorer, rounded
+from triptych.serving.exploring import Explorer, Shown, rounded
 
 _DIGITS, _NEW_TOKENS = 4, 12
 # Ranks of W_QK that are recorded, as shares of d_k.
@@ -97,7 +97,7 @@ class _Recording:
         return self.keep("write", fields, self.explorer.write(self.text, changes, _NEW_TOKENS))
 
     def view(self, question: str, changes: tuple[str, ...]) -> Any:
-        asked = Asked(self.text, self.target, changes)
+        asked = Shown(self.text, self.target, changes)
         found = self.explorer.view(asked, measured=question == "gallery")
         return self.keep(question, self.asked(changes), found)
 
@@ -113,5 +113,5 @@ class _Recording:
         if query is None:  # where the page looks first
             query = min(1, last) if kind["kind"] == "cross" else last
         layer = self.place(number, kind)
-        found = self.explorer.row(Asked(self.text, self.target, changes), layer, head, query)
+        found = self.explorer.row(Shown(self.text, self.target, changes), layer, head, query)
         self.keep("row", {**self.asked(changes), "layer": layer, "head": head, "query": query}, found)

@@ -100,7 +100,8 @@ def serve(
             model.check_batches()  # builds it, too, before the first request comes
         for process in others:
             process.start()
-        running.run(served, listening, keys, limits, shutdown_timeout, ready, public=public)
+        server = running.Server(served, limits, keys)
+        running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
 
 
 def _listening(host: str, port: int) -> socket.socket:

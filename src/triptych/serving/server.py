@@ -5,7 +5,7 @@ import hmac
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from triptych.errors import TriptychError, UsageError
+from triptych.errors import TriptychError
+from triptych.serving.fields import Fields
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.models import ModelJob, ServedModel
 from triptych.serving.worker import Item
@@ -37,38 +38,24 @@ class Server:
         started: when it was made, in seconds since 1970.
     """
 
-    def __init__(
-        self, models: Sequence[ServedModel], limits: Limits | None = None, keys: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, models: Sequence[ServedModel], limits: Limits, keys: Sequence[str]) -> None:
         """Put a server together; with keys, each request needs one of them."""
         self.models = {model.name: model for model in models}
-        if len(self.models) < len(models):
-            raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
-        self.limits, self._keys = limits or Limits(), tuple(keys)
+        self.limits, self._keys = limits, keys
         self.is_stopping, self.num_requests, self.started = False, 0, int(time.time())
-        self.registry = CollectorRegistry()
-        names = ("path", "status")
-        self.answered = Counter(
-            "triptych:requests", "Requests that were answered.", names, registry=self.registry
-        )
-        self.latency = Histogram(
-            "vllm:e2e_request_latency_seconds",
-            "From a request to its answer.",
-            ("path",),
-            registry=self.registry,
-        )
-        self.first = Histogram(
-            "vllm:time_to_first_token_seconds", "To the first text of a stream.", registry=self.registry
-        )
-        self.prompt_tokens = Counter("vllm:prompt_tokens", "Tokens read.", registry=self.registry)
-        self.new_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=self.registry)
-        running = Gauge(
-            "vllm:num_requests_running", "Texts computed now.", ("model_name",), registry=self.registry
-        )
-        waiting = Gauge(
-            "vllm:num_requests_waiting", "Texts that wait.", ("model_name",), registry=self.registry
-        )
-        workers = Gauge("triptych:workers", "Processes that compute.", registry=self.registry)
+        self.registry = of = CollectorRegistry()
+        path, name = ("path",), ("model_name",)
+        about = "Requests that were answered."
+        self.answered = Counter("triptych:requests", about, (*path, "status"), registry=of)
+        about = "From a request to its answer."
+        self.latency = Histogram("vllm:e2e_request_latency_seconds", about, path, registry=of)
+        about = "To the first text of a stream."
+        self.first = Histogram("vllm:time_to_first_token_seconds", about, registry=of)
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Tokens read.", registry=of)
+        self.new_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=of)
+        running = Gauge("vllm:num_requests_running", "Texts computed now.", name, registry=of)
+        waiting = Gauge("vllm:num_requests_waiting", "Texts that wait.", name, registry=of)
+        workers = Gauge("triptych:workers", "Processes that compute.", registry=of)
         workers.set_function(lambda: self.num_workers)
         for model in models:
             running.labels(model.name).set_function(partial(getattr, model.queue, "num_running"))
@@ -95,9 +82,9 @@ class Server:
         if self._keys and not sum(hmac.compare_digest(key.encode(), own.encode()) for own in self._keys):
             raise RequestError(403 if key else 401, "a key is needed: send api_key or Authorization: Bearer")
 
-    async def fields(self, request: Request) -> dict[str, Any]:
+    async def fields(self, request: Request) -> Fields:
         """The fields of a request's body, whose key is checked."""
-        found = await _read_fields(request, self.limits)
+        found = await Fields.read(request, self.limits.max_bytes)
         self.check_key(request, found.get("api_key"))
         return found
 
@@ -178,41 +165,6 @@ async def _disconnected(request: Request) -> None:
     """Wait until the client goes away; the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _read_body(request: Request, limits: Limits) -> bytes:
-    """The body of a request, up to the limit."""
-    parts, size = list[bytes](), 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limits.max_bytes:
-            raise RequestError(413, f"the body has more than {limits.max_bytes:,} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _read_fields(request: Request, limits: Limits) -> dict[str, Any]:
-    """The fields of a body: JSON, whatever type it is sent as, or a form, whose fields may come twice."""
-    body = await _read_body(request, limits)
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not body.lstrip().startswith(b"{") and kind in (
-        "application/x-www-form-urlencoded",
-        "multipart/form-data",
-    ):
-
-        async def replay() -> Mapping[str, Any]:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        form = await Request(request.scope, replay).form(max_files=0, max_fields=1000)  # type: ignore[arg-type]
-        fields = {name: form.getlist(name) for name in form}
-        return {name: values[0] if len(values) == 1 else values for name, values in fields.items()}
-    try:
-        found = json.loads(body or b"{}")
-    except (ValueError, RecursionError):
-        raise RequestError(400, "the body is no JSON") from None
-    if not isinstance(found, dict):
-        raise RequestError(400, "the body is no JSON object")
-    return found
 
 
 def log(record: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from triptych.attending.alignment import AlignedWords
 from triptych.decoding import Translation
+from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
 from triptych.serving.markup import Markup
 from triptych.serving.models import Aligning, ServedModel, Translating
@@ -24,7 +25,7 @@ async def translate(server: Server, request: Request) -> Response:
     log-probability and tokens of each translation of a line; `alignments` adds the source word of each word.
     """
     fields = await server.fields(request)
-    texts, source, target = _texts(fields), _code(fields, "source"), _code(fields, "target")
+    texts, source, target = _texts(fields), fields.text("source"), fields.text("target")
     server.check_texts(texts)
     kind, alternatives = fields.get("format") or "text", _alternatives(fields)
     glossary = _glossary(server, fields)
@@ -147,7 +148,7 @@ async def settings(server: Server, request: Request) -> Response:
     )
 
 
-def _texts(fields: dict[str, Any]) -> list[str]:
+def _texts(fields: Fields) -> list[str]:
     given = fields.get("q")
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -155,14 +156,7 @@ def _texts(fields: dict[str, Any]) -> list[str]:
     return texts
 
 
-def _code(fields: dict[str, Any], name: str) -> str:
-    code = fields.get(name)
-    if not isinstance(code, str) or not code:
-        raise RequestError(400, f"Invalid request: missing {name} parameter")
-    return code
-
-
-def _alternatives(fields: dict[str, Any]) -> int:
+def _alternatives(fields: Fields) -> int:
     try:
         count = int(fields.get("alternatives") or 0)
     except (TypeError, ValueError):
@@ -172,7 +166,7 @@ def _alternatives(fields: dict[str, Any]) -> int:
     return count
 
 
-def _glossary(server: Server, fields: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+def _glossary(server: Server, fields: Fields) -> tuple[tuple[str, str], ...]:
     """Terms and their translations, of an object or, in a form, of its JSON."""
     given = fields.get("glossary") or {}
     try:
