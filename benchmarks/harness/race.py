@@ -163,7 +163,7 @@ def describe(options: Options) -> str:
 def environment_of(options: Options) -> dict[str, str]:
     """The variables that a setting asks for."""
     variables = {
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if options.get("device") == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **ALLOCATORS[options.get("allocator", "malloc as it is")],

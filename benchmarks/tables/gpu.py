@@ -3,6 +3,7 @@
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from benchmarks.harness.command import Command, NotHereError
@@ -37,7 +38,7 @@ def measure(command: Command) -> Page:
         product = ask({"what": "product", "size": size})
         ceiling = 2 * size**3 / statistics.median(product["seconds"])
         found = []
-        for cell in (*_attention(ask, command), *_training(ask, command), *_decoding(ask, command)):
+        for cell in chain(_attention(ask, command), _training(ask, command), _decoding(ask, command)):
             found.append(cell)
             command.tell(" | ".join(_row(cell, ceiling)))
     return Page(

@@ -201,6 +201,7 @@ SITES: dict[str, dict[str, Any]] = {
     "four_matrix": {},
     "direct": {},
     "grouped": {"num_kv_heads": 1},
+    "differential": {"num_kv_heads": 1},
     "latent": {"d_latent": 9},
     "collaborative": {"d_shared": 6},
     "identity_query": {},

@@ -132,6 +132,8 @@ def _with_recipe(
     with torch.device("meta"), Undrawn():
         ours = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
     for name, _ in [*ours.named_parameters(remove_duplicate=False)]:
+        if name not in found:
+            raise DataError(f"{path.parent}: the tensor is missing that triptych names {name}")
         module, _, own = name.rpartition(".")
         setattr(ours.get_submodule(module), own, found.pop(name))
     assert not found, f"{[*found]} are in no recipe"
@@ -187,7 +189,7 @@ class _Generation(BaseModel):
     bad_words_ids: list[list[int]] | None = None
     min_length: int | None = Field(None, ge=0)
     no_repeat_ngram_size: int | None = Field(None, ge=0)
-    num_beams: int | None = Field(None, ge=1)
+    num_beams: int | None = Field(None, ge=1, le=10_000)
     length_penalty: float | None = Field(None, ge=0, le=10)
     early_stopping: bool | str | None = None
 

@@ -79,7 +79,8 @@ class FusedAttention(nn.Module):
         norms = (semantics.q_norm, semantics.k_norm, semantics.v_norm)
         self._q_norm, self._k_norm, self._v_norm = map(self._padded, norms, (q.d_out, k.d_out, v.d_out))
         self.positional = semantics.bias is not None or semantics.is_local
-        self.capped = semantics.soft_cap is not None or semantics.sinks is not None
+        # No kernel caps scores or has sinks, and that for CPUs is slower.
+        self.by_products = weights.W_O.is_cpu or semantics.soft_cap is not None or semantics.sinks is not None
         # What queries meet before their product with keys: the scale must wait for it.
         read = semantics.bias is not None and semantics.bias.reads_content
         self.changed = semantics.clip is not None or any(norm is not None for norm in norms)
@@ -169,7 +170,7 @@ class FusedAttention(nn.Module):
         if self.scale != 1.0:
             q = q * self.scale
         rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
-        if k.is_cpu or self.capped:
+        if self.by_products:
             varies = q.shape[2] > 1 and not self.is_cross and places.given is None
             return self._by_products(rows, k, v, mask, bias, is_even, varies)
         added = mask if bias is None else bias if mask is None else mask + bias
@@ -283,10 +284,12 @@ class FusedAttention(nn.Module):
 
     def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q = rows.view(k.shape[0], self.groups, -1, self.width)
-        if mask is not None and self.groups < self.num_heads and max(mask.shape[1], mask.shape[2]) > 1:
-            query_len = q.shape[2] * self.groups // self.num_heads
-            whole = mask.expand(mask.shape[0], self.num_heads, query_len, k.shape[2])
-            mask = whole.reshape(mask.shape[0], self.groups, -1, k.shape[2])
+        if mask is not None and self.groups < self.num_heads:
+            mask = mask[(None,) * (4 - mask.dim())]
+            if max(mask.shape[1:3]) > 1:
+                query_len = q.shape[2] * self.groups // self.num_heads
+                mask = mask.expand(-1, self.num_heads, query_len, -1)
+                mask = mask.reshape(len(mask), self.groups, -1, k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
 

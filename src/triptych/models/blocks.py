@@ -206,20 +206,21 @@ class Block(nn.Module):
         read = self.self_residual.enter(x)
         borrowed = lent[self.keys] if self.borrows and lent is not None and self.keys is not None else None
         options: dict[str, Any] = {"causal": causal, "cache": cache, "positions": positions, "lent": borrowed}
-        own = self.self_attention(read, mask=mask, **options)
+        own, _, kept = self.self_attention(read, mask=mask, **options)
         if self.keys is not None and lent is not None and not self.borrows:
-            lent[self.keys] = own.kept
+            lent[self.keys] = kept
+        del kept  # which would take its memory to the end of the block
         if self.parallel:
             fed = self.feed_forward(read if self.shares_norm else self.feed_forward_residual.enter(x))
-            x = self.self_residual.leave(x, own.output) + self.feed_forward_residual.added(fed)
+            x = self.self_residual.leave(x, own) + self.feed_forward_residual.added(fed)
             return self._steered(x)
-        x = self.self_residual.leave(x, own.output)
+        x = self.self_residual.leave(x, own)
         if self.has_cross:
             queries = self.cross_residual.enter(x)
             if memory is not None:
                 queries = queries.reshape(memory.shape[0], -1, queries.shape[-1])
-            cross = self.cross_attention(queries, memory=memory, mask=memory_mask, cache=memory_cache)
-            x = self.cross_residual.leave(x, cross.output if memory is None else cross.output.view(x.shape))
+            cross = self.cross_attention(queries, memory=memory, mask=memory_mask, cache=memory_cache).output
+            x = self.cross_residual.leave(x, cross if memory is None else cross.view(x.shape))
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
         if self.input is not None and given is not None:
             x = self.input(x, given)

@@ -12,6 +12,7 @@ from triptych import user_code
 from triptych.algebra.semantics import Semantics, alike
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
+from triptych.attention.projections import parameterisation_of
 from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.configuration import AttentionConfig, LanguageModelConfig, ModelConfig
@@ -108,7 +109,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         read, has = weights.d_model, model.config.d_model
         if read != has:
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
-        _require_no_more(name, weights.semantics, sites[name].layer.semantics)
+        require_no_more(name, weights, sites[name].layer.semantics)
     layers = {
         name: _rewritten_layer(site, changed[name]) if name in changed else site.layer
         for name, site in sites.items()
@@ -133,11 +134,13 @@ def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHea
         raise UsageError(f"{site.name}: {own.name} does not write what was made of it, and {error}") from None
 
 
-def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
+def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> None:
     """Refuse what a layer may do besides its maps and a configuration has no word for.
 
-    QK-norm and gates are allowed where the model's own layer has them with the same structure.
+    QK-norm and gates are allowed where the model's own layer has them with the same structure, gates of pairs
+    where the parameterisation has them.
     """
+    given = weights.semantics
     held = {"scale", "kind", "dropout", "rotary"}
     if given.bias is None or not given.bias.learned:
         held.add("bias")
@@ -149,6 +152,7 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
         and given.gate.tensors().keys() == own.gate.tensors().keys()
         and given.gate.weight.shape == own.gate.weight.shape
         and given.gate.whole == own.gate.whole
+        and (not own.gate.whole or _has_pairs(weights))
     ):
         held.add("gate")
     if type(given.scores) is type(own.scores):
@@ -159,6 +163,11 @@ def _require_no_more(name: str, given: Semantics, own: Semantics) -> None:
             f"the weights for {name} are of a layer with {', '.join(found)}, which the configuration of a "
             "model cannot say"
         )
+
+
+def _has_pairs(weights: AttentionWeights) -> bool:
+    _, found = parameterisation_of(weights.without_norms(), named=True)
+    return found.gate(weights.d_model, weights.num_heads) is not None
 
 
 def _require_positions(site: AttentionSite, given: Semantics) -> None:

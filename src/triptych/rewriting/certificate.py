@@ -400,11 +400,11 @@ def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     """The lines of its paragraphs."""
     yield ["## Rewritten attention"]
     maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
-    and_maps = f", and {len(maps)} maps beside it took up the norms that they read" if maps else ""
+    and_maps = f" {len(maps)} maps outside it took up the norms that they read." if maps else ""
     yield [
         f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "
-        f"({certificate.family}){and_maps}; nothing else was changed. "
-        f"What was done is **{_said_tier(certificate)}**."
+        f"({certificate.family}).{and_maps} Nothing else was changed. "
+        f"The rewrite is **{_said_tier(certificate)}**."
     ]
     yield [
         line
@@ -426,19 +426,19 @@ def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
             [layer.measured for layer in certificate.layers],
         ),
         (
-            "What the maps put out that took up a norm moves on them by at most",
+            "The output of a map outside the attention that took up a norm moves by at most",
             [norm.measured for norm in certificate.norms],
         ),
         (
-            f"On what the original gives its layers for some positions of {compared and compared.text}, the "
-            "output of a layer moves by at most",
+            f"On the layers' inputs at some positions of {compared and compared.text}, the output of a layer "
+            "moves by at most",
             on_text,
         ),
     ):
         if moved := [one.relative for one in found if one is not None]:
             yield [f"{what} {max(moved):.2g} of its size."]
     if certificate.not_on_text:
-        yield [f"Layers were not tried on what the text gives them: {certificate.not_on_text}."]
+        yield [f"Layers were not tried on their inputs for the text: {certificate.not_on_text}."]
     yield [_whole_model(certificate)]
     words = shlex.join(("triptych", "verify", folder, "--against", certificate.source))
     text = " --calibrate TEXT" if certificate.calibration else ""
@@ -446,8 +446,8 @@ def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
 
 
 UNPADDED = (
-    "The format keeps its shapes, and what the new maps leave free is filled with zeros. In a format with a "
-    "width for every layer, as runs of triptych have them, they would have"
+    "This format has fixed shapes: what the new maps do not need is filled with zeros. As a run of triptych, "
+    "where each layer has its own widths, the attention would have"
 )
 
 
@@ -474,7 +474,7 @@ def _said_of_step(name: str, parts: Sequence[LayerRecord | NormRecord], what: st
 def _said_tier(certificate: Certificate) -> str:
     return {
         "bit-exact": "bit-exact: the same numbers in another order or place",
-        "rounding-exact": "rounding-exact: the same function, but for the rounding of what was saved",
+        "rounding-exact": "rounding-exact: the same function, except for rounding of the saved numbers",
         "bounded": "bounded: another function, near the first",
     }[certificate.tier]
 

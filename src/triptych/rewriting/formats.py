@@ -9,6 +9,7 @@ from typing import final
 import torch
 
 from triptych.algebra.cost import writing_cost
+from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel
 from triptych.checkpoints.fitting import path_of_record, resizing, sizes_of
@@ -17,6 +18,7 @@ from triptych.checkpoints.norm_readers import NormSite, norm_sites
 from triptych.checkpoints.writing import WrittenLayer, write_layer
 from triptych.errors import TriptychError
 from triptych.files import file_hash
+from triptych.models.sites import require_no_more
 from triptych.models.storage import model_tensors, read_own_model, write_config
 from triptych.rewriting.certificate import MODEL_CARD, Certificate
 from triptych.rewriting.inputs import INPUTS
@@ -174,6 +176,10 @@ class RunFormat:
         *,
         same_sizes: bool = False,
     ) -> WrittenLayer:
+        try:
+            require_no_more(read.site.name, weights, read.weights.semantics)
+        except ValueError as error:
+            raise RewriteRefusedError("write", str(error)) from None
         return WrittenLayer({}, {}, weights)
 
     def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:

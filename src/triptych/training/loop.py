@@ -27,6 +27,7 @@ from triptych.training.machine import (
     compile_blocks,
     count_operations,
     measure_peak,
+    repeatable,
 )
 from triptych.training.metrics import MetricsLog, MetricsRecord
 from triptych.training.objectives import Batches, Objective, Score, TrainingBatch
@@ -137,8 +138,9 @@ class Trainer:
         self.computing.set_mode(training=True)
 
         def work() -> None:
-            # The last call waits for a GPU.
-            self.computing.learn(batch, self.config.max_steps, batch.num_target_tokens, last=True).item()
+            with repeatable(self.device):
+                loss = self.computing.learn(batch, self.config.max_steps, batch.num_target_tokens, last=True)
+            loss.item()  # waits for a GPU
 
         self.operations_per_token = count_operations(work) / batch.num_target_tokens
         started = time.monotonic()
@@ -253,8 +255,9 @@ class Trainer:
         self.optimizer.zero_grad()
         self.computing.begin_update(step)
         total = 0.0
-        for number, batch in enumerate(batches, start=1):
-            total += self.computing.learn(batch, step, tokens, last=number == len(batches)).item()
+        with repeatable(self.device):
+            for number, batch in enumerate(batches, start=1):
+                total += self.computing.learn(batch, step, tokens, last=number == len(batches)).item()
         total = self.world.sum([total])[0]
         norm = self.computing.clip(self.config.clip_norm or math.inf)
         if not math.isfinite(total) or not math.isfinite(norm):
@@ -285,7 +288,7 @@ class Trainer:
                     "tokens": counters.tokens,
                     "seconds": round(counters.seconds, 3),
                     "tokens_per_second": round(rate, 1),
-                    **({} if share is None else {"peak_share": round(share, 4)}),
+                    **({} if share is None else {"peak_share": float(f"{share:.3g}")}),
                     **self.throughput.figures(),
                 }
             )

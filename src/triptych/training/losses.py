@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from triptych.models.language_model import LanguageModelHead
-from triptych.thresholds import CHUNK_LOGITS, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+from triptych.thresholds import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 
 
 class Loss(NamedTuple):
@@ -172,13 +172,16 @@ def _loss_and_gradients(
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """How many rows of logits are alive at a time."""
+    """How many rows of logits are alive at a time on a CPU."""
     return min(max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
 
 
 def chunks(x: Tensor, weight: Tensor) -> list[slice]:
     """The rows of `x` whose logits are alive at a time."""
-    tokens, total = chunk_tokens(weight.shape[0]), x.shape[0]
+    total, vocab_size = x.shape[0], weight.shape[0]
+    tokens = (
+        chunk_tokens(vocab_size) if x.is_cpu else max(CHUNK_LOGITS_ON_GPU // vocab_size, MIN_CHUNK_TOKENS)
+    )
     return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]
 
 

@@ -5,12 +5,13 @@ at once. That takes about a minute at the start. On the CPUs measured it does no
 (docs/contributing/log/); on GPUs, where launching small kernels costs most, it is meant to.
 """
 
+import os
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar, final
 
@@ -78,6 +79,22 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: s
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
 
 
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Make a GPU add up gradients in the same order every time, as a CPU does."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 _aten = torch.ops.aten
 # Of the matrices that are multiplied: large enough for the full rate, and over in some 50 ms on a CPU.
 _SIZE = {"cpu": 768, "cuda": 8192}
@@ -87,7 +104,8 @@ _TIMES = 4
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second of a product of two square matrices, the best of four."""
     size = _SIZE.get(device.type, 1024)
-    one = torch.ones(size, size, device=device, dtype=dtype)
+    # A GPU multiplies equal numbers faster.
+    one = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
     seconds = []
     for _ in range(_TIMES):
         started = time.perf_counter()
