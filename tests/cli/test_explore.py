@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from browser import Page
 from command import Command
 from served import Served
+from small_checkpoints import bert_that_runs
 from triptych.face import Model, load
 from triptych.serving.exploring import Explorer, Shown, change_model, rounded
 
@@ -160,6 +161,12 @@ def test_the_forms_of_a_head_are_those_of_its_matrices(served: Served, language_
         language_model.reader.tokenizer.pieces(side.topk(6).indices.tolist()) for side in (cosines, -cosines)
     ]
     assert first["reads"] in [[piece.replace("▁", " ") for piece in pieces] for pieces in ends]
+
+
+def test_the_forms_of_an_encoder_have_directions_among_its_tokens(tmp_path: Path) -> None:
+    found = Explorer(load(bert_that_runs(tmp_path))).head((), "0", 1)["directions"]
+    assert {one["form"] for one in found} == {"qk", "ov"}
+    assert all(one["reads"] and one["writes"] for one in found)
 
 
 REFUSED = [

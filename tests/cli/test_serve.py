@@ -164,20 +164,17 @@ CHECKPOINT = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-mult
 
 
 @pytest.mark.skipif(not CHECKPOINT.exists(), reason="the trained translator is not there")
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
+def test_a_trained_translator_finds_the_words_of_a_tag() -> None:
+    model = load(CHECKPOINT)
+    for document, expected in (
         ("A man in a <b>blue</b> shirt.", ["<b>blauen</b>"]),
         ("A <b>dog</b> runs through the <i>snow</i>.", ["<b>Hund</b>", "<i>Schnee</i>"]),
         ("<em>Two women</em> are playing the guitar.", ["<em>Zwei Frauen</em>"]),
-    ],
-)
-def test_a_trained_translator_finds_the_words_of_a_tag(document: str, expected: list[str]) -> None:
-    model = load(CHECKPOINT)
-    (run,) = Markup(document).runs
-    text = model.translate(run.text).text
-    html = run.html(text, model.attend(run.text, text).words())
-    assert all(part in html for part in expected), html
+    ):
+        (run,) = Markup(document).runs
+        text = model.translate(run.text).text
+        html = run.html(text, model.attend(run.text, text).words())
+        assert all(part in html for part in expected), html
 
 
 @pytest.mark.parametrize("form", [False, True])
@@ -551,6 +548,15 @@ def worked_queue(batch_items: int = 8, max_waiting: int = 8) -> Iterator[Queue]:
         worker.close()
 
 
+def started(queue: Queue, job: Job, given: str = "a") -> Item:
+    """An item that is being computed."""
+    item = Item(job, given)
+    queue.submit([item])
+    while queue.num_waiting:
+        time.sleep(0.01)
+    return item
+
+
 def test_the_oldest_text_is_taken_first_and_with_it_those_of_its_length() -> None:
     queue, lane, job = Queue(Limits(batch_items=2)), Lane(), Doubling()
     queue.add(lane)
@@ -589,10 +595,7 @@ def test_lanes_share_what_waits_but_for_what_is_computed_here() -> None:
 def test_a_text_that_fails_fails_alone_and_one_that_nobody_waits_for_is_not_computed() -> None:
     job = Doubling()
     with worked_queue() as queue:
-        items = [Item(job, given) for given in ("first", "a", "bad", "left", "b")]
-        queue.submit(items[:1])
-        while queue.num_waiting:
-            time.sleep(0.01)
+        items = [started(queue, job, "first"), *(Item(job, given) for given in ("a", "bad", "left", "b"))]
         queue.submit(items[1:])
         items[3].is_left = True
         job.go_on.set()
@@ -606,10 +609,7 @@ def test_a_text_that_fails_fails_alone_and_one_that_nobody_waits_for_is_not_comp
 def test_a_batch_holds_so_much_text_and_what_has_begun_is_not_told_twice() -> None:
     job, told = Doubling(), list[str]()
     with worked_queue() as queue:
-        first = Item(job, "a")
-        queue.submit([first])
-        while queue.num_waiting:
-            time.sleep(0.01)
+        started(queue, job)
         long = [Item(job, "x" * 12), Item(job, "y"), Item(job, "bad", told.append)]
         long[2].say("begun")
         queue.submit(long)
@@ -624,10 +624,7 @@ def test_a_batch_holds_so_much_text_and_what_has_begun_is_not_told_twice() -> No
 def test_a_queue_takes_in_so_much_and_no_more() -> None:
     job = Doubling()
     with worked_queue(batch_items=1, max_waiting=2) as queue:
-        first = Item(job, "a")
-        queue.submit([first])
-        while queue.num_waiting:
-            time.sleep(0.01)
+        started(queue, job)
         queue.submit([Item(job, "b"), Item(job, "c")])
         with pytest.raises(RequestError, match="too many") as refused:
             queue.submit([Item(job, "d")])
@@ -645,9 +642,7 @@ def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(transla
     ):
         server = served.state
         queue = server.models["en-de"].queue
-        queue.submit([Item(job, "a")])
-        while queue.num_waiting:
-            time.sleep(0.01)
+        started(queue, job)
         slow, full = (served.ask("/translate", fields) for _ in range(2))
         assert (slow.status, slow.body) == (503, {"error": "no answer within 0.3 seconds"})
         assert (full.status, full.headers["retry-after"]) == (429, "1")

@@ -1,6 +1,7 @@
 """`triptych serve`."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +17,7 @@ from triptych.serving.limits import Limits
 def serve(
     models: Sequence[str],
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    workers: int = 1,
-    keys_file: Path | None = None,
-    shutdown_timeout: float = 30.0,
+    server: Annotated[Options, "Server", triptych.serve, "host port workers keys_file shutdown_timeout"],
     limits: Annotated[
         Options,
         "Limits",
@@ -40,13 +37,8 @@ def serve(
     Options:
         models: A run folder, a folder in Hugging Face's format, or a name on the Hub; or several. NAME=MODEL
             names it; the name of a translator ends in its languages, as in de-en=runs/mine.
-        host: Address to listen at. One that other machines can reach needs a key.
-        port: Port to listen at.
         workers: Processes that compute, on CPUs. Several have one thread each, and each has the models in
             memory.
-        keys_file: File of keys, one per line, of which every request needs one. Default: the keys in
-            TRIPTYCH_API_KEY, if any.
-        shutdown_timeout: Seconds that running requests get to end when the process is told to stop.
 
     Examples:
         triptych serve de-en=runs/mine
@@ -58,16 +50,9 @@ def serve(
         raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
     allowed = Limits(**limits)
     opened: dict[str, Model] = {name: load(path, **opening) for name, path in named.items()}
-    triptych.serve(
-        opened,
-        host=host,
-        port=port,
-        workers=workers,
-        keys_file=keys_file,
-        limits=allowed,
-        shutdown_timeout=shutdown_timeout,
-        ready=lambda: say(f"serving {', '.join(opened)} at http://{host}:{port}"),
-    )
+    address = f"http://{server['host']}:{server['port']}"
+    ready = partial(say, f"serving {', '.join(opened)} at {address}")
+    triptych.serve(opened, limits=allowed, ready=ready, **server)
 
 
 def _named(model: str) -> tuple[str, str]:

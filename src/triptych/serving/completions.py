@@ -128,17 +128,12 @@ def read_texts(
 
 
 def _asked(
-    server: Server,
-    model: ServedModel,
-    fields: Fields,
-    prompts: list[list[int]],
-    name_of_limit: str,
-    default: int,
+    server: Server, model: ServedModel, fields: Fields, prompts: list[list[int]], limit: str, default: int
 ) -> _Wanted:
     for name, values in _FIXED.items():
         if fields.get(name) not in values:
             raise RequestError(400, f"{name} is not supported: leave it out")
-    most = fields.number(name_of_limit, 0, server.limits.max_new_tokens, default)
+    most = fields.number(limit, 0, server.limits.max_new_tokens, default)
     samples = fields.number("n", 1, _MOST_SAMPLES, 1)
     logprobs = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
     echo, stream = fields.get("echo") is True, fields.get("stream") is True

@@ -248,9 +248,9 @@ class Explorer:
 
     def _next(self, asked: Shown, layer: str, query: int) -> dict[str, Any] | None:
         """The next token's probabilities and the loss, with the changes and without."""
-        before = self._run(asked._replace(changes=()))
         if not self.reads_pairs and "generate" not in self.model.can:
             return None
+        before = self._run(asked._replace(changes=()))
         after = self._run(asked) if asked.changes else before
         at = query if not layer.startswith("encoder") else len(before.ids) - 1
         logs = [run.logits.double().log_softmax(dim=-1) for run in (before, after)]
@@ -322,8 +322,8 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
     """The largest singular directions of the two forms, and the tokens nearest to both ends of each."""
     with suppress(TriptychError):  # there is no norm before it, or none that can be folded
         head = head.folded
-    reader, kind = model.reader, model[layer].kind
-    stack = layer.partition(".")[0] if "." in layer else ("cross" if kind == "cross" else "decoder")
+    reader = model.reader
+    stack = layer.partition(".")[0] if "." in layer else next(iter(reader.model.stacks))
     output = OutputTable.of(reader.model, stack)
     # The half whose tokens look, and the half whose tokens are looked at.
     halves = ("decoder", "encoder") if stack == "cross" else (stack, stack)

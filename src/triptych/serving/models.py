@@ -69,10 +69,8 @@ class ServedModel:
         if model.why_not_run:
             raise UsageError(f"{name} cannot be served: {model.why_not_run}")
         self.name, self.model, self.can = name, model, model.can
-        self.languages: tuple[str, str] | None = None
-        if "translate" in self.can:
-            found = _LANGUAGES.search(name)
-            self.languages = None if found is None else (found[1], found[2])
+        found = _LANGUAGES.search(name) if "translate" in self.can else None
+        self.languages: tuple[str, str] | None = None if found is None else (found[1], found[2])
         self.is_batch_invariant: bool | None = None
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()

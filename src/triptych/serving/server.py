@@ -124,16 +124,11 @@ class Server:
             raise RequestError(413, f"{len(texts):,} texts: at most {self.limits.max_items:,} in a request")
         length = sum(map(len, texts))
         if length > self.limits.max_characters:
-            raise RequestError(
-                413, f"{length:,} characters: at most {self.limits.max_characters:,} in a request"
-            )
+            most = self.limits.max_characters
+            raise RequestError(413, f"{length:,} characters: at most {most:,} in a request")
 
     async def compute(
-        self,
-        request: Request,
-        job: ModelJob,
-        given: Sequence[Any],
-        tell: Callable[..., object] | None = None,
+        self, request: Request, job: ModelJob, given: Sequence[Any], tell: Callable[..., object] | None = None
     ) -> list[Any]:
         """What a job gives for each item; nothing is computed for a client that has gone away.
 

@@ -36,25 +36,25 @@ async def translate(server: Server, request: Request) -> Response:
         confidences = _confidences(server, texts, target)
         source = max(confidences, key=lambda code: confidences[code])
         detected = {"confidence": round(100 * confidences[source], 1), "language": source}
-    documents = [Markup(text) for text in texts] if kind == "html" and source != target else []
+    model = None if source == target else _model(server, source, target)
+    documents = [Markup(text) for text in texts] if kind == "html" and model else []
     runs = [run for document in documents for run in document.runs]
     pieces = [[run.text for run in document.runs] for document in documents]
     pieces = pieces or [text.split("\n") for text in texts]
     lines = [line for of_text in pieces for line in of_text]
-    found: list[Translation | None] = [None] * len(lines)
-    aligned: list[AlignedWords | None] = [None] * len(lines)
-    ranked = [lines] * (1 + alternatives)
-    if source != target:
-        model = _model(server, source, target)
-        wanted = [number for number, line in enumerate(lines) if line.strip()]
+    found, words = dict[int, Translation](), dict[tuple[int, int], AlignedWords | None]()
+    ranked = [list(lines) for _ in range(1 + alternatives)]
+    if model is not None:
+        wanted = {number: line for number, line in enumerate(lines) if line.strip()}
         job = Translating(model, 1 + alternatives, glossary)
-        results = await server.compute(request, job, [lines[number] for number in wanted])
-        for number, result in zip(wanted, results, strict=True):
-            found[number] = result
-        read = model.model.opened.tokenizers.source.encode([lines[number] for number in wanted])
+        results = await server.compute(request, job, [*wanted.values()])
+        found = dict(zip(wanted, results, strict=True))
+        read = model.model.opened.tokenizers.source.encode([*wanted.values()])
         new = (len(one.pieces) for result in results for one in result.candidates)
         server.count_tokens(sum(map(len, read)), sum(new))
-        ranked = [_of_rank(lines, found, rank) for rank in range(1 + alternatives)]
+        for number, result in found.items():
+            for rank, own in enumerate(ranked):  # the last there is where a line has fewer
+                own[number] = result.candidates[min(rank, len(result.candidates) - 1)].text
         # Attention says which words belong together: for the answer, and for elements inside a run.
         pairs = {
             (number, rank): (lines[number], own[number])
@@ -63,8 +63,7 @@ async def translate(server: Server, request: Request) -> Response:
             if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words)
         }
         each = await server.compute(request, Aligning(model), [*pairs.values()]) if pairs else []
-        words: dict[tuple[int, int], AlignedWords | None] = dict(zip(pairs, each, strict=True))
-        aligned = [words.get((number, 0)) for number in range(len(lines))]
+        words = dict(zip(pairs, each, strict=True))
         if documents:
             ranked = [
                 [
@@ -74,9 +73,10 @@ async def translate(server: Server, request: Request) -> Response:
                 for rank, own in enumerate(ranked)
             ]
     joined = [
-        [document.translated(own) for document, own in zip(documents, _by_text(pieces, of_rank), strict=True)]
-        if documents
-        else ["\n".join(own) for own in _by_text(pieces, of_rank)]
+        [
+            documents[number].translated(own) if documents else "\n".join(own)
+            for number, own in enumerate(_by_text(pieces, of_rank))
+        ]
         for of_rank in ranked
     ]
     is_list = isinstance(fields["q"], list)
@@ -91,10 +91,12 @@ async def translate(server: Server, request: Request) -> Response:
     if detected is not None:
         body["detectedLanguage"] = [detected] * len(texts) if is_list else detected
     if fields.get("details"):
-        body["details"] = shaped([_details(of_text) for of_text in _by_text(pieces, found)])
+        details = [_details(found[at]) if at in found else None for at in range(len(lines))]
+        body["details"] = shaped([[*filter(None, of_text)] for of_text in _by_text(pieces, details)])
     if fields.get("alignments"):
+        aligned = (words.get((at, 0)) for at in range(len(lines)))
         links = [
-            [(of.target[place].text, of.source[link].text) for place, link in enumerate(of.links)]
+            [(word.text, of.source[link].text) for word, link in zip(of.target, of.links, strict=True)]
             if of
             else []
             for of in aligned
@@ -210,32 +212,18 @@ def _confidences(server: Server, texts: Sequence[str], target: str | None) -> di
     return {code: weight / sum(weights.values()) for code, weight in weights.items()}
 
 
-def _of_rank(lines: Sequence[str], found: Sequence[Translation | None], rank: int) -> list[str]:
-    """The translation of each line of a rank; the last there is where there are fewer."""
-    return [
-        line if one is None else one.candidates[min(rank, len(one.candidates) - 1)].text
-        for line, one in zip(lines, found, strict=True)
-    ]
-
-
 def _by_text(pieces: Sequence[Sequence[str]], values: Sequence[Any]) -> list[list[Any]]:
     """Values of the lines of all texts, text by text."""
     taken = iter(values)
     return [[next(taken) for _ in of_text] for of_text in pieces]
 
 
-def _details(found: Sequence[Translation | None]) -> list[dict[str, Any]]:
-    return [
-        {
-            "source": one.source,
-            "candidates": [
-                {"text": c.text, "score": c.score, "log_prob": c.log_prob, "tokens": list(c.pieces)}
-                for c in one.candidates
-            ],
-        }
-        for one in found
-        if one is not None
+def _details(one: Translation) -> dict[str, Any]:
+    candidates = [
+        {"text": of.text, "score": of.score, "log_prob": of.log_prob, "tokens": [*of.pieces]}
+        for of in one.candidates
     ]
+    return {"source": one.source, "candidates": candidates}
 
 
 ROUTES = (
