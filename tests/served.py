@@ -63,15 +63,13 @@ class Served:
         for process in self.processes:
             process.close()
 
-    def ask(
-        self, path: str, fields: Any = None, *, method: str = "", form: bool = False, **headers: str
-    ) -> Answer:
+    def ask(self, path: str, fields: Any = None, *, form: bool = False, **headers: str) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with closing(connection):
             kind = "application/x-www-form-urlencoded" if form else "application/json"
             body = None if fields is None else urlencode(fields, doseq=True) if form else json.dumps(fields)
             headers = {name.replace("_", "-"): value for name, value in headers.items()}
-            method = method or ("GET" if fields is None else "POST")
+            method = "GET" if fields is None else "POST"
             connection.request(method, path, body, {"Content-Type": kind, **headers})
             response = connection.getresponse()
             text = response.read().decode()

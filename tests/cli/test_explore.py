@@ -78,9 +78,7 @@ WHAT_IFS: dict[str, Callable[[Model], Model]] = {
     "unscaled(1.0)": lambda model: model.edit(
         "1.0", "scores", lambda scores: scores * model["1.0"].d_k ** 0.5
     ),
-    "tie(1, W_Q, W_K)": lambda model: model.edit("1.0", "q", lambda q: q).tie(
-        "1", "W_Q", "W_K"
-    ),  # the face's own tie has an oracle
+    "tie(1, W_Q, W_K)": lambda model: model.tie("1", "W_Q", "W_K"),  # which has an oracle of its own
     "truncate(1.0, 2)": _rank_two,
     "one_head(1)": _one_softmax,
     "rewrite(fold_value_bias)": lambda model: model,
@@ -104,14 +102,8 @@ def test_a_what_if_tells_how_the_next_token_and_the_loss_change(
 
 
 def test_the_python_of_what_ifs_is_what_they_do(served: Served, language_model: Model) -> None:
-    calls = [
-        "tie(0, W_K, W_V)",
-        "one_head(0)",
-        "ablate(0.1)",
-        "even(1.1)",
-        "unscaled(1.0)",
-        "without_positions()",
-    ]
+    calls = ["tie(0, W_K, W_V)", "one_head(0)", "ablate(0.1)", "even(1.1)", "unscaled(1.0)"]
+    calls.append("without_positions()")
     fields = {"model": "gpt", "text": TEXT, "changes": calls, "count": 4}
     found = served.ask("/v1/explore/write", fields).body
     names = {"model": language_model, "torch": torch, "scale": language_model["1.0"].d_k ** -0.5}
@@ -129,14 +121,8 @@ def test_a_translation_is_looked_at_as_it_was_written(served: Served, translator
     written = served.ask("/v1/explore/write", {"model": "small", "text": "twelve", "changes": [], "count": 1})
     own = translator.translate("twelve", num_best=4, beam_size=4)
     assert [one["text"] for one in written.body["candidates"]] == [one.text for one in own.candidates]
-    fields = {
-        "model": "small",
-        "text": "twelve",
-        "target": own.text,
-        "layer": "cross.0",
-        "head": 1,
-        "query": 0,
-    }
+    fields = {"model": "small", "text": "twelve", "target": own.text}
+    fields |= {"layer": "cross.0", "head": 1, "query": 0}
     found = served.ask("/v1/explore/row", fields).body
     record = translator.attend("twelve", own.text).steps("cross.0", 1, 0).record()
     assert found["weights"] == rounded(record["weights"])

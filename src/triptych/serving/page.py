@@ -59,6 +59,10 @@ def _shown(fields: Fields) -> Shown:
     return Shown(fields.text("text"), fields.text("target", ""), _changes(fields))
 
 
+def _head(fields: Fields) -> tuple[str, int]:
+    return fields.text("layer"), fields.number("head", 0, 1 << 16)
+
+
 def _json(found: Any) -> Response:
     text = json.dumps(rounded(found), allow_nan=False, separators=(",", ":"))
     return Response(text, media_type="application/json")
@@ -79,16 +83,11 @@ QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
         "The same, with what each head does.",
     ),
     "row": (
-        lambda of, given: of.row(
-            _shown(given),
-            given.text("layer"),
-            given.number("head", 0, 1 << 16),
-            given.number("query", -1, 1 << 24),
-        ),
+        lambda of, given: of.row(_shown(given), *_head(given), given.number("query", -1, 1 << 24)),
         "One row of a head step by step, and what `changes` do to the next token and the loss.",
     ),
     "head": (
-        lambda of, given: of.head(_changes(given), given.text("layer"), given.number("head", 0, 1 << 16)),
+        lambda of, given: of.head(_changes(given), *_head(given)),
         "The maps and forms of a head: pictures, spectra, singular directions.",
     ),
 }

@@ -263,17 +263,14 @@ class Worker:
             goes_on, over = False, [*items]
             self._compute_apart(over, error)
         for item in over:
-            del self._decoding[item]
-            if not item.result.done():
-                self._finish(item, items[item])
+            asked = self._decoding.pop(item)
+            try:
+                if not item.result.done():
+                    item.result.set_result(None if item.is_left else asked.result())
+            except Exception as error:  # noqa: BLE001
+                item.result.set_exception(error)
         if not goes_on:
             del self._loops[kind]
-
-    def _finish(self, item: Item, asked: Asked[Any]) -> None:
-        try:
-            item.result.set_result(None if item.is_left else asked.result())
-        except Exception as error:  # noqa: BLE001
-            item.result.set_exception(error)
 
     def _compute(self, batch: Sequence[Item]) -> None:
         try:
