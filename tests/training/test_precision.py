@@ -152,7 +152,8 @@ print(float((gradients[1] - gradients[0]).norm() / gradients[0].norm()))
 """
 
 
-@pytest.mark.parametrize("narrow", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", [False, True])
 def test_compiled_blocks_compute_the_same(narrow: bool) -> None:
     script = COMPILED.format(tests=str(Path(__file__).parents[1]), narrow=narrow)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
