@@ -5,5 +5,6 @@ A request becomes a `Job` and its items (a line, a prompt), which wait in the qu
 `translation.py` (LibreTranslate), `completions.py` and `embeddings.py` (OpenAI) and `records.py` (attend,
 inspect, steps); the page at `/` is in `page.py`, and what it asks of a model in `exploring.py`.
 What all requests share is in `server.py` (limits, keys, figures), `fields.py` (what a body holds) and
-`application.py` (routes, errors, the log). `serve.py` is the way in, `running.py` runs uvicorn. Start with `worker.py`.
+`application.py` (routes, errors, the log). `serve.py` is the way in, `running.py` runs uvicorn.
+Start with `worker.py`.
 """
