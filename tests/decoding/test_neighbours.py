@@ -78,7 +78,8 @@ def joining(engine: Any, begun: Sequence[Text]) -> None:
     [
         # Every precision and way of one model; of the others what depends on their layers.
         pytest.param(
-            *case, marks=[pytest.mark.slow] * (case[0] != "grouped" and bool({"bf16", "sampled"} & {*case}))
+            *case,
+            marks=[pytest.mark.slow] * (case[0] != "grouped" and bool({"bf16", "sampled", "beam"} & {*case})),
         )
         for case in itertools.product(MODELS, PRECISIONS, WAYS)
     ],
@@ -99,7 +100,7 @@ def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
 
 @pytest.mark.parametrize("beam_size", [1, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
+@pytest.mark.parametrize("positions", ["sinusoidal", pytest.param("rotary", marks=pytest.mark.slow)])
 def test_a_small_translator_translates_a_sentence_as_if_it_were_alone(
     positions: str, precision: Precision, beam_size: int
 ) -> None:
