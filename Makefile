@@ -1,6 +1,6 @@
 # make demo: install into .venv and run the main job. make test: install and run lint, types and tests.
-# make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each; a
-# process takes a half of them in their order, so that what a file's tests share is made once.
+# make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each; each
+# begins with a share of them in their order, so that most of what a file's tests share is made once.
 # make docs: the pages that are made from the source, and the site in site/ with its notebooks; links and anchors are checked.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).

@@ -18,7 +18,7 @@ class Serving(uvicorn.Server):
     """Told to stop, it answers 503 until the running requests have ended, and ends then."""
 
     def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
-        """A server that gets so many seconds to stop, and says when it is ready."""
+        """A server that has `seconds` to stop, and calls `ready` when it listens."""
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
         app, most = application(server, public=public), max(1, round(seconds))
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=most, **quiet))

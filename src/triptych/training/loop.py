@@ -138,9 +138,8 @@ class Trainer:
         self.computing.set_mode(training=True)
 
         def work() -> None:
-            with repeatable(self.device):
-                loss = self.computing.learn(batch, self.config.max_steps, batch.num_target_tokens, last=True)
-            loss.item()  # waits for a GPU
+            with repeatable(self.device):  # the last call waits for a GPU
+                self.computing.learn(batch, self.config.max_steps, batch.num_target_tokens, last=True).item()
 
         self.operations_per_token = count_operations(work) / batch.num_target_tokens
         started = time.monotonic()

@@ -171,17 +171,16 @@ def _loss_and_gradients(
     return smoothed, likelihood, (of_x, of_weight)
 
 
-def chunk_tokens(vocab_size: int) -> int:
-    """How many rows of logits are alive at a time on a CPU."""
-    return min(max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+def chunk_tokens(vocab_size: int, *, on_cpu: bool = True) -> int:
+    """How many rows of logits are alive at a time."""
+    if on_cpu:
+        return min(max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+    return max(CHUNK_LOGITS_ON_GPU // vocab_size, MIN_CHUNK_TOKENS)
 
 
 def chunks(x: Tensor, weight: Tensor) -> list[slice]:
     """The rows of `x` whose logits are alive at a time."""
-    total, vocab_size = x.shape[0], weight.shape[0]
-    tokens = (
-        chunk_tokens(vocab_size) if x.is_cpu else max(CHUNK_LOGITS_ON_GPU // vocab_size, MIN_CHUNK_TOKENS)
-    )
+    tokens, total = chunk_tokens(weight.shape[0], on_cpu=x.is_cpu), x.shape[0]
     return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]
 
 

@@ -86,13 +86,15 @@ def repeatable(device: torch.device) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products
-    before = torch.are_deterministic_algorithms_enabled()
+    debugging: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), debugging.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    debugging.fill_uninitialized_memory = False  # which takes time
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        debugging.fill_uninitialized_memory = before[1]
 
 
 _aten = torch.ops.aten
