@@ -12,12 +12,15 @@ another figure.
 """
 
 import argparse
+import csv
+import io
 from pathlib import Path
 
 from triptych.studies import Outcome, read_study
+from triptych.studies.job import HEAD_MEASURES, Result
 from triptych.studies.statistics import Comparison, compare
 from triptych.studies.study import POSSIBLE
-from triptych.studies.tables import judged_again, read_runs_csv
+from triptych.studies.tables import COST, DIGITS, headed, quality_tables
 
 STUDIES = Path(__file__).parents[1] / "docs" / "results" / "studies"
 RESULTS = STUDIES / "results"
@@ -29,6 +32,24 @@ def report(name: str) -> str:
     runs = read_runs_csv((folder / "runs.csv").read_text(encoding="utf-8"))
     outcome = Outcome(study, folder, {}, runs, {}, 0.0)
     return judged_again(outcome, (folder / "README.md").read_text(encoding="utf-8"))
+
+
+def judged_again(outcome: Outcome, report: str) -> str:
+    """A report whose conclusions and tables of quality are made anew, as the runs of an outcome have them."""
+    parts = "\n".join(headed(outcome, quality_tables(outcome)))
+    rest = report.index(f"## {COST}")
+    return f"{parts}\n{report[rest:]}"
+
+
+def read_runs_csv(text: str) -> dict[str, dict[int, Result]]:
+    """The results that `runs_csv` wrote, by variant and seed."""
+    found: dict[str, dict[int, Result]] = {}
+    for row in csv.DictReader(io.StringIO(text)):
+        figures = {name: float(row[name]) for name in DIGITS if row[name]}
+        heads = {name: float(row[name]) for name in HEAD_MEASURES if row[name]}
+        result = Result(figures, heads, float(row["seconds"]), int(row["steps"]), int(row["tokens"]))
+        found.setdefault(row["variant"], {})[int(row["seed"])] = result
+    return found
 
 
 def difference(one: str, other: str, metric: str = "loss") -> Comparison:

@@ -59,7 +59,7 @@ def test_one_row_is_shown_step_by_step(triptych: Command, small_run: Path, tmp_p
     assert "Direct effect" in (tmp_path / "page.html").read_text()
     for wrong, message in (
         (("--steps", "3"), 'as in "3.2:5"'),
-        (("--steps", "cross.1.1:0", "--heads", "1"), "--steps shows a row of one head"),
+        (("--steps", "cross.1.1:0", "--heads", "1"), "--heads does not go with --steps"),
     ):
         answer = triptych("attend", small_run, "Vier.", *wrong)
         assert answer.code == 2

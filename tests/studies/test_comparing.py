@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.study_results import judged_again, read_runs_csv
 
 from studying import CUT, STUDY
 from triptych.errors import UsageError
@@ -30,9 +31,7 @@ from triptych.studies.tables import (
     conclusions,
     curves_csv,
     figures,
-    judged_again,
     markdown,
-    read_runs_csv,
     runs_csv,
     sweep_csv,
 )

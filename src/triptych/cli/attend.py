@@ -1,6 +1,6 @@
 """`triptych attend`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +16,15 @@ from triptych.attending.saving import (
     write_csv,
     write_npz,
 )
-from triptych.cli.options import open_model
-from triptych.cli.outputs import Output, require_free
+from triptych.attending.steps import HeadSteps
+from triptych.cli.options import open_model, refuse
+from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import (
     Terminal,
     print_json,
     print_table,
+    print_written,
     progress_bar,
     read_text,
     write_output,
@@ -30,7 +32,7 @@ from triptych.cli.terminal import (
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
-from triptych.reports import is_page, render_table
+from triptych.reports import Table, is_page, render_table
 from triptych.reports import write_csv as write_rows
 from triptych.text import read_lines
 
@@ -103,85 +105,72 @@ def attend(
     """
     outputs = npz, csv, html, svg
     is_of_heads = over is not None and text is None and file is None
-    of_csv = _is_over_csv if is_of_heads else is_attention_csv
+    of_csv = begins_with(_OVER_CSV_START) if is_of_heads else is_attention_csv
     wanted = map(Output, outputs, (is_attention_npz, of_csv, is_page, is_picture))
     read = [path for path in (Path(model), file, over, measured["targets"]) if path and path.exists()]
     require_free([*wanted], read, force=force)
-    given = {**measured, "documents": measured["documents"] != "file"}
-    if over is None and (found := [name for name, value in given.items() if value]):
-        option = {"targets": "over-targets", "most_tokens": "tokens"}.get(found[0], found[0])
-        raise UsageError(f"--{option} goes with --over: name a text")
-    if steps is not None and any(one is not None for one in (over, heads, top, writes, file, npz, csv, svg)):
-        raise UsageError("--steps shows a row of one head: it goes with a text, --html and --json alone")
-    if is_of_heads and any((target, *reading.values(), heads, top, writes, npz, svg)):
-        raise UsageError("--over without a text goes with no options of one but --csv, --html and --json")
-    if over is not None and not is_of_heads and html is None:
+    of_text = {"heads": heads, "top": top, "writes": writes, "npz": npz, "svg": svg}
+    if over is None:
+        given = {**measured, "documents": measured["documents"] != "file"}
+        refuse(given, "goes with --over: name a text")
+    if steps is not None:
+        refuse(
+            {**of_text, "over": over, "file": file, "csv": csv}, "does not go with --steps, one row of a head"
+        )
+    if is_of_heads:
+        refuse({**of_text, **reading, "target": target}, "goes with a text, which --over does without")
+    elif over is not None and html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
-    if file is not None and target is not None:
-        raise UsageError("--target goes with one text, not with --file")
+    if file is not None:
+        refuse({"target": target}, "goes with one text, not with --file")
     opened, behaviour = open_model(model, without, opening), None
     if over is not None:
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
             behaviour = opened.attend_over(over, **measured, progress=tell)
         if is_of_heads:
-            _show_over(behaviour, csv, html, as_json=as_json)
+            if csv is not None:
+                write_rows(behaviour.rows(), csv)
+            _show(behaviour, behaviour.tables(), (csv, html), as_json=as_json)
             return
-    attended = opened.attend(_texts(text, file), None if target is None else [target], **reading)
+    if (text is None) == (file is None):
+        raise UsageError("give either a text (- for standard input) or --file with texts")
+    texts = read_lines(file) if file is not None else [read_text(str(text), "text")]
+    attended = opened.attend(texts, None if target is None else [target], **reading)
     if steps is not None:
-        _show_steps(attended[0], steps, html, as_json=as_json)
+        found = _steps(attended[0], steps)
+        _show(found, found.tables(_MOST_KEYS), (csv, html), as_json=as_json)
         return
     saved = [one.saved(heads or "*", top, writes) for one in attended]
     _write(attended, saved, outputs, behaviour)
-    _print(saved, [path for path in outputs if path is not None], as_json=as_json)
+    _print(saved, outputs, as_json=as_json)
 
 
-def _is_over_csv(path: Path) -> bool:
-    """Whether a file has the columns of heads over a text."""
-    with path.open("rb") as file:
-        return file.readline(1000).startswith(_OVER_CSV_START)
-
-
-def _show_over(found: OverText, csv: Path | None, html: Path | None, *, as_json: bool) -> None:
-    """Print or write what the heads of a model do over a text."""
-    if csv is not None:
-        write_rows(found.rows(), csv)
-    if html is not None:
-        found.page(html)
+def _show(
+    found: OverText | HeadSteps,
+    tables: Iterable[Table],
+    written: tuple[Path | None, Path | None],
+    *,
+    as_json: bool,
+) -> None:
+    """Print what was found, and write its page, the second of the files."""
+    if written[1] is not None:
+        found.page(written[1])
     if as_json:
         print_json(found.record())
         return
     console = Terminal(soft_wrap=True)
-    for table in found.tables():
+    for table in tables:
         print_table(table, console)
-    for path in (csv, html):
-        if path is not None:
-            console.print(f"written: {path}")
+    print_written(written, console)
 
 
-def _show_steps(attended: Attention, wanted: str, html: Path | None, *, as_json: bool) -> None:
-    """Print one row of a head step by step, or write its page."""
+def _steps(attended: Attention, wanted: str) -> HeadSteps:
+    """One row of a head step by step."""
     place, _, query = wanted.rpartition(":")
     layer, _, head = place.rpartition(".")
     if not layer or not head.isdigit() or not query.removeprefix("-").isdigit():
         raise UsageError(f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"')
-    found = attended.steps(layer, int(head), query=int(query))
-    if html is not None:
-        found.page(html)
-    console = Terminal(soft_wrap=True)
-    if as_json:
-        print_json(found.record())
-    elif html is not None:
-        console.print(f"written: {html}")
-    else:
-        for table in found.tables(_MOST_KEYS):
-            print_table(table, console)
-
-
-def _texts(text: str | None, file: Path | None) -> list[str]:
-    """One of the command line or standard input, or the lines of a file."""
-    if (text is None) == (file is None):
-        raise UsageError("give either a text (- for standard input) or --file with texts")
-    return read_lines(file) if file is not None else [read_text(str(text), "text")]
+    return attended.steps(layer, int(head), query=int(query))
 
 
 def _write(
@@ -206,7 +195,7 @@ def _write(
         write_text(svg, picture)
 
 
-def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) -> None:
+def _print(saved: Sequence[Saved], written: Sequence[Path | None], *, as_json: bool) -> None:
     """Print the weights as JSON, or which files are written, or the strongest looks."""
     if as_json:
         for one in saved:
@@ -215,10 +204,9 @@ def _print(saved: Sequence[Saved], written: Sequence[Path], *, as_json: bool) ->
             write_output("\n")
         return
     console = Terminal(soft_wrap=True)
-    for path in written:
-        console.print(f"written: {path}")
+    print_written(written, console)
     for one in saved:
         if one.writer is not None:
             console.print(render_table(written_table(one.parts, one.writer)))
-        elif not written:
+        elif not any(written):
             console.print(render_table(looks_table(one.parts)))

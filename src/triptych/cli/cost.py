@@ -5,9 +5,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import triptych
+from triptych.cli.options import refuse
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
@@ -54,12 +55,8 @@ def cost(
         triptych cost --d-model 1024 --num-heads 16
         triptych cost --only factored --only grouped --num-kv-heads 2 --formulas
     """
-    given = {"seconds": seconds, "device": device}
-    timing: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if timing and not measure:
-        raise UsageError(
-            f"--{next(iter(timing))} needs --measure: add it, or leave out --{next(iter(timing))}"
-        )
+    if not measure:
+        refuse({"seconds": seconds, "device": device}, "needs --measure: add it, or leave this out")
     if seconds is not None and not 0 <= seconds < math.inf:
         raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
     if only:
@@ -73,9 +70,13 @@ def cost(
         require_charts()  # before anything is measured
     timed = None
     if measure:
-        timing["device"] = find_device(device or "cpu")
         with progress_bar("timing {task.description}", of_bytes=False) as tell:
-            timed = triptych.measure_times(report, **timing, progress=tell)
+            timed = triptych.measure_times(
+                report,
+                seconds=1.0 if seconds is None else seconds,
+                device=find_device(device or "cpu"),
+                progress=tell,
+            )
     if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
         write_report(pages.cost_page(report, timed, command), html)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.cli.options import number_of_workers, open_model, plain
+from triptych.cli.options import number_of_workers, open_model, plain, refuse
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
@@ -63,11 +63,11 @@ def evaluate(
     translators = {"source": source, "reference": reference, **translating, "workers": workers, "out": out}
     texts = {**scoring, "documents": documents != "file"}
     if text is not None:
-        _refuse(translators, "is for translators, and --text for language models: give one")
+        refuse(translators, "is for translators, and --text for language models: give one")
         if opening["precision"] != "fp32":
             raise UsageError("--precision is for translators: --text scores a model as it is")
     else:
-        _refuse(texts, "goes with --text")
+        refuse(texts, "goes with --text")
         if opening["engine"] != "triptych":
             raise UsageError("--engine goes with --text here: score a translator with --engine triptych")
         if out is not None and len(models) > 1:
@@ -90,13 +90,6 @@ def evaluate(
         world.on_first(lambda: _show(models, found, out, as_json=as_json))
 
 
-def _refuse(options: Options, why: str) -> None:
-    """Raise where one of these is given."""
-    for name, value in options.items():
-        if value not in (None, False):
-            raise UsageError(f"--{name.removesuffix('_size')} {why}")
-
-
 def _show(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_json: bool) -> None:
     translates = isinstance(found[0], Evaluation)
     if out is not None:
@@ -107,7 +100,10 @@ def _show(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_j
         records = [{key: name, **plain(own.figures())} for name, own in zip(models, found, strict=True)]
         print_json(records[0] if len(records) == 1 else records)
     elif len(found) > 1:
-        _print_table(_scores(models, found) if translates else _likelihoods(models, found))
+        table, console = (_scores if translates else _likelihoods)(models, found), Terminal()
+        print_whole(table, console)
+        if table.caption:
+            console.print(table.caption, soft_wrap=True)
     elif translates:
         _print_scores(found[0])
     else:
@@ -138,13 +134,6 @@ def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
     names = (score.name for score in found[0].scores)
     signatures = "\n".join(f"{score.name}: {score.signature}" for score in found[0].scores)
     return Table("Scores", ("run", *names), rows, caption=signatures, numeric=(1, 2))
-
-
-def _print_table(table: Table) -> None:
-    console = Terminal()
-    print_whole(table, console)
-    if table.caption:
-        console.print(table.caption, soft_wrap=True)
 
 
 def _read(

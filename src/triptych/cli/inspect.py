@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 from triptych.cli.options import open_model
-from triptych.cli.outputs import Output, require_free
+from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.selection import numbers
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_json, progress_bar
+from triptych.cli.terminal import Terminal, print_json, print_written, progress_bar
 from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.inspection import MEASURES, Inspection
@@ -20,6 +20,7 @@ from triptych.inspection.record import heads_page, side_by_side
 from triptych.reports import is_page, is_parquet, render_table, write_csv, write_parquet
 from triptych.training.processes import do_each, launched
 
+# Of the columns that `--csv` writes, in this release and others.
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 
 
@@ -59,7 +60,7 @@ def inspect(
         triptych inspect meta-llama/Llama-3.2-1B --layers 0,1 --html heads.html
     """
     names = models if compare is None else [*models, compare]
-    outputs = Output(html, is_page), Output(csv, _is_own_csv), Output(parquet, is_parquet)
+    outputs = Output(html, is_page), Output(csv, begins_with(_CSV_START)), Output(parquet, is_parquet)
 
     def measure(name: str) -> Inspection:
         with progress_bar("reading {task.description}", name) as tell:
@@ -89,9 +90,7 @@ def inspect(
                 console.print(render_table(table))
         if len(found) > 1:
             console.print(render_table(side_by_side(*found)))
-        for output in outputs:
-            if output.path is not None:
-                console.print(f"written: {output.path}")
+        print_written((html, csv, parquet), console)
 
     with launched("cpu") as world:
         world.on_first(lambda: require_free(outputs, _read(names), force=force))
@@ -107,12 +106,6 @@ def _numbered(found: Sequence[Inspection]) -> list[Inspection]:
         number = seen[one.name]
         numbered.append(one if number == 1 else replace(one, name=f"{one.name} ({number})"))
     return numbered
-
-
-def _is_own_csv(path: Path) -> bool:
-    """Whether a file has the columns that `--csv` writes, of this release or another."""
-    with path.open("rb") as file:
-        return file.readline(1000).startswith(_CSV_START)
 
 
 def _read(names: Sequence[str]) -> list[Path]:

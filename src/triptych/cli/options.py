@@ -1,10 +1,13 @@
 """What several commands do with their options."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from triptych.cli.signatures import Options
+from triptych.cli.verbs import spelled
+from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.launch import num_on_machine
 from triptych.threads import num_cores
@@ -14,6 +17,12 @@ def open_model(model: str | Path, without: str | None = None, opening: Options |
     """The model that a command is given, with the heads of `--without` off."""
     opened = load(model, **(opening or {}))
     return opened if without is None else opened.ablate(without)
+
+
+def refuse(options: Mapping[str, Any], why: str) -> None:
+    """Raise where one of these is given."""
+    if found := [name for name, value in options.items() if value not in (None, False, ())]:
+        raise UsageError(f"{spelled(found[0])[0]} {why}")
 
 
 def number_of_workers(given: int | None) -> int:

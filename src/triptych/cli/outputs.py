@@ -19,6 +19,16 @@ class Output(NamedTuple):
     is_own: Callable[[Path], bool]
 
 
+def begins_with(start: bytes) -> Callable[[Path], bool]:
+    """Whether a file begins with these bytes."""
+
+    def begins(path: Path) -> bool:
+        with path.open("rb") as file:
+            return file.read(len(start)) == start
+
+    return begins
+
+
 def remember(path: Path) -> None:
     """Note what a file of plain text holds now, so that the next command may replace it."""
     if path.is_file():

@@ -132,6 +132,13 @@ def print_table(table: Table, console: Console) -> None:
     console.print(f"{table.caption}\n", soft_wrap=True)
 
 
+def print_written(paths: Iterable[Path | None], console: Console) -> None:
+    """Say which files were written."""
+    for path in paths:
+        if path is not None:
+            console.print(f"written: {path}")
+
+
 def print_whole(table: Table, console: Console) -> None:
     """Print a table, no number cut off: a narrow terminal gets the columns in parts, a file has the room."""
     rendered = render_table(table)

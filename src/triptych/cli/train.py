@@ -7,6 +7,7 @@ import typer
 
 import triptych
 from triptych.cli.failures import say
+from triptych.cli.options import refuse
 from triptych.cli.process import prepare_training
 from triptych.cli.terminal import print_json, training_display
 from triptych.errors import UsageError
@@ -49,12 +50,8 @@ def train(
     prepare_training()
     display = training_display()
     if resume:
-        if out is not None:
-            raise UsageError("--resume takes the run folder: leave out --out")
-        if checkpoint is not None:
-            raise UsageError("--from is for a new run: leave out --from or --resume")
-        if force:
-            raise UsageError("--force is for a new run: leave out --force or --resume")
+        given = {"out": out, "checkpoint": checkpoint, "force": force}
+        refuse(given, "is for a new run: leave it out, or leave out --resume")
         folder = Path(recipe)
         summary = triptych.resume(folder, overrides, display)
     else:

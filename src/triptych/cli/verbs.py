@@ -62,6 +62,11 @@ class _Command(TyperCommand):
                     formatter.write_dl(records)
 
 
+def spelled(name: str) -> tuple[str, ...]:
+    """How the option of a parameter is written."""
+    return _SPELLED.get(name, (f"--{name.strip('_').replace('_', '-')}",))
+
+
 def read_verb(name: str) -> Written:
     """A verb as it is written: the function of the module of its name, in this room."""
     return read_function(f"triptych.cli.{name}", name)
@@ -104,16 +109,13 @@ def _grouped(verb: Written, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameter(parameter: Parameter) -> Given:
+    default = None if is_list(parameter.kind) else parameter.default
     return Given(
         parameter.name,
         Given.KEYWORD_ONLY,
-        default=Given.empty if parameter.default is REQUIRED else _default(parameter),
+        default=Given.empty if parameter.default is REQUIRED else default,
         annotation=_annotation(parameter),
     )
-
-
-def _default(parameter: Parameter) -> Any:
-    return None if is_list(parameter.kind) else parameter.default
 
 
 def _annotation(parameter: Parameter) -> Any:
@@ -124,12 +126,12 @@ def _annotation(parameter: Parameter) -> Any:
         name = parameter.name.upper()
         metavar = f"{name.removesuffix('S')}..." if is_list(parameter.kind) else name
         return Annotated[kind, typer.Argument(metavar=metavar, help=about)]
-    spelled = _SPELLED.get(parameter.name, (f"--{parameter.name.strip('_').replace('_', '-')}",))
+    names = spelled(parameter.name)
     if parameter.kind is bool:
         kind = bool
         if parameter.default:
-            spelled = (f"{spelled[0]}/--no-{spelled[0].removeprefix('--')}",)
+            names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
     section = _SECTIONS.get(parameter.name, parameter.section)
     # One value, of an option that is given again for the next.
     one = f"<{get_args(parameter.kind)[0].__name__.lower()}>" if is_list(parameter.kind) else None
-    return Annotated[kind, typer.Option(*spelled, help=about, metavar=one, rich_help_panel=section)]
+    return Annotated[kind, typer.Option(*names, help=about, metavar=one, rich_help_panel=section)]

@@ -11,7 +11,7 @@ from typing import Any
 from triptych.errors import TriptychError
 from triptych.reports import Table
 from triptych.studies.comparing import NOISE, Outcome, Variant
-from triptych.studies.job import HEAD_MEASURES, Result
+from triptych.studies.job import HEAD_MEASURES
 from triptych.studies.statistics import (
     CONFIDENCE,
     Comparison,
@@ -23,8 +23,8 @@ from triptych.studies.statistics import (
 from triptych.studies.study import HIGHER_IS_BETTER, OF_COST, POSSIBLE
 from triptych.training.metrics import read_metrics
 
-_COST = "What it costs"
-_DIGITS = {
+COST = "What it costs"
+DIGITS = {
     "loss": 4,
     "bits_per_byte": 4,
     "bleu": 2,
@@ -110,7 +110,7 @@ def _what_is_corrected(differences: Sequence[Comparison]) -> str:
 def cost_table(outcome: Outcome) -> Table:
     """Medians of what the variants cost, their budget and their learning rate."""
     rows = []
-    metrics = [metric for metric in _DIGITS if metric in OF_COST]
+    metrics = [metric for metric in DIGITS if metric in OF_COST]
     for name, variant in outcome.variants.items():
         cells = []
         for metric in metrics:
@@ -123,7 +123,7 @@ def cost_table(outcome: Outcome) -> Table:
     rewritten = [f"{name} from {outcome.study.parent_of(name)}" for name in outcome.study.rewritten]
     caption = f"Rewritten: {', '.join(rewritten)}; rate, memory and learning rate are those of training."
     numeric = tuple(range(1, len(metrics) + 2))
-    return Table(_COST, columns, tuple(rows), caption if rewritten else "", numeric=numeric)
+    return Table(COST, columns, tuple(rows), caption if rewritten else "", numeric=numeric)
 
 
 def sweep_table(outcome: Outcome) -> Table:
@@ -199,7 +199,7 @@ def _p_values(one: Comparison) -> str:
 
 def runs_csv(outcome: Outcome) -> str:
     """Every run in a row, all its figures."""
-    metrics = list(_DIGITS)
+    metrics = list(DIGITS)
     rows: list[list[Any]] = [["variant", "seed", *metrics, "seconds", "steps", "tokens", *HEAD_MEASURES]]
     for name, results in outcome.results.items():
         for seed, one in sorted(results.items()):
@@ -207,17 +207,6 @@ def runs_csv(outcome: Outcome) -> str:
             heads = [one.heads.get(measure, "") for measure in HEAD_MEASURES]
             rows.append([name, seed, *figures, one.seconds, one.steps, one.tokens, *heads])
     return _csv(rows)
-
-
-def read_runs_csv(text: str) -> dict[str, dict[int, Result]]:
-    """The results that `runs_csv` wrote, by variant and seed."""
-    found: dict[str, dict[int, Result]] = {}
-    for row in csv.DictReader(io.StringIO(text)):
-        figures = {name: float(row[name]) for name in _DIGITS if row[name]}
-        heads = {name: float(row[name]) for name in HEAD_MEASURES if row[name]}
-        result = Result(figures, heads, float(row["seconds"]), int(row["steps"]), int(row["tokens"]))
-        found.setdefault(row["variant"], {})[int(row["seed"])] = result
-    return found
 
 
 def sweep_csv(outcome: Outcome) -> str:
@@ -268,20 +257,14 @@ def _csv(rows: Iterable[Sequence[Any]]) -> str:
 
 def markdown(outcome: Outcome) -> str:
     """The whole report as Markdown."""
-    parts = _headed(outcome, tables(outcome))
+    parts = headed(outcome, tables(outcome))
     if outcome.failed:
         parts += ["## Failed", "", *(f"- {name}: {what}" for name, what in outcome.failed.items()), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def judged_again(outcome: Outcome, report: str) -> str:
-    """A report whose conclusions and tables of quality are made anew, as the runs of an outcome have them."""
-    parts = "\n".join(_headed(outcome, quality_tables(outcome)))
-    rest = report.index(f"## {_COST}")
-    return f"{parts}\n{report[rest:]}"
-
-
-def _headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
+def headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
+    """Lines of a report: its conclusions, and some of its tables."""
     parts = [f"# {outcome.study.name}", "", *(f"- {line}" for line in conclusions(outcome)), ""]
     for table in shown:
         rule = ["---:" if i in table.numeric else "---" for i in range(len(table.columns))]
@@ -371,11 +354,11 @@ def title(metric: str) -> str:
 
 def number(value: float, metric: str) -> str:
     """A figure with as many digits as its metric deserves."""
-    return f"{value:,.{_DIGITS[metric]}f}"
+    return f"{value:,.{DIGITS[metric]}f}"
 
 
 def _signed(value: float, metric: str) -> str:
-    return f"{value:+,.{_DIGITS[metric]}f}"
+    return f"{value:+,.{DIGITS[metric]}f}"
 
 
 def _interval(found: Estimate, metric: str) -> str:
