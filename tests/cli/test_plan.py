@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from triptych.cli.plan import read_quantity
+from triptych.cli.verbs import read_quantity
 from triptych.errors import UsageError
 
 RECIPE = """

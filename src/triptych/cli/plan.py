@@ -1,14 +1,11 @@
 """`triptych plan`."""
 
-import math
-import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import triptych
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole
-from triptych.errors import UsageError
 from triptych.reports import Table
 from triptych.training import read_recipe
 from triptych.training.planning import USABLE, Cluster, PlannedLayout, TrainingPlan
@@ -18,25 +15,18 @@ from triptych.training.progress import duration
 def plan(
     recipe: str,
     *,
-    devices: Annotated[Options, "Devices", Cluster, "devices node_size"],
-    device_memory: str,
-    device_flops: str | None = None,
-    device_bandwidth: str | None = None,
-    node_bandwidth: str | None = None,
-    link_bandwidth: str | None = None,
+    devices: Annotated[
+        Options,
+        "Devices",
+        Cluster,
+        "devices node_size device_memory device_flops device_bandwidth node_bandwidth link_bandwidth",
+    ],
     overrides: Sequence[str] = (),
     as_json: bool = False,
 ) -> None:
     """Predict memory and time of training on given devices.
 
     Formulas say what a training step takes for each kind of parallelism. No such device is needed.
-
-    Devices:
-        device_memory: Memory of a device, such as 80GB or 40GiB.
-        device_flops: Operations a second that matrix products reach on a device. Default: 400T.
-        device_bandwidth: Bytes a second between a device and its memory. Default: 3TB.
-        node_bandwidth: Bytes a second that a device sends within its machine. Default: 300GB.
-        link_bandwidth: Bytes a second that a device sends to other machines. Default: 40GB.
 
     Options:
         recipe: A recipe: a TOML file or the name of a built-in recipe. Its text is not read.
@@ -46,20 +36,7 @@ def plan(
         triptych plan demo --devices 8 --device-memory 80GB
         triptych plan shakespeare-char --devices 2 --device-memory 24GiB --json
     """
-    rates = {
-        "device_flops": device_flops,
-        "device_bandwidth": device_bandwidth,
-        "node_bandwidth": node_bandwidth,
-        "link_bandwidth": link_bandwidth,
-    }
-    given: dict[str, Any] = {
-        name: read_quantity(text, f"--{name.replace('_', '-')}")
-        for name, text in rates.items()
-        if text is not None
-    }
-    memory = int(read_quantity(device_memory, "--device-memory"))
-    cluster = Cluster(device_memory=memory, **devices, **given)
-    planned = triptych.plan(read_recipe(recipe, overrides), cluster)
+    planned = triptych.plan(read_recipe(recipe, overrides), Cluster(**devices))
     if as_json:
         print_json(planned.figures())
         return
@@ -70,21 +47,6 @@ def plan(
     print_whole(table, console)
     console.print(table.caption, soft_wrap=True)
     console.print(_advice(planned), soft_wrap=True)
-
-
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/s)?\s*", re.IGNORECASE)
-
-
-def read_quantity(text: str, option: str) -> float:
-    """A number of bytes or operations: `80GB`, `40GiB`, `3.35TB/s`, `400T`, `4e14`."""
-    found = _QUANTITY.fullmatch(text)
-    if found is None or (found[3] and not found[2]):
-        raise UsageError(f"{option} is {text!r}: write a number and a unit, such as 80GB, 40GiB or 400T")
-    size = float(found[1]) * float((1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
-    if not 0 < size < math.inf:
-        raise UsageError(f"{option} is {text!r}: it must be more than 0")
-    return size
 
 
 def _setting(plan: TrainingPlan) -> list[str]:

@@ -22,7 +22,20 @@ import triptych
 Options = dict[str, Any]
 
 REQUIRED = object()
-_SIMPLE: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}
+
+
+class Quantity(float):
+    """A number that is given with a unit, such as 80GB."""
+
+
+_SIMPLE: dict[str, Any] = {
+    "Quantity": Quantity,
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "Path": Path,
+}
 _SECTION = re.compile(r"^([A-Z][\w ,-]*):$")
 _ITEM = re.compile(r"^ {4}(\w+): ")
 
@@ -33,7 +46,8 @@ class Parameter:
 
     Attributes:
         name: its name.
-        kind: the type of a value: str, int, float, bool, Path, a Literal, or a list or tuple of them.
+        kind: the type of a value: str, int, float, Quantity, bool, Path, a Literal, or a list or tuple of
+            them.
         default: its value if it is not given; `REQUIRED` if it must be.
         positional: whether it is given by its place.
         about: what the docstring says of it; "" if nothing.

@@ -1,6 +1,9 @@
 """The commands for typer, made of the functions that carry them out."""
 
+import math
+import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from inspect import Parameter as Given
 from inspect import Signature
@@ -10,7 +13,8 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand
 
-from triptych.cli.signatures import REQUIRED, Parameter, Written, is_list, read_function
+from triptych.cli.signatures import REQUIRED, Parameter, Quantity, Written, is_list, read_function
+from triptych.errors import UsageError
 from triptych.user_code import use_code
 
 # Options that are not spelled as their parameters are.
@@ -41,6 +45,8 @@ _ABOUT = {
     "verbose": "On failure, print everything that was found, and what to do.",
     "without": "Switch heads off: 3.2 is head 2 of layer 3, 3 a layer, *.2 a pattern; several with commas.",
 }
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/s)?\s*", re.IGNORECASE)
 _SECTIONS = {"without": "Model"}
 _LAST = "Options"
 
@@ -65,6 +71,17 @@ class _Command(TyperCommand):
 def spelled(name: str) -> tuple[str, ...]:
     """How the option of a parameter is written."""
     return _SPELLED.get(name, (f"--{name.strip('_').replace('_', '-')}",))
+
+
+def read_quantity(text: str, option: str) -> float:
+    """A number of bytes or operations: `80GB`, `40GiB`, `3.35TB/s`, `400T`, `4e14`."""
+    found = _QUANTITY.fullmatch(text)
+    if found is None or (found[3] and not found[2]):
+        raise UsageError(f"{option} is {text!r}: write a number and a unit, such as 80GB, 40GiB or 400T")
+    size = float(found[1]) * float((1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
+    if not 0 < size < math.inf:
+        raise UsageError(f"{option} is {text!r}: it must be more than 0")
+    return size
 
 
 def read_verb(name: str) -> Written:
@@ -110,6 +127,8 @@ def _grouped(verb: Written, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameter(parameter: Parameter) -> Given:
     default = None if is_list(parameter.kind) else parameter.default
+    if parameter.kind is Quantity and default is not REQUIRED:
+        default = f"{default:g}"  # which is read as what is given is
     return Given(
         parameter.name,
         Given.KEYWORD_ONLY,
@@ -134,4 +153,10 @@ def _annotation(parameter: Parameter) -> Any:
     section = _SECTIONS.get(parameter.name, parameter.section)
     # One value, of an option that is given again for the next.
     one = f"<{get_args(parameter.kind)[0].__name__.lower()}>" if is_list(parameter.kind) else None
+    if parameter.kind is Quantity:  # its sentence says the default
+        read = partial(read_quantity, option=names[0])
+        option = typer.Option(
+            *names, help=about, metavar="<number>", rich_help_panel=section, parser=read, show_default=False
+        )
+        return Annotated[kind, option]
     return Annotated[kind, typer.Option(*names, help=about, metavar=one, rich_help_panel=section)]

@@ -58,6 +58,7 @@ _SENTENCE = 32
 # (docs/contributing/log/).
 _PASSES_FORWARD, _PASSES_BACKWARD, _PASSES_OF_LOGITS = 12, 18, 27
 _PASSES_OF_PARAMETERS, _PASSES_OF_EXCHANGE = 36, 30
+Quantity = float  # bytes or operations; on the command line with a unit
 _BUCKET_BYTES = 25 * 2**20  # of DDP
 
 
@@ -68,13 +69,13 @@ class Cluster:
 
     Attributes:
         devices: number of devices, with a process on each.
-        device_memory: bytes of a device.
+        device_memory: memory of a device in bytes, such as 80GB or 40GiB.
         node_size: devices of a machine.
-        device_flops: floating-point operations a second of a device's matrix products; the default is about
-            40 % of an H100's 989e12 in bfloat16.
-        device_bandwidth: bytes a second between a device and its memory.
-        node_bandwidth: bytes a second that a device sends within its machine.
-        link_bandwidth: bytes a second that a device sends to other machines.
+        device_flops: operations a second that matrix products reach on a device. Default: 400T, about 40 % of
+            an H100's in bfloat16.
+        device_bandwidth: bytes a second between a device and its memory. Default: 3TB.
+        node_bandwidth: bytes a second that a device sends within its machine. Default: 300GB.
+        link_bandwidth: bytes a second that a device sends to other machines. Default: 40GB.
         link_latency: seconds until a message reaches another machine.
 
     Raises:
@@ -82,12 +83,12 @@ class Cluster:
     """
 
     devices: int
-    device_memory: int
+    device_memory: Quantity
     node_size: int = 8
-    device_flops: float = 4e14
-    device_bandwidth: float = 3e12
-    node_bandwidth: float = 3e11
-    link_bandwidth: float = 4e10
+    device_flops: Quantity = 4e14
+    device_bandwidth: Quantity = 3e12
+    node_bandwidth: Quantity = 3e11
+    link_bandwidth: Quantity = 4e10
     link_latency: float = 5e-6
 
     def __post_init__(self) -> None:
