@@ -14,7 +14,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import recompute_activations
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.training import AnyRecipe, Recipe, resolve
-from triptych.training.computing import Computing, OneProcess, rows_of_rank
+from triptych.training.computing import Computing, Whole, rows_of_rank
 from triptych.training.objectives import Objective, TokensOfText, Translation
 from triptych.training.optimizers import Optimizer
 from triptych.training.planning import filled
@@ -88,8 +88,8 @@ def _learn(recipe: AnyRecipe, kind: str, world: World) -> int:
     if config.activation_checkpointing:
         recompute_activations(objective.model.blocks)
     computing: Computing
-    if kind == "none":
-        computing = OneProcess(objective, config.precision)
+    if kind in ("none", "ddp"):
+        computing = Whole(objective, config.precision, world)
     else:
         from triptych.training.distributed import spread
 

@@ -27,8 +27,8 @@ from triptych.models.storage import model_tensors
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.text.packing import NOT_COUNTED
 from triptych.training import TrainingConfig, ValidationConfig
-from triptych.training.computing import Computing, LazyParameters, NotCounted, OneProcess, rows_of_rank
-from triptych.training.distributed import spread
+from triptych.training.computing import Computing, LazyParameters, NotCounted, Whole, rows_of_rank
+from triptych.training.distributed import spread as in_shards
 from triptych.training.objectives import Objective, TokensOfText, Translation
 from triptych.training.optimizers import Optimizer
 from triptych.training.processes import World, launched
@@ -111,6 +111,12 @@ def new_optimizer(objective: Objective[Any, Any]) -> Optimizer:
     return Optimizer(OptimisationConfig(optimizer="adamw", adam_epsilon=1e-2), objective.model)
 
 
+def spread(objective: Objective[Any, Any], kind: str, precision: str, world: World, **more: Any) -> Computing:
+    if kind == "ddp":
+        return Whole(objective, precision, world)
+    return in_shards(objective, kind, precision, world, **more)  # type: ignore[arg-type]
+
+
 def learn(
     computing: Computing,
     objective: Objective[Any, Any],
@@ -160,8 +166,8 @@ def assert_learns_alike(
     torch.manual_seed(3)
     alone = make()
     together = copy.deepcopy(alone)
-    expected = learn(OneProcess(alone, "fp32"), alone, None, rounds)
-    computing = spread(together, kind, "fp32", world)  # type: ignore[arg-type]
+    expected = learn(Whole(alone, "fp32"), alone, None, rounds)
+    computing = spread(together, kind, "fp32", world)
     found = learn(computing, together, world, rounds)
     assert found[2].keys() == expected[2].keys(), found[2].keys() ^ expected[2].keys()
     for name, gradient in expected[2].items():
@@ -226,8 +232,8 @@ def narrow_blocks(world: World, arguments: Sequence[str]) -> None:
         torch.manual_seed(3)
         for alone in (translation(), language(positions="learned")):
             together = copy.deepcopy(alone)
-            expected = learn(OneProcess(alone, "fp32"), alone, None, 3)
-            computing = spread(together, kind, "bf16", world)  # type: ignore[arg-type]
+            expected = learn(Whole(alone, "fp32"), alone, None, 3)
+            computing = spread(together, kind, "bf16", world)
             found = learn(computing, together, world, 3)
             assert found[0] != expected[0]
             assert abs(found[0] - expected[0]) < 0.02 * abs(expected[0]), (found[0], expected[0])
@@ -244,7 +250,7 @@ def blocks_that_compute_again(world: World, arguments: Sequence[str]) -> None:
                 objective = make(dropout=0.2)
                 if recompute:
                     recompute_activations(objective.model.blocks)
-                found.append(learn(spread(objective, kind, precision, world), objective, world, 2))  # type: ignore[arg-type]
+                found.append(learn(spread(objective, kind, precision, world), objective, world, 2))
             assert found[0][:2] == found[1][:2]
             assert all(torch.equal(found[1][2][name], value) for name, value in found[0][2].items())
 
@@ -257,8 +263,8 @@ def muon(world: World, arguments: Sequence[str]) -> None:
         together = copy.deepcopy(alone)
         begun = {name: value.detach().clone() for name, value in alone.model.named_parameters()}
         chosen = OptimisationConfig(optimizer="muon", adam_epsilon=1e-2)
-        learn(OneProcess(alone, "fp32"), alone, None, 2, Optimizer(chosen, alone.model))
-        computing = spread(together, kind, "fp32", world)  # type: ignore[arg-type]
+        learn(Whole(alone, "fp32"), alone, None, 2, Optimizer(chosen, alone.model))
+        computing = spread(together, kind, "fp32", world)
         learn(computing, together, world, 2, Optimizer(chosen, together.model))
         weights = dict(together.model.named_parameters())
         for name, weight in alone.model.named_parameters():
@@ -274,7 +280,7 @@ def states_in_shards(world: World, arguments: Sequence[str]) -> None:
     alone = language(tie=True)
     objectives = {kind: copy.deepcopy(alone) for kind in ("fsdp", "ddp", "alone")}
     saving = spread(objectives["fsdp"], "fsdp", "fp32", world)
-    learn(OneProcess(alone, "fp32"), alone, None, 3)
+    learn(Whole(alone, "fp32"), alone, None, 3)
     optimizer = new_optimizer(objectives["fsdp"])
     learn(saving, objectives["fsdp"], world, 2, optimizer)
     states = ShardedStates(folder, world, keep=1)
@@ -289,7 +295,7 @@ def states_in_shards(world: World, arguments: Sequence[str]) -> None:
     assert read_counters(folder).step == 2
     for kind in ("ddp", "fsdp", "alone"):
         objective = objectives[kind]
-        computing: Computing = OneProcess(objective, "fp32") if kind == "alone" else saving
+        computing: Computing = Whole(objective, "fp32") if kind == "alone" else saving
         if kind == "ddp":
             computing = spread(objective, "ddp", "fp32", world)
         resumed = new_optimizer(objective)
@@ -311,7 +317,7 @@ def made_in_shards(world: World, arguments: Sequence[str]) -> None:
                 with Later() as later:
                     objective = make()
                 parameters = LazyParameters(torch.device("cpu"), later.values(objective.model))
-                computing = spread(objective, kind, precision, world, parameters=parameters)  # type: ignore[arg-type]
+                computing = spread(objective, kind, precision, world, parameters=parameters)
                 found = {name: whole(weight) for name, weight in objective.model.named_parameters()}
                 assert found.keys() == expected.keys()
                 assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from training.ranks import language
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
-from triptych.training.computing import OneProcess
+from triptych.training.computing import Whole
 from triptych.training.losses import output_loss
 from triptych.training.precision import NarrowTwin
 
@@ -100,7 +100,7 @@ def test_the_twin_of_a_language_model_gives_the_gradients_of_float32(kind: str) 
     for precision in ("fp32", "bf16"):
         torch.manual_seed(2)
         objective = language(kind)
-        computing = OneProcess(objective, precision)
+        computing = Whole(objective, precision)
         computing.set_mode(training=True)
         batch = objective.train.collate(np.arange(5))
         computing.learn(batch, 1, batch.num_target_tokens, last=True)

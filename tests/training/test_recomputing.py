@@ -10,7 +10,7 @@ from torch import Tensor
 
 from training.ranks import language, translation
 from triptych.models.blocks import recompute_activations
-from triptych.training.computing import OneProcess
+from triptych.training.computing import Whole
 from triptych.training.objectives import Objective
 
 KINDS: dict[str, Callable[[], Objective[Any, Any]]] = {
@@ -26,7 +26,7 @@ def learned(kind: str, precision: str, *, recompute: bool) -> tuple[Tensor, dict
     objective = KINDS[kind]()
     if recompute:
         recompute_activations(objective.model.blocks)
-    computing = OneProcess(objective, precision)
+    computing = Whole(objective, precision)
     computing.set_mode(training=True)
     kept = 0
 

@@ -81,7 +81,7 @@ def _table(plan: TrainingPlan) -> Table:
         caption="Of each device, in a step. → is the layout to take. activations: what the forward pass "
         "leaves, with the parameters that are gathered then. A layout fits if its peak, and what the first "
         f"device holds while it translates the validation text, are at most {USABLE:.0%} of the memory. "
-        "step: computing, with the exchange behind it.",
+        "step: computing and exchange, which overlap in shards.",
         numeric=tuple(range(2, len(columns))),
     )
 

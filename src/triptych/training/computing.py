@@ -1,4 +1,4 @@
-"""How the model computes: whole in one process, as copies, or in shards."""
+"""How the model computes: whole in each process, or in shards (`distributed.py`)."""
 
 import os
 from abc import ABC, abstractmethod
@@ -48,32 +48,59 @@ class Layout(NamedTuple):
 ONE_PROCESS = Layout()
 
 
-class Computing(ABC):
-    """The model of a run as it computes losses and gradients; here every process has all of it."""
+class LossOfBatch(nn.Module):
+    """The loss of a batch as one module, so that its one call is the model's whole forward pass."""
 
-    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
+    # FSDP acts where a module is called. The objectives call parts of their models, and read the output table
+    # without calling it.
+
+    def __init__(self, objective: Objective[Any, Any], model: OwnModel) -> None:
+        super().__init__()
+        self.model, self._objective = model, objective
+
+    def forward(self, batch: TrainingBatch, step: int | None) -> tuple[Tensor, Tensor]:
+        """Loss to minimise and likelihood, summed over tokens; of a validation if `step` is None."""
+        share = 1.0
+        if isinstance(batch, NotCounted):
+            batch, share = batch.batch, 0.0
+        if step is None:
+            found = self._objective.loss(self.model, batch)
+        else:
+            found = self._objective.training_loss(self.model, batch, step)
+        return found.smoothed * share, found.likelihood * share
+
+
+class Computing(ABC):
+    """The model of a run as it computes losses and gradients.
+
+    The losses of all parts are divided by the tokens of all processes before their gradients are summed, so
+    that a step is that of one process on the whole batch.
+    """
+
+    def __init__(self, objective: Objective[Any, Any], model: OwnModel, world: World) -> None:
         # What is learned; its model's parameters are what the optimizer changes.
         self.objective, self._world, self._seed = objective, world, torch.initial_seed()
-
-    @property
-    def model(self) -> OwnModel:
-        """What computes; not always what is trained."""
-        model: OwnModel = self.objective.model
-        return model
+        self.model = model  # what computes; not always what is trained
+        self._loss = LossOfBatch(objective, model)
 
     def begin_update(self, step: int) -> None:
         """Before the first batch of update number `step`."""
+        if self._world.size == 1:
+            return  # the state of the one generator is saved
         # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
         drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]))
 
     @abstractmethod
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
-        """Add the gradients of a batch to the parameters' gradients."""
+        """Add the gradients of a batch to the parameters' gradients; returns the loss.
 
-    @abstractmethod
+        After the last batch of an update, they are summed over the processes.
+        """
+
     def judge(self, batch: TrainingBatch) -> Loss:
         """The validation's loss of this process's part of a batch, without gradients."""
+        return Loss(*self._loss(batch, None))
 
     def judge_all(self, batches: Iterable[TrainingBatch]) -> tuple[float, float]:
         """The validation's loss of this process's parts of a text in nats, summed, and its tokens."""
@@ -129,30 +156,23 @@ class Computing(ABC):
 
 
 @final
-class OneProcess(Computing):
-    """The whole model in one process, or its twin in bfloat16."""
+class Whole(Computing):
+    """The whole model in every process, or its twin in bfloat16."""
 
-    def __init__(self, objective: Objective[Any, Any], precision: str) -> None:
-        super().__init__(objective, World())
+    def __init__(self, objective: Objective[Any, Any], precision: str, world: World | None = None) -> None:
         self._twin = NarrowTwin(objective.model) if precision == "bf16" else None
-
-    @property
-    def model(self) -> OwnModel:
-        return super().model if self._twin is None else self._twin.model
-
-    def begin_update(self, step: int) -> None:
-        del step  # the state of the one generator is saved
+        model = objective.model if self._twin is None else self._twin.model
+        super().__init__(objective, model, world or World())
 
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
-        del last
-        loss = self.objective.training_loss(self.model, batch, step).smoothed
+        loss: Tensor = self._loss(batch, step)[0]
         (loss / tokens).backward()  # type: ignore[no-untyped-call]
         if self._twin is not None:
             self._twin.hand_over_gradients()
+        if last:
+            gradients = [weight.grad for weight in self.objective.model.parameters()]
+            self._world.add_up([gradient for gradient in gradients if gradient is not None])
         return loss.detach()
-
-    def judge(self, batch: TrainingBatch) -> Loss:
-        return self.objective.loss(self.model, batch)
 
     def set_mode(self, *, training: bool) -> None:
         super().set_mode(training=training)
@@ -163,29 +183,6 @@ class OneProcess(Computing):
     def follow(self) -> None:
         if self._twin is not None:
             self._twin.follow()
-
-
-class LossOfBatch(nn.Module):
-    """The loss of a batch as one module, so that its one call is the model's whole forward pass."""
-
-    # torch's wrappers act where a module is called. The objectives call parts of their models, and read the
-    # output table without calling it.
-
-    def __init__(self, objective: Objective[Any, Any]) -> None:
-        super().__init__()
-        self.model: OwnModel = objective.model
-        self._objective = objective
-
-    def forward(self, batch: TrainingBatch, step: int | None) -> tuple[Tensor, Tensor]:
-        """Loss to minimise and likelihood, summed over tokens; of a validation if `step` is None."""
-        share = 1.0
-        if isinstance(batch, NotCounted):
-            batch, share = batch.batch, 0.0
-        if step is None:
-            found = self._objective.loss(self.model, batch)
-        else:
-            found = self._objective.training_loss(self.model, batch, step)
-        return found.smoothed * share, found.likelihood * share
 
 
 @final

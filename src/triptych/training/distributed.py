@@ -1,14 +1,12 @@
-"""The model on several processes: copies whose gradients are summed (DDP), or shards (FSDP2).
+"""The model in shards on several processes (FSDP2).
 
-The losses of all parts are divided by the tokens of all processes before their gradients are summed, so that
-a step is that of one process on the whole batch. The sums are plain sums: gloo's average in a reduce-scatter
-is one, too (pytorch #162338), so no average is ever asked for.
+Gradients are plain sums: gloo's average in a reduce-scatter is one, too (pytorch #162338), so no average is
+ever asked for.
 """
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -16,13 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import OffsetNorm
 from triptych.models.storage import OwnModel
-from triptych.training.computing import Computing, Kind, LazyParameters, LossOfBatch
+from triptych.training.computing import Computing, Kind, LazyParameters
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.processes import World
@@ -36,11 +33,7 @@ def spread(
     shard_size: int | None = None,
     parameters: LazyParameters | None = None,
 ) -> Computing:
-    """Lay a model on the processes."""
-    if kind == "ddp" and precision == "fp32":
-        assert parameters is None, "copies are made whole"
-        return Copies(objective, world)
-    # Copies that compute in bfloat16 are shards of one process.
+    """Lay a model on the processes in shards."""
     device = next(objective.model.parameters()).device if parameters is None else parameters.device
     shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copy", "shard"))
@@ -52,46 +45,16 @@ def spread(
 
 def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = None) -> tuple[int, int]:
     """Copies of the model, and shards of each."""
-    match kind:
-        case "ddp":
-            return size, 1
-        case "fsdp":
-            return 1, size
-        case "hybrid":
-            shards = shard_size or (2 if num_nodes == 1 else size // num_nodes)
-            if shards < 2 or size % shards or size // shards < 2:
-                groups = f"groups of {shards}" if shard_size else f"{num_nodes} machines"
-                raise UsageError(
-                    "training.parallel = 'hybrid' shards within a group of processes and copies across: "
-                    f"{size} processes in {groups} cannot do that; use another training.shard_size, 'fsdp' "
-                    "or 'ddp'"
-                )
-            return size // shards, shards
-
-
-@final
-class Copies(Computing):
-    """Every process has the whole model; gradients are summed while they are made (DDP)."""
-
-    def __init__(self, objective: Objective[Any, Any], world: World) -> None:
-        super().__init__(objective, world)
-        self._loss = LossOfBatch(objective)
-        with warnings.catch_warnings():
-            # Its successor came with torch 2.13. Tables of positions are buffers, as long as a rank needs.
-            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
-            self._wrapped = DistributedDataParallel(
-                self._loss, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
-
-    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
-        with nullcontext() if last else self._wrapped.no_sync():
-            loss: Tensor = self._wrapped(batch, step)[0]
-            # DDP divides by the number of processes what it has summed.
-            (loss * (self._world.size / tokens)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def judge(self, batch: TrainingBatch) -> Loss:
-        return Loss(*self._loss(batch, None))
+    if kind == "fsdp":
+        return 1, size
+    shards = shard_size or (2 if num_nodes == 1 else size // num_nodes)
+    if shards < 2 or size % shards or size // shards < 2:
+        groups = f"groups of {shards}" if shard_size else f"{num_nodes} machines"
+        raise UsageError(
+            "training.parallel = 'hybrid' shards within a group of processes and copies across: "
+            f"{size} processes in {groups} cannot do that; use another training.shard_size, 'fsdp' or 'ddp'"
+        )
+    return size // shards, shards
 
 
 @final
@@ -105,7 +68,7 @@ class Shards(Computing):
     def __init__(
         self, objective: Objective[Any, Any], mesh: DeviceMesh, precision: str, world: World
     ) -> None:
-        super().__init__(objective, world)
+        super().__init__(objective, objective.model, world)
         self._mesh, self._tied = mesh, _tied(objective.model)
         self._blank = _without_values(objective.model)
         policy, blocks = MixedPrecisionPolicy(), list(objective.model.blocks)
@@ -116,9 +79,8 @@ class Shards(Computing):
             blocks += _norms_outside(objective.model, blocks)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        self._root = LossOfBatch(objective)
-        fully_shard(self._root, mesh=mesh)
-        self._parts = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+        fully_shard(self._loss, mesh=mesh)
+        self._parts = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -142,14 +104,14 @@ class Shards(Computing):
         assert not left, f"no values for {', '.join(left)}"
 
     def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
-        assert isinstance(self._root, FSDPModule)
-        self._root.set_requires_gradient_sync(last)
-        loss: Tensor = self._root(batch, step)[0]
+        assert isinstance(self._loss, FSDPModule)
+        self._loss.set_requires_gradient_sync(last)
+        loss: Tensor = self._loss(batch, step)[0]
         (loss / tokens).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def judge(self, batch: TrainingBatch) -> Loss:
-        found = Loss(*self._root(batch, None))
+        found = super().judge(batch)
         for part in self._parts:
             part.reshard()
         return found

@@ -19,7 +19,7 @@ from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.models.blocks import recompute_activations
 from triptych.models.storage import OwnModel, model_tensors, read_tensors
-from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, OneProcess, rows_of_rank
+from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, Whole, rows_of_rank
 from triptych.training.machine import (
     StopRequest,
     Throughput,
@@ -448,13 +448,11 @@ def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layou
     )
     if config.activation_checkpointing:
         recompute_activations(objective.model.blocks)
-    if layout.kind is None:
-        alone = OneProcess(objective, config.precision)
-        if config.compile:
-            compile_blocks(alone.model.blocks, device)
-        return alone
+    whole = Whole(objective, config.precision, layout.world) if layout.kind in (None, "ddp") else None
     if config.compile:
-        compile_blocks(objective.model.blocks, device)
+        compile_blocks((whole or objective).model.blocks, device)
+    if whole is not None:
+        return whole
     spread: Callable[..., Computing] = import_module(_SPREADING).spread
     return spread(
         objective, layout.kind, config.precision, layout.world, config.shard_size, layout.parameters

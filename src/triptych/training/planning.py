@@ -3,7 +3,7 @@
 All bytes are of one device. P are the parameters, of which a device has a share of 1/s; e is 4 bytes in
 float32 and 2 in bfloat16.
 
-    parameters    4 P/s, and a copy of the blocks in bfloat16 where one process computes in it
+    parameters    4 P/s, and a copy of the blocks in bfloat16 where whole models compute in it
     gradients     4 P/s
     optimizer     8 P/s; Muon keeps 4 bytes less of each parameter of its matrices
     activations   what each layer keeps for its gradients (`Step._layer`), or its input alone with activation
@@ -42,6 +42,7 @@ from triptych.training.fitting import (
 )
 from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
+from triptych.training.processes import MESSAGE_BYTES
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
 # Share of a device's memory that is planned for. An allocator cannot use all, and libraries have buffers.
@@ -59,7 +60,6 @@ _SENTENCE = 32
 _PASSES_FORWARD, _PASSES_BACKWARD, _PASSES_OF_LOGITS = 12, 18, 27
 _PASSES_OF_PARAMETERS, _PASSES_OF_EXCHANGE = 36, 30
 Quantity = float  # bytes or operations; on the command line with a unit
-_BUCKET_BYTES = 25 * 2**20  # of DDP
 
 
 @final
@@ -180,8 +180,10 @@ class PlannedLayout:
 
     @property
     def seconds(self) -> float:
-        """Time of a step: the exchange overlaps with the computation."""
-        return max(self.compute_seconds, self.exchange_seconds)
+        """Time of a step: in shards, the exchange overlaps with the computation."""
+        if self.layout.kind in ("fsdp", "hybrid"):
+            return max(self.compute_seconds, self.exchange_seconds)
+        return self.compute_seconds + self.exchange_seconds
 
     @property
     def needed(self) -> int:
@@ -486,11 +488,10 @@ class Step:
     def planned(self, layout: LayoutSettings, cluster: Cluster) -> PlannedLayout:
         """What a layout needs of each process."""
         config, e, shards = self.recipe.training, self.bytes, layout.shards
-        # Copies in bfloat16 are FSDP's, in shards of one process.
-        gathers = layout.kind in ("fsdp", "hybrid") or (layout.kind == "ddp" and e == 2)
+        gathers = layout.kind in ("fsdp", "hybrid")
         own = -(-self.num_parameters // shards)
         parameters = gradients = 4 * own
-        if layout.kind == "none" and e == 2:
+        if e == 2 and not gathers:
             parameters += 2 * self.in_blocks
         optimizer = 8 * own - 4 * (self._in_muon // shards)
         # FSDP gathers what is outside the blocks for the whole step, and a block while it is used.
@@ -500,9 +501,7 @@ class Step:
         activations = sum(saved) + self._kept_before + self._kept_after + root
         held = parameters + optimizer
         ahead = 0  # of gradients, there before the backward pass
-        if layout.kind == "ddp" and not gathers:
-            ahead = gradients
-        elif config.accumulate_batches > 1:
+        if config.accumulate_batches > 1:
             ahead = 4 * self.num_parameters  # whole, until they are summed
         # The gradient of the output table is whole until the end. What is in shards is summed block by block.
         backward, left, done = 0, sum(saved) + self._kept_before, 4 * self.vocab_size * self.d_model + root
@@ -568,7 +567,7 @@ class Step:
             yield Exchange("reducescatter", shards, nodes, round(share * size), groups)
         if copies > 1:
             nodes = cluster.num_nodes if shards <= cluster.node_size else copies
-            calls = groups if gathers else max(size // _BUCKET_BYTES, 1)
+            calls = groups if gathers else max(size // MESSAGE_BYTES, 1)
             yield Exchange(
                 "allreduce", copies, nodes, round(2 * (copies - 1) / copies * size / shards), calls
             )

@@ -29,6 +29,7 @@ T = TypeVar("T")
 _ERROR_KEY = "error"
 # How long the message of a process that failed is waited for.
 _SECONDS_FOR_MESSAGE = 3.0
+MESSAGE_BYTES = 25 * 2**20  # of gradients that are summed together
 _ALL_DAY = timedelta(days=30)
 _MINUTES_OF_A_WEEK = 7 * 24 * 60.0
 _JOINS = count()  # of this process; all processes join in the same order
@@ -85,6 +86,19 @@ class World:
             dist.all_reduce(values, by)  # on the CPU: the group has a backend for it
             self.seconds_waited += time.monotonic() - started
         return values
+
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sum tensors over the processes, in place and on their device; many small ones are one message."""
+        piece, size = list[torch.Tensor](), 0
+        for number, tensor in enumerate(tensors if self._store is not None else (), start=1):
+            piece, size = [*piece, tensor], size + tensor.nbytes
+            if size >= MESSAGE_BYTES or number == len(tensors):
+                flat = torch.cat([one.flatten() for one in piece])
+                dist.all_reduce(flat)
+                parts = torch.split(flat, [one.numel() for one in piece])
+                for one, part in zip(piece, parts, strict=True):
+                    one.copy_(part.view_as(one))
+                piece, size = [], 0
 
     def gathered(self, value: T) -> list[T]:
         """What each process has, by its rank."""

@@ -28,7 +28,7 @@ from triptych.training import (
     read_recipe,
 )
 from triptych.training.card import write_card
-from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, OneProcess, choose_parallel
+from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, Whole, choose_parallel
 from triptych.training.continuing import prepare_continued
 from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
 from triptych.training.language import prepare_language
@@ -171,7 +171,7 @@ def validate(folder: Path) -> dict[str, float]:
         if not isinstance(recipe, ContinuedRecipe):
             # Not of the recipe's sizes, where it was rewritten.
             objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
-        computing = OneProcess(objective, recipe.training.precision)
+        computing = Whole(objective, recipe.training.precision)
         computing.set_mode(training=False)
         text = objective.valid
         loss, tokens = computing.judge_all(text.collate(indices) for indices in text.plan(0))
