@@ -1,16 +1,17 @@
 """A recipe for a text, with the sizes that fit it and a comment on every key."""
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import BaseModel
 
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, read_recipe, resolve, value_at
-from triptych.training.reference import meanings_of
 from triptych.training.runs import prepare
 
 # What a person changes first. Of every other key the default is good, or follows from these.
@@ -106,3 +107,13 @@ def _written(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
         lines += textwrap.wrap(meaning, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
         lines += [f"{key.removeprefix(f'{section}.')} = {tomli_w.dumps({'value': value})[8:].strip()}"]
     return "\n".join(lines) + "\n"
+
+
+def meanings_of(model: type[BaseModel]) -> dict[str, str]:
+    """What each key of a section means."""
+    meanings: dict[str, str] = {}
+    for one in reversed(model.__mro__):  # a section says what it adds to the one that it extends
+        _, _, text = (one.__doc__ or "").partition("Attributes:\n")
+        found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
+        meanings |= {name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found}
+    return meanings
