@@ -319,8 +319,8 @@ def _table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]
         title=title,
         columns=("head", "called", *(figure.title for figure in figures)),
         rows=tuple(rows),
-        caption="LAYER.HEAD. Means over the queries that can show it, with 95 % intervals; evenly: what a "
-        "head that looks at all visible keys alike gives. A column is shaded from its lowest to its highest.",
+        caption="Heads are LAYER.HEAD. Means over the queries to which a figure applies, 95 % intervals; "
+        "evenly: a head that looks at all visible keys alike. Columns are shaded from lowest to highest.",
         shaded=tuple(range(2, 2 + len(figures))),
     )
 
