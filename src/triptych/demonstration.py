@@ -318,8 +318,8 @@ def _report(
             f"and was tested on {result.num_tested:,} sentences that it had never seen: it translated "
             f"{result.exact_match:.1%} of them to the letter.\n\n"
             "German has units before tens (einundzwanzig), names the coming hour with the half (halb vier) "
-            "and ends a clause with the verb. The cross-attention shows how the model looks ahead and back to "
-            "put these in English order."
+            "and ends a clause with the verb. The cross-attention shows how the model looks ahead and back "
+            "to put these in English order."
         ),
         facts=(
             ("Exact match, unseen sentences", f"{result.exact_match:.1%} of {result.num_tested:,}"),
