@@ -229,11 +229,11 @@ def cost_page(report: CostReport, timed: TimingReport | None = None, command: st
     tables = [cost_table(report), formula_table(report)]
     if timed is not None:
         tables.insert(1, timing_table(timed))
-    said = [f"Own sizes: {own_sizes(report)}."] if own_sizes(report) else []
+    said = [f"Other sizes: {own_sizes(report)}."] if own_sizes(report) else []
     said += [f"{note[0].upper()}{note[1:]}." for note in notes(report)]
     return Report(
         title="What a parameterisation of attention costs",
-        summary="One attention layer, written in each of the ways, at one size.\n\n" + " ".join(said),
+        summary="One attention layer in each parameterisation, at one size.\n\n" + " ".join(said),
         facts=tuple(facts),
         charts=tuple(charts),
         tables=tuple(tables),
