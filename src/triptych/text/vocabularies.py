@@ -52,13 +52,13 @@ def convert_vocabulary(
     is_model = vocabulary.endswith(".model")
     libraries = ["transformers", *(["sentencepiece", "google.protobuf"] if is_model else [])]
     require_extra("run", *libraries, what=f"a checkpoint with {vocabulary} and without tokenizer.json")
-    import transformers  # large, and only needed here
-
     kind, size = _look_at(vocabulary, content)
     if kind != (wanted := CLASSES[name].kind):
         raise ValueError(
             f"{name} has a vocabulary of {wanted}, and it is one of {kind}; fetch tokenizer.json"
         )
+    import transformers  # large, and only needed here
+
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # It sees nothing else of the checkpoint: settings may name files elsewhere.
     with TemporaryDirectory() as folder:
