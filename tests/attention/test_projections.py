@@ -388,9 +388,9 @@ def test_every_parameter_belongs_to_one_map_and_every_learned_map_has_its_own(na
     ]
     assert weights.o_bias is not None
     used.append(weights.o_bias.untyped_storage().data_ptr())
-    held = [parameter.untyped_storage().data_ptr() for parameter in layer.projections.parameters()]
-    assert sorted(used) == sorted(held)
-    assert len(set(held)) == len(held)
+    stored = [parameter.untyped_storage().data_ptr() for parameter in layer.projections.parameters()]
+    assert sorted(used) == sorted(stored)
+    assert len(set(stored)) == len(stored)
     assert set(layer.state_dict()) == {parameter for parameter, _ in layer.named_parameters()}
 
 
@@ -595,7 +595,7 @@ def test_scores_and_values_begin_with_the_same_spread(d: int, h: int, widths: di
             layer = MultiHeadAttention(d, h, PARAMETERISATIONS[name](**sizes))
             own, x, y = layer.projections, torch.randn(1, length, d), torch.randn(1, length, d)
             with torch.no_grad():
-                k, _ = own.keys_values(own.remember(y, y))
+                k, _ = own.keys_values(own.project_kv(y, y))
                 scores.append((own.queries(x) @ k.mT * layer.weights().scale).flatten())
                 # A single key has all the weight: what comes out is W_OV of it, summed over heads.
                 one_key = layer(x.view(length, 1, d), memory=y.view(length, 1, d))
@@ -699,7 +699,7 @@ def test_a_decoding_step_copies_neither_cache_nor_maps(name: str) -> None:
     layer = MultiHeadAttention(d, h, PARAMETERISATIONS[name]())
     token = torch.randn(batch, 1, d)
     q = layer.projections.queries(token)
-    k, v = layer.projections.keys_values(layer.projections.remember(token, token))
+    k, v = layer.projections.keys_values(layer.projections.project_kv(token, token))
     for path in ("auto", "fast") if q.shape[-1] == v.shape[-1] and k.shape[1] == v.shape[1] else ("auto",):
         made = decoding_step(layer, key_len, batch, path)
         # Scores, and queries: the keys of all tokens would be eight times, or (bilinear) 12 times as many.
@@ -893,9 +893,9 @@ def test_a_scale_that_tied_maps_cannot_take_up_stays_or_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scores are multiplied by 1, not 0\.408248"):
         MultiHeadAttention.from_weights(tied, named=True)
     x = random_input(shared, 3)
-    held = MultiHeadAttention.from_weights(tied)
-    assert held.weights().scale == 1.0
-    assert_same(held(x).output, dense(tied, x)[0], kind="output")
+    stored = MultiHeadAttention.from_weights(tied)
+    assert stored.weights().scale == 1.0
+    assert_same(stored(x).output, dense(tied, x)[0], kind="output")
     factored = make_layer("factored")
     unscaled = with_semantics(factored.weights(), scale=1.0)
     x = random_input(factored, 3)
