@@ -14,7 +14,7 @@ from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fields import listed, not_understood_of_model
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
-from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above, activation
+from triptych.checkpoints.model_parts import Entries, FeedForwardMap, OutputHeadMap, above, activation
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.specs import EmbeddedPositionsSpec, ModelSpec, NormSpec
@@ -151,7 +151,7 @@ class _Mapping:
             embeddings=embeddings,
             blocks=blocks,
             final_norm=final_norm,
-            head=HeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
+            head=OutputHeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
             order=self._order(),
             inputs=self._block_inputs(),
         )

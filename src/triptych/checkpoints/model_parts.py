@@ -253,7 +253,7 @@ class FeedForwardMap:
 
 
 @final
-class HeadMap:
+class OutputHeadMap:
     """A model's head as the family has it."""
 
     config: HeadConfig | None  # what it is made of; None if the model ends with the stream

@@ -49,12 +49,12 @@ class _Fill(NamedTuple):
 
 
 @final
-class Draws(TorchFunctionMode):
+class RecordedInit(TorchFunctionMode):
     """A context that records how each parameter that is made within it is drawn.
 
-        with Draws() as draws:
+        with RecordedInit() as recorded:
             model = ...
-        draws.again_by_name(model, seed)
+        recorded.again_by_name(model, seed)
 
     Two models that are drawn again by one seed have the same values wherever a parameter has the same name,
     shape and distribution in both. Drawn in order, everything after the first difference would differ.
@@ -89,12 +89,12 @@ class Draws(TorchFunctionMode):
 
 
 @final
-class Later(TorchFunctionMode):
+class DeferredInit(TorchFunctionMode):
     """A context in which models are made whose parameters take no memory, on the "meta" device.
 
-        with Later() as later:
+        with DeferredInit() as deferred:
             model = ...
-        for name, value in later.values(model): ...
+        for name, value in deferred.values(model): ...
 
     What would have filled the parameters is recorded and done later, one parameter at a time, so that a model
     of which a process keeps only shards is never whole. Buffers are made as ever.
@@ -108,7 +108,7 @@ class Later(TorchFunctionMode):
         self._given: dict[int, Tensor] = {}
         self._random = torch.empty(0)
 
-    def __enter__(self) -> "Later":
+    def __enter__(self) -> "DeferredInit":
         self._random = torch.get_rng_state()
         registered: Callable[..., Any] = self._registered
         self._hook = register_module_parameter_registration_hook(registered)
