@@ -43,9 +43,7 @@ class Fold(LayerRewrite):
     why_here = "products of maps are folded while they are products"
     resizes = True
 
-    sides: tuple[FoldedSide, ...] = Field(
-        SIDES, description="the sides to fold; qk makes W_Q W_Kᵀ one matrix"
-    )
+    sides: tuple[FoldedSide, ...] = Field(SIDES, description="which sides; qk makes W_Q W_Kᵀ one matrix")
     keep: Keep = Field("cheaper", description="cheaper: fold where it costs less; folded: fold everything")
     by: FoldingCost = Field("parameters", description="the cost that decides: parameters, flops or bytes")
     tokens: int = Field(1, ge=1, description="length of the sequence, for flops and bytes")

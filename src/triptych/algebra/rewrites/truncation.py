@@ -46,7 +46,7 @@ class Truncate(LayerRewrite):
     )
     criterion: Criterion = Field(
         "free",
-        description="keep the forms (free) or their work on the text, with means (uncentred) or not (centred)",
+        description="keep the forms (free), or their work on a text with means (uncentred) or not (centred)",
     )
     rotary: Rotary = Field(
         "maps", description="cut from W_QK of rotary heads: the rank of the maps, or whole rotary pairs"
