@@ -25,8 +25,6 @@ from triptych.models.architecture import (
     BlockInputsConfig,
     EmbeddingsConfig,
     EncoderDecoderArchitecture,
-    ExpertsConfig,
-    FeedForwardConfig,
     LanguageModelArchitecture,
     MaskedTokens,
     NormConfig,
@@ -296,7 +294,7 @@ class _Mapping:
             self.entries.enter(f"{at}.scale", place.beside(spec.block_scale), (1,))
         return BlockConfig(
             self._frame(f"{at}.self_residual", place, norms, spec.attention_out_norm),
-            self._feed_forward(f"{at}.feed_forward", place),
+            FeedForwardMap(f"{at}.feed_forward", place, spec.feed_forward, self.entries, self.d_model).config,
             self._frame(
                 f"{at}.feed_forward_residual", place, spec.feed_forward_norm, spec.feed_forward_out_norm
             ),
@@ -329,12 +327,6 @@ class _Mapping:
             return None
         module, width = place.beside(norm.at), width or self.d_model
         return self.entries.norm(ours, place, norm, module, width, self.spec.eps)
-
-    def _feed_forward(self, ours: str, place: Place) -> FeedForwardConfig | ExpertsConfig:
-        found = FeedForwardMap(ours, place, self.spec.feed_forward, self.d_model, self.tensors)
-        for parts, stored in found.entries:
-            self.entries.add(parts, stored)
-        return found.config
 
     @cached_property
     def table(self) -> str:
