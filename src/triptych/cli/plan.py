@@ -26,7 +26,8 @@ def plan(
 ) -> None:
     """Predict memory and time of training on given devices.
 
-    Formulas say what a training step takes for each kind of parallelism. No such device is needed.
+    Formulas give the memory and the time of a training step for each kind of parallelism. The devices are
+    not needed.
 
     Options:
         recipe: A recipe: a TOML file or the name of a built-in recipe. Its text is not read.

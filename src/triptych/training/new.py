@@ -43,12 +43,12 @@ def new_recipe(
     """Write a recipe for a text: its sizes fit how much text there is and this machine.
 
     Args:
-        path: the TOML file to write. A run of it is called by its name, without the ending.
-        source: of a translator, a text file with a sentence a line; goes with target.
+        path: the TOML file to write. Its name without the ending names the run.
+        source: for a translator, a text file with one sentence per line; needs target.
         target: the translations, line by line.
-        tsv: of a translator, one file with both sides: .tsv, .jsonl or .parquet.
-        text: of a language model, a text file or a folder of them.
-        force: replace a file that is there.
+        tsv: for a translator, one file with both sides: .tsv, .jsonl or .parquet.
+        text: for a language model, a text file or a folder of text files.
+        force: replace an existing file.
         display: told what is read; lines on standard error if None.
 
     Returns:
