@@ -42,7 +42,6 @@ from triptych.training.fitting import (
 )
 from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
-from triptych.training.processes import MESSAGE_BYTES
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
 # Share of a device's memory that is planned for. An allocator cannot use all, and libraries have buffers.
@@ -528,7 +527,7 @@ class Step:
         flops, moved = (config.accumulate_batches * one for one in (flops, moved))
         moved += 4 * _PASSES_OF_PARAMETERS * own
         moved += 0 if layout.kind == "none" else 4 * _PASSES_OF_EXCHANGE * self.num_parameters
-        exchanges = tuple(self._exchanges(layout, cluster, gathers))
+        exchanges = tuple(self._exchanges(layout, cluster))
         validating = parameters + gradients + optimizer
         if isinstance(self.recipe, Recipe) and self.recipe.validation.bleu and gathers:
             validating += 4 * self.num_parameters
@@ -555,7 +554,7 @@ class Step:
             return 11 * 4 * rows * self.vocab_size  # both passes, their logarithms and gradients in float32
         return 2 * self.bytes * rows * self.vocab_size
 
-    def _exchanges(self, layout: LayoutSettings, cluster: Cluster, gathers: bool) -> Iterator[Exchange]:
+    def _exchanges(self, layout: LayoutSettings, cluster: Cluster) -> Iterator[Exchange]:
         shards, copies, size = layout.shards, self.devices // layout.shards, 4 * self.num_parameters
         groups = len(self.layers) + 1
         if shards > 1:
@@ -567,10 +566,8 @@ class Step:
             yield Exchange("reducescatter", shards, nodes, round(share * size), groups)
         if copies > 1:
             nodes = cluster.num_nodes if shards <= cluster.node_size else copies
-            calls = groups if gathers else max(size // MESSAGE_BYTES, 1)
-            yield Exchange(
-                "allreduce", copies, nodes, round(2 * (copies - 1) / copies * size / shards), calls
-            )
+            sent = round(2 * (copies - 1) / copies * size / shards)
+            yield Exchange("allreduce", copies, nodes, sent, groups)
 
 
 def _num_parameters(parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> int:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _ERROR_KEY = "error"
 # How long the message of a process that failed is waited for.
 _SECONDS_FOR_MESSAGE = 3.0
-MESSAGE_BYTES = 25 * 2**20  # of gradients that are summed together
+_MESSAGE_BYTES = 25 * 2**20  # of gradients that are summed together
 _ALL_DAY = timedelta(days=30)
 _MINUTES_OF_A_WEEK = 7 * 24 * 60.0
 _JOINS = count()  # of this process; all processes join in the same order
@@ -92,7 +92,7 @@ class World:
         piece, size = list[torch.Tensor](), 0
         for number, tensor in enumerate(tensors if self._store is not None else (), start=1):
             piece, size = [*piece, tensor], size + tensor.nbytes
-            if size >= MESSAGE_BYTES or number == len(tensors):
+            if size >= _MESSAGE_BYTES or number == len(tensors):
                 flat = torch.cat([one.flatten() for one in piece])
                 dist.all_reduce(flat)
                 parts = torch.split(flat, [one.numel() for one in piece])
