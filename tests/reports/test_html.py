@@ -9,15 +9,7 @@ import altair as alt
 import pytest
 import vl_convert
 
-from triptych.reports import (
-    Bar,
-    BarChart,
-    MetricPoint,
-    Report,
-    Table,
-    TranslationSample,
-    write_report,
-)
+from triptych.reports import Bar, BarChart, MetricPoint, Report, Table, TranslationSample, write_report
 from triptych.reports.html import render_report
 
 ATTACK = "<script>alert(1)</script>"

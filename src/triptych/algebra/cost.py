@@ -144,12 +144,7 @@ class _Pass:
     """Walks through one pass and adds up; what two chains have in common is made once."""
 
     def __init__(
-        self,
-        weights: AttentionWeights,
-        query_len: int,
-        cached: int,
-        memory_len: int | None,
-        route: Route,
+        self, weights: AttentionWeights, query_len: int, cached: int, memory_len: int | None, route: Route
     ) -> None:
         self.weights = weights
         self.query_len = query_len

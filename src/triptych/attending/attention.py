@@ -230,13 +230,7 @@ class Attention:
         """
         AttentionBatch([self]).page(path, title, over=over)
 
-    def save(
-        self,
-        path: str | Path,
-        *,
-        heads: str | Sequence[str] = "*",
-        top: int | None = None,
-    ) -> None:
+    def save(self, path: str | Path, *, heads: str | Sequence[str] = "*", top: int | None = None) -> None:
         """Write weights: `.json`, `.csv`, `.npz`, or as a picture of one head `.svg`.
 
         Args:

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from triptych.algebra.measures import COMPARED, HeadMeasures, RotaryPairs, measure_heads
 from triptych.algebra.positions import DisentangledBias
-from triptych.algebra.rewrites import (
-    RewriteRefusedError,
-    Rewritten,
-    drop_key_bias,
-    fold,
-    fold_value_bias,
-)
+from triptych.algebra.rewrites import RewriteRefusedError, Rewritten, drop_key_bias, fold, fold_value_bias
 from triptych.algebra.similarity import MapSimilarity
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource

@@ -3,14 +3,7 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
-from triptych.reports.html import (
-    is_page,
-    render,
-    require_charts,
-    short_name,
-    write_picture,
-    write_report,
-)
+from triptych.reports.html import is_page, render, require_charts, short_name, write_picture, write_report
 from triptych.reports.records import (
     AttentionPicture,
     Bar,

@@ -12,13 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, final
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, Tier

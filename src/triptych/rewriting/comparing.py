@@ -74,11 +74,7 @@ def open_original(folder: Path, text: Path | None) -> Opened | str:
 
 
 def compare_models(
-    original: Opened,
-    source: AttentionSource,
-    written: Path,
-    text: Path | None,
-    stored: torch.dtype | None,
+    original: Opened, source: AttentionSource, written: Path, text: Path | None, stored: torch.dtype | None
 ) -> EndToEnd:
     """Compare the outputs of the original and the rewritten model."""
     other = open_text_model(written)
@@ -103,11 +99,7 @@ def compare_models(
 
 
 def why_no_rounding(
-    found: Compared,
-    original: TextModel,
-    rewritten: TextModel,
-    source: AttentionSource,
-    stored: torch.dtype,
+    found: Compared, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
 ) -> str:
     """Why two models differ by more than rounding, with the first layer that does; "" if they do not."""
     verdict = judge(found, rewritten, changed_parameters(original, rewritten), stored)

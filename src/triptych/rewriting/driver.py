@@ -65,10 +65,7 @@ class Driver:
             self.moments.append(found)
 
     def _before(
-        self,
-        step: Rewrite,
-        layers: Sequence[tuple[int, Callable[[], Layer]]],
-        moments: Mapping[str, Moments],
+        self, step: Rewrite, layers: Sequence[tuple[int, Callable[[], Layer]]], moments: Mapping[str, Moments]
     ) -> Iterator[Layer]:
         """The layers that a step applies to, after the steps before it."""
         for number, read in layers:

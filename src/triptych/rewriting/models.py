@@ -26,13 +26,7 @@ from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import OwnModel
-from triptych.models import (
-    EncoderDecoder,
-    LanguageModel,
-    attention_sites,
-    attention_weights,
-    with_attention,
-)
+from triptych.models import EncoderDecoder, LanguageModel, attention_sites, attention_weights, with_attention
 from triptych.models.sites import AnyModel, ModelT
 from triptych.rewriting.driver import Driver
 

@@ -21,14 +21,7 @@ from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import DataError, UsageError
 from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments, measure_head_losses
-from triptych.rewriting.certificate import (
-    Cost,
-    LayerRecord,
-    NormRecord,
-    StepRecord,
-    in_lines,
-    shown_rewrite,
-)
+from triptych.rewriting.certificate import Cost, LayerRecord, NormRecord, StepRecord, in_lines, shown_rewrite
 from triptych.rewriting.driver import Driver, Outcome, RewrittenLayer, applies_to
 from triptych.rewriting.formats import format_of
 from triptych.rewriting.other_norms import OtherNorms

@@ -80,11 +80,7 @@ def judge(
 
 
 def first_moved(
-    original: TextModel,
-    rewritten: TextModel,
-    source: AttentionSource,
-    window: Window,
-    stored: torch.dtype,
+    original: TextModel, rewritten: TextModel, source: AttentionSource, window: Window, stored: torch.dtype
 ) -> str:
     """The name of the first attention layer whose output moves farther than rounding explains; "" if none."""
     one = original.attention_outputs(source, window)

@@ -304,13 +304,7 @@ def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterato
     relative, absolute = (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)
     for name, wanted, got, share, most in (
         ("logits", certified.worst_logit, found.worst_logit, relative, absolute),
-        (
-            "divergence",
-            certified.divergence_nats,
-            found.divergence_nats,
-            _SAME_DIVERGENCE,
-            _DIVERGENCE_NATS,
-        ),
+        ("divergence", certified.divergence_nats, found.divergence_nats, _SAME_DIVERGENCE, _DIVERGENCE_NATS),
         ("loss before", certified.loss_before_nats, found.loss_before_nats, 0.0, _SAME_LOSS_NATS),
         ("loss after", certified.loss_after_nats, found.loss_after_nats, 0.0, _SAME_LOSS_NATS),
     ):

@@ -163,10 +163,7 @@ def equal_maps(weights: AttentionWeights, *, sides: tuple[Side, ...] = ("k", "v"
 @pytest.mark.parametrize("biased", [False, True])
 def test_maps_that_are_the_same_are_kept_once_whatever_stands_between(biased: bool) -> None:
     weights = with_semantics(
-        equal_maps(make("factored", biased=biased)),
-        positions="rotary",
-        qk_norm=True,
-        sinks=True,
+        equal_maps(make("factored", biased=biased)), positions="rotary", qk_norm=True, sinks=True
     )
     merged, record = merge_kv_heads(weights, 2)
     assert record.tier == "bit-exact"
@@ -345,9 +342,7 @@ def test_the_bound_is_the_move_over_distances(start: int, width: int, biased: bo
     of_heads = torch.stack(squares).mean(0).sqrt()
     same_values = merge_rotary_kv_heads(
         with_semantics(
-            weights,
-            rotary=rotation,
-            v=(replace(weights.v[0], weight=weights.v[0].weight[:1], bias=None),),
+            weights, rotary=rotation, v=(replace(weights.v[0], weight=weights.v[0].weight[:1], bias=None),)
         ),
         2,
         bounded=True,

@@ -5,14 +5,7 @@ Each is a function (`fold`) and, with its options, a record (`Fold`) in the list
 
 from triptych.algebra.rewrites.biases import DropKeyBias, FoldValueBias, drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.channels import FORMS, Form
-from triptych.algebra.rewrites.folding import (
-    Expand,
-    Factor,
-    Fold,
-    expand,
-    factor,
-    fold,
-)
+from triptych.algebra.rewrites.folding import Expand, Factor, Fold, expand, factor, fold
 from triptych.algebra.rewrites.gauge import GaugeFix, gauge_fix
 from triptych.algebra.rewrites.heads import (
     PermuteHeads,

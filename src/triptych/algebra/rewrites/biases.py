@@ -75,12 +75,7 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
         result = with_chains(result, {"v": separate(result.v)})
         notes = (*notes, "v was given a map of its own")
     return rewritten(
-        "drop_key_bias",
-        "rounding-exact",
-        weights,
-        result,
-        checked=KEY_BIAS_BLIND.checked,
-        notes=notes,
+        "drop_key_bias", "rounding-exact", weights, result, checked=KEY_BIAS_BLIND.checked, notes=notes
     )
 
 

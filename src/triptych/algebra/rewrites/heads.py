@@ -9,11 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from triptych.algebra.rewrites.channels import NAMES, one_map
-from triptych.algebra.rewrites.legality import (
-    HEADS_ALIKE,
-    require_nothing_between,
-    unchanged,
-)
+from triptych.algebra.rewrites.legality import HEADS_ALIKE, require_nothing_between, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
 from triptych.algebra.semantics import HeadNorm

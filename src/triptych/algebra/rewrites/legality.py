@@ -80,8 +80,7 @@ TRAITS: dict[str, Trait] = {
     "sinks": _part("sinks", "sinks"),
     "gate": _part("gates", "gate"),
     "channel_gate": Trait(
-        "gates of channels",
-        lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels,
+        "gates of channels", lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels
     ),
     "dropout": Trait("attention dropout", lambda weights: weights.semantics.dropout > 0),
     "no_rotary": Trait("other than rotary positions", lambda weights: weights.semantics.rotary is None),

@@ -32,10 +32,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.moves import Move, bias_row, move, size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
 from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, LayerRewrite
-from triptych.algebra.rewrites.rotary_pairs import (
-    merge_rotary_pairs,
-    require_rotary,
-)
+from triptych.algebra.rewrites.rotary_pairs import merge_rotary_pairs, require_rotary
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
 
@@ -83,11 +80,7 @@ def merge_kv_heads(
 
 
 def merge_rotary_kv_heads(
-    weights: AttentionWeights,
-    num_kv_heads: int,
-    *,
-    bounded: bool = False,
-    tolerance: float = 1e-9,
+    weights: AttentionWeights, num_kv_heads: int, *, bounded: bool = False, tolerance: float = 1e-9
 ) -> Rewritten:
     """Let consecutive query heads read one key-value head, where queries and keys are turned by positions."""
     return _merge("merge_rotary_kv_heads", weights, num_kv_heads, True, bounded, tolerance)
@@ -162,9 +155,7 @@ def _require_shared_out(name: str, weights: AttentionWeights, num_kv_heads: int)
     for side in SIDES:
         if not weights.chain(side):
             raise RewriteRefusedError(
-                name,
-                f"no map makes {NAMES[side]}: the form is one matrix a head",
-                "factor it first",
+                name, f"no map makes {NAMES[side]}: the form is one matrix a head", "factor it first"
             )
     for present in (weights.num_key_heads, weights.num_value_heads):
         if present % num_kv_heads and num_kv_heads % present:

@@ -13,10 +13,7 @@ from torch import Tensor
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import in_working_precision
-from triptych.algebra.rewrites.heads import (
-    taken,
-    with_heads,
-)
+from triptych.algebra.rewrites.heads import taken, with_heads
 from triptych.algebra.rewrites.legality import (
     HEADS_ALIKE,
     require_nothing_between,
@@ -103,11 +100,7 @@ class PruneHeads(LayerRewrite):
 
 
 def prune_heads(
-    weights: AttentionWeights,
-    heads: Sequence[int],
-    *,
-    bounded: bool = False,
-    does: Move | None = None,
+    weights: AttentionWeights, heads: Sequence[int], *, bounded: bool = False, does: Move | None = None
 ) -> Rewritten:
     """Leave heads out. The widths of the others stay.
 
