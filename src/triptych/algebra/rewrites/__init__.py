@@ -27,7 +27,7 @@ from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, pr
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import Layer, OtherReaders, Rewrite
 from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "Form",
     "GaugeFix",
     "Layer",
-    "LayerRewrite",
     "MergeKVHeads",
     "OtherReaders",
     "PermuteHeads",

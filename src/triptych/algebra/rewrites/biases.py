@@ -17,12 +17,12 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import APART, Layer, LayerRewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, Layer, Rewrite, still_tied
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 
 @final
-class DropKeyBias(LayerRewrite):
+class DropKeyBias(Rewrite):
     """Leave out the key bias, to which the softmax is blind."""
 
     name = "drop_key_bias"
@@ -37,7 +37,7 @@ class DropKeyBias(LayerRewrite):
 
 
 @final
-class FoldValueBias(LayerRewrite):
+class FoldValueBias(Rewrite):
     """Move the value bias into the output bias."""
 
     name = "fold_value_bias"

@@ -22,7 +22,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, Rewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
@@ -32,7 +32,7 @@ _FORM_FOLDED = replace(SCORES_ARE_THE_FORM, of="side qk")
 
 
 @final
-class Fold(LayerRewrite):
+class Fold(Rewrite):
     """Multiply maps in a row, the fourth matrix among them, into one."""
 
     name = "fold"
@@ -53,7 +53,7 @@ class Fold(LayerRewrite):
 
 
 @final
-class Expand(LayerRewrite):
+class Expand(Rewrite):
     """Give everything that shares a map a map of its own."""
 
     name = "expand"
@@ -68,7 +68,7 @@ class Expand(LayerRewrite):
 
 
 @final
-class Factor(LayerRewrite):
+class Factor(Rewrite):
     """Take W_QK that is written as one matrix apart into W_Q and W_K."""
 
     name = "factor"

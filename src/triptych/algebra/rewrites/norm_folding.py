@@ -16,14 +16,14 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import Layer, OtherReaders, Rewrite
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
 _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 
 @final
-class FoldNorm(LayerRewrite):
+class FoldNorm(Rewrite):
     """Fold the norm's weight and bias into the maps that read it, a parallel MLP's too.
 
     The weights of norms of latents go into the maps from the latents to the heads.
@@ -51,6 +51,9 @@ class FoldOtherNorms(Rewrite):
     )
     place = 2
     why_here = "norms are folded together, while all maps that read them are as they were"
+
+    def apply(self, layer: Layer) -> None:
+        """Nothing: `rewriting/other_norms.py` folds these norms, tensor by tensor."""
 
 
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:

@@ -23,7 +23,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.metric import require_moments_of
 from triptych.algebra.rewrites.moves import Move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import Layer, Rewrite
 from triptych.algebra.weights import AttentionWeights, Link
 
 # What is left of ‖W_OV‖ where a norm makes the values.
@@ -31,7 +31,7 @@ _NORMED = "√(d_v / d_model) ‖W_O‖"
 
 
 @final
-class PruneHeads(LayerRewrite):
+class PruneHeads(Rewrite):
     """Leave heads out: those named, those that do least, or dead ones."""
 
     name = "prune_heads"

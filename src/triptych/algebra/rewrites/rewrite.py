@@ -98,17 +98,13 @@ class Rewrite(BaseModel, ABC):
         """The rewrite with what only all layers together can tell."""
         return self
 
+    @abstractmethod
+    def apply(self, layer: Layer) -> Rewritten | None:
+        """Rewrite one layer; None if the rewrite is of nothing in an attention layer."""
+
     def options(self) -> dict[str, Any]:
         """Name and options as JSON has them, to be read by `registry.read_rewrite`."""
         return {"rewrite": self.name, **self.model_dump(mode="json", exclude_none=True)}
-
-
-class LayerRewrite(Rewrite, ABC):
-    """A rewrite of attention layers."""
-
-    @abstractmethod
-    def apply(self, layer: Layer) -> Rewritten:
-        """Rewrite one layer."""
 
 
 APART = "shared maps would come apart"

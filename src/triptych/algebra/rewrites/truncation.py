@@ -12,7 +12,7 @@ from triptych.algebra.rewrites.channels import Form
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, CHANNELS_OR_PAIRS
 from triptych.algebra.rewrites.rank import Rotary, measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import Layer, Rewrite
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
@@ -22,7 +22,7 @@ _SHARE_ROUNDING = 1e-10
 
 
 @final
-class Truncate(LayerRewrite):
+class Truncate(Rewrite):
     """Lower the rank of W_QK and W_OV; of rotary heads, that of W_Q and W_K before they are rotated.
 
     Attributes:
