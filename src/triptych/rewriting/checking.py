@@ -87,7 +87,7 @@ def _last_digit(number: str) -> float:
 _SAME, _SAME_RATIO = 1e-6, 0.5
 # Of inputs that the original made in float32 once more.
 _SAME_INPUTS = 1e-3
-# Exact steps after which biases, which are rows of the forms, stand elsewhere or are gone.
+# Exact steps after which biases, which are rows of the forms, are moved or gone.
 _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
 
 

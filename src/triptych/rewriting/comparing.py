@@ -27,7 +27,7 @@ from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.rounding import changed_parameters, first_moved, judge
 from triptych.rewriting.running import Compared, compared
 
-# Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
+# Models up to this size (bytes) are compared by default: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
 
 

@@ -176,7 +176,7 @@ def _require_text(certificate: Certificate, text: Path) -> None:
 
 
 def files_as_written(certificate: Certificate, folder: Path) -> Claim:
-    """Check the hashes of the files beside the tensors, and the section of the model card."""
+    """Check the hashes of all files but the tensors, and the section of the model card."""
     wrong = []
     for name, wanted in certificate.files.items():
         path = folder / name

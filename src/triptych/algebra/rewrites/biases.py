@@ -111,7 +111,7 @@ def _biased(chain: Chain) -> bool:
 
 
 def _require_bias_reaches_end(name: str, side: Side, chain: Chain) -> None:
-    """Refuse if something stands anywhere after the first bias of a chain."""
+    """Refuse a norm anywhere after the first bias of a chain."""
     first = next(place for place, link in enumerate(chain) if link.bias is not None)
     require_nothing_between(name, side, chain[first:])
 

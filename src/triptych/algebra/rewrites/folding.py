@@ -1,7 +1,8 @@
-"""Products of maps: multiplied out, taken apart again, and what is shared made separate."""
+"""Products of maps: folded into one, factored again, and shared maps copied."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Literal, NamedTuple, final, get_args
 
 import torch
@@ -87,7 +88,7 @@ class Factor(Rewrite):
 
 
 class _Plan(NamedTuple):
-    """Sides that are decided together, and their chains multiplied out."""
+    """Sides that are decided together, and the products of their chains."""
 
     name: str
     sides: tuple[Side, ...]
@@ -178,7 +179,17 @@ def fold(
             between queries and keys.
         ValueError: tokens < 1.
     """
-    _require_choices(sides, keep, by)
+    # A string is a sequence of sides, too: "qk" would be q and k.
+    named_sides = [
+        ("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)
+    ]
+    for what, value, known in (
+        *named_sides,
+        ("keep", keep, get_args(Keep)),
+        ("by", by, get_args(FoldingCost)),
+    ):
+        if value not in known or (what == "sides" and isinstance(sides, str)):
+            raise ValueError(f"{what} is {value!r}: choose from {', '.join(known)}")
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}: it must be at least 1")
     price, result = _Price(by, tokens, number_bytes or weights.dtype.itemsize), weights
@@ -209,15 +220,6 @@ def fold(
         choice="; ".join(choices),
         notes=tuple(notes),
     )
-
-
-def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
-    """Refuse what is not one of the choices."""
-    # A string is a sequence of sides, too: "qk" would be q and k.
-    named = [("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)]
-    for what, value, known in (*named, ("keep", keep, get_args(Keep)), ("by", by, get_args(FoldingCost))):
-        if value not in known or (what == "sides" and isinstance(sides, str)):
-            raise ValueError(f"{what} is {value!r}: choose from {', '.join(known)}")
 
 
 def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
@@ -255,7 +257,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
             if len(chain) < 2 or not any(link.learned for link in chain):
                 continue
             require_nothing_between("fold", member, chain[:-1], f"leave {member} out of the sides")
-            of_chain.setdefault(chain, (_product(chain),))
+            of_chain.setdefault(chain, (reduce(Link.then, chain),))
             chains[member] = of_chain[chain]
         if not chains:
             continue
@@ -273,13 +275,6 @@ def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
     while more := {other for one in found for other in sharing_sides(weights, one)} - found:
         found |= more
     return tuple(one for one in SIDES if one in found)
-
-
-def _product(chain: Chain) -> Link:
-    whole = chain[0]
-    for link in chain[1:]:
-        whole = whole.then(link)
-    return whole
 
 
 def factor(
@@ -350,7 +345,7 @@ def expand(weights: AttentionWeights) -> Rewritten:
 
     Tied chains become separate ones, and fixed slices learned maps, of the very same numbers. Where
     chains share only their first map (latent), or heads weigh one map's channels (collaborative),
-    they are multiplied out: no writing has a copy of such a map for each reader.
+    their product is taken: no writing has a copy of such a map for each reader.
     """
     mixing = any(link.diagonal for side in ("q", "k") for link in weights.chain(side))
     chains: dict[Side, Chain] = {}

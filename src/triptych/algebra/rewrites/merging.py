@@ -70,11 +70,11 @@ def merge_kv_heads(
         C = [W_K,1 R_1ᵀ … W_K,n R_nᵀ] = B S Vᵀ   (W_Q,i = Q_i R_i)
         W_K = B S^½   W_Q,i = W_Q,i W_K,iᵀ B S^-½
 
-    and likewise for W_V. Nothing moves if the heads of a group are equal up to gauge; else the forms
+    and the same for W_V. Nothing moves if the heads of a group are equal up to gauge; else the forms
     of a group move by √Σ_{i>d_k} S_i², the least there is.
 
-    Biases: those of queries go along, as one more row of the form; those of keys are left out, where
-    the softmax is blind to them; those of values become one a group, or go into that of the output.
+    Query biases go along, as one more row of the form. Key biases are left out where the softmax is blind
+    to them. Value biases become one a group, or go into the output bias.
     W_QK of rotary heads is merged pair by pair (`merge_rotary_pairs`).
     """
     pairs = weights.semantics.rotary is not None
@@ -223,7 +223,7 @@ def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], pairs: 
 
 
 def _merged_qk(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """Rows of the own factors are those of all queries that read one of the present key heads."""
+    """The rows of an own factor are all queries that read one of the present key heads."""
     (q,), (k,) = plain.q, plain.k
     members = k.copies // groups
     own = q.weight.reshape(groups, members, -1, q.d_out)

@@ -172,7 +172,7 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
 
 
 def _require_before(name: str, place: str) -> None:
-    """Refuse norms that stand elsewhere than before what reads them alone."""
+    """Refuse norms that are not directly before their only readers."""
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
     if place == "sandwich":

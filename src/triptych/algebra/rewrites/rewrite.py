@@ -57,7 +57,7 @@ class Rewrite(BaseModel, ABC):
         requires: what it needs of a layer, or of one that its options name.
         besides: where else it is refused, in words: what its options or other layers decide.
         place: rewrites are done in this order.
-        why_here: why those of a later place cannot come before it.
+        why_here: why rewrites of a later place cannot come before it.
         resizes: whether tensors may come out with other shapes.
     """
 
