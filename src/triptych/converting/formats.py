@@ -221,4 +221,4 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
     settings, tensors, _ = _export(model, kind, kind, filled, facts | asdict(sizes), given)
     made_of = {site.layer.parameterisation.name for site in attention_sites(model)}
     plain = made_of <= {"factored", "grouped"} and (kind == "llama" or sizes == found)
-    return Exported(settings, tensors, () if plain else ("the maps of every head multiplied out",))
+    return Exported(settings, tensors, () if plain else ("every head written as W_Q, W_K, W_V and W_O",))

@@ -116,7 +116,7 @@ def write_onnx(run: OpenedModel, folder: Path) -> Written:
     _export(*graphs, pairs, folder)
     write_tokenizers(run.tokenizers, model.config.max_source_tokens + 1, folder)
     (folder / "README.md").write_text(_readme(run, length), encoding="utf-8")
-    done = ("every head multiplied out: W_Q, W_K, W_V and W_O",)
+    done = ("every head written as W_Q, W_K, W_V and W_O",)
     check = _check(run, folder)
     return Written("encoder.onnx and decoder.onnx, float32", _count_numbers(folder), done, (check,))
 
