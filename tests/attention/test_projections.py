@@ -245,6 +245,29 @@ def test_the_gradients_are_those_of_the_two_forms(name: str, size: str, kind: Ki
                 assert_same(one, other, kind="gradient")
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_maps_of_one_input_as_one_product_are_the_same(
+    name: str, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(name, biased=biased)
+    x, memory, upstream = (random_input(layer, LENGTH) for _ in range(3))
+
+    def computed() -> tuple[int, list[Tensor]]:
+        with Made() as made:
+            output = layer(x, causal=True).output + layer(x, memory=memory).output
+        gradients = torch.autograd.grad(output, [x, memory, *layer.parameters()], upstream)
+        return sum(operation in ("mm", "addmm") for operation in made.names), [output, *gradients]
+
+    products, expected = computed()
+    monkeypatch.setattr("triptych.thresholds.ONE_PRODUCT_ON", {"cpu"})
+    fewer, found = computed()
+    if name in ("factored", "grouped"):  # one for q, k and v of `x`, and one for k and v of `memory`
+        assert products - fewer == 3
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other, kind="gradient")
+
+
 @pytest.mark.parametrize(("name", "size", "kind"), cases())
 def test_the_weights_are_the_softmax_rows_and_cost_nothing_else(name: str, size: str, kind: Kind) -> None:
     layer = make_layer(name, size)

@@ -2,23 +2,27 @@
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
+import typer
 from pydantic import BaseModel
 
 from blocks import blocks_of
 from triptych.algebra.rewrites import legality
 from triptych.attention import PARAMETERISATIONS
 from triptych.cli.failures import UnforeseenError
+from triptych.cli.main import COMMANDS, application
 from triptych.errors import TriptychError, UsageError
 from triptych.training.recipe import ContinuedRecipe, LanguageRecipe, Recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
 MADE = runpy.run_path(str(DOCS / "reference.py"))
 NOTEBOOKS = runpy.run_path(str(DOCS / "notebooks.py"))
+_SHOWN = re.compile(rf"^(?:\$ )?(?:.*\| |.* -m )?triptych ((?:{'|'.join(COMMANDS)})\b.*)$", re.MULTILINE)
 _FIGURE = re.compile(r"−?\d[\d.,]*(?:e−\d+)?|∞")
 
 
@@ -94,3 +98,22 @@ def test_a_notebook_has_the_blocks_that_the_tests_of_its_page_run(name: str) -> 
     assert [cell["source"] for cell in made["cells"] if cell["cell_type"] == "code"] == expected != []
     shown = "".join(cell["source"] for cell in made["cells"] if cell["cell_type"] == "markdown")
     assert page.read_text(encoding="utf-8").partition("\n")[0] in shown
+
+
+def test_a_command_that_a_page_shows_has_the_options_that_the_page_gives_it() -> None:
+    group = typer.main.get_command(application([]))
+    root, count = group.make_context("triptych", ["cost"], resilient_parsing=True), 0
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        if "log" in page.parts:  # what was true on its day
+            continue
+        fences = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+        shown = "\n".join(text for language, text in fences if language in ("", "sh", "console"))
+        for line in _SHOWN.findall(shown.replace("\\\n", " ")):
+            words = shlex.split(line.partition(" | ")[0], comments=True)
+            name, command, rest = group.resolve_command(root, words)
+            try:
+                command.make_context(name, rest)
+            except Exception as error:
+                raise AssertionError(f"{page.name}: triptych {line}") from error
+            count += 1
+    assert count > 100

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -48,7 +48,7 @@ from triptych.face.changes import (
     ablation,
     changed_copy,
     patched,
-    resampling,
+    resampled,
     tied_map,
     with_map,
 )
@@ -57,6 +57,7 @@ from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
 from triptych.face.engines import (
     EngineName,
+    Options,
     evaluate_text,
     hash_of,
     make_generator,
@@ -64,12 +65,13 @@ from triptych.face.engines import (
     require_ctranslate2,
 )
 from triptych.face.heads import Head, Layer, Layers, Stack
-from triptych.face.opened import ChangedSource, Opened, Options, open_source, stack_of, summary_of
+from triptych.face.opened import ChangedSource, Opened, stack_of, summary_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.files import write_text
 from triptych.inspection import Inspection, inspect
+from triptych.models import EncoderDecoder, LanguageModel
 from triptych.opening import OpenedModel, Places, Reader
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
@@ -154,7 +156,10 @@ def load(
         read_family(Path(family)) if isinstance(family, str | Path) else family,
         None if shortlist is None else Path(shortlist),
     )
-    return Model(open_source(source, options, offline=offline))
+    if isinstance(source, LanguageModel | EncoderDecoder):
+        return Model(Opened(f"a module ({type(source).__name__})", None, options, module=source))
+    found = find_source(source, tokenizer=tokenizer, offline=offline)
+    return Model(Opened(found.name, found, options))
 
 
 @final
@@ -384,14 +389,7 @@ class Model:
         if given.engine == "ctranslate2":
             stop = stop or "full"
         options = opened.search_options(beam_size, alpha, num_best, max_extra_tokens, stop, max_source_tokens)
-        translator = make_translator(
-            opened,
-            options,
-            engine=given.engine,
-            precision=given.precision,
-            workers=workers,
-            device=given.device,
-        )
+        translator = make_translator(opened, options, given, workers)
         return translator if glossary is None else translator.with_glossary(glossary)
 
     def distil(
@@ -583,10 +581,7 @@ class Model:
 
     @cached_property
     def _generator(self) -> TextGenerator:
-        given = self._opened.options
-        return make_generator(
-            self.opened, engine=given.engine, precision=given.precision, device=given.device
-        )
+        return make_generator(self.opened, self._opened.options)
 
     def fill(self, text: str, count: int = 5, *, max_tokens: int | None = None) -> list[list[Filling]]:
         """The most probable tokens for every `[MASK]` of a text.
@@ -644,19 +639,8 @@ class Model:
             right = read_lines(references) if isinstance(references, Path) else references
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
         documents = given_texts(self.reader, text)
-        options = self._opened.options
-        if options.engine != "triptych" and options.device not in ("auto", "cpu"):
-            raise UsageError(
-                f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"
-            )
-        return evaluate_text(
-            self.opened,
-            documents,
-            context=context,
-            stride=stride,
-            engine=options.engine,
-            progress=partial(progress, "scoring"),
-        )
+        scoring = partial(progress, "scoring")
+        return evaluate_text(self.opened, documents, self._opened.options, context, stride, scoring)
 
     def score(self, text: str, target: str | None = None) -> list[tuple[str, float]]:
         """The tokens of a text that are predicted, and the log-probability in nats of each.
@@ -794,17 +778,12 @@ class Model:
         reader.check(ids)
         sites = self._opened.sites_of(reader.model)
         order = {number: site.name for number, site in enumerate(sites)}
-        if grad:
-            with torch.enable_grad(), recorded_graph(sites) as graph:
-                recording = reader.run(ids, residuals=True)
-                found = [
-                    Run(reader, self._places, order, one, recording, row, graph)
-                    for row, one in enumerate(ids)
-                ]
-        else:
-            with torch.no_grad():
-                recording = reader.run(ids, residuals=True)
-                found = [Run(reader, self._places, order, one, recording, row) for row, one in enumerate(ids)]
+        recorded = recorded_graph(sites) if grad else nullcontext()
+        with torch.set_grad_enabled(grad), recorded as graph:
+            recording = reader.run(ids, residuals=True)
+            found = [
+                Run(reader, self._places, order, one, recording, row, graph) for row, one in enumerate(ids)
+            ]
         return found[0] if isinstance(text, str) else found
 
     # Changing.
@@ -836,7 +815,12 @@ class Model:
             for number, own in chosen.items()
             for name in [self._places.names[number]]
         }
-        return self._changed(ablation(words, values) if by == "mean" else resampling(words, values))
+        if by == "mean":
+            return self._changed(ablation(words, values))
+        edits: dict[int, dict[Part, Edit]] = {
+            number: {head: resampled(z) for head, z in own.items()} for number, own in values.items()
+        }
+        return self._changed(ValueChange(words, "z", edits))
 
     def patch(
         self,

@@ -66,7 +66,7 @@ class RepeatKVHeads(Rewrite):
     resizes = True
 
     num_kv_heads: int | None = Field(
-        None, ge=1, description="how many there are then; one for every query head by default"
+        None, ge=1, description="number of key-value heads afterwards; by default one per query head"
     )
 
     def apply(self, layer: Layer) -> Rewritten:

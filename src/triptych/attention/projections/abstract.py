@@ -6,14 +6,16 @@ layer asks its projections for queries, for what to cache of each token, for key
 for the output: it never knows which parameterisation it holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from triptych import thresholds
 from triptych.algebra.cost import Route
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, Semantics, alike
@@ -26,6 +28,7 @@ from triptych.attention.projections.maps import (
     Stored,
     StoredLink,
     ToHeads,
+    split_heads,
     through_own_map,
 )
 
@@ -295,6 +298,8 @@ class Projections(nn.Module):
         """
         if self._shared:
             return (self._through(self._shared, key_input[:, None]),)
+        if value_input is key_input:
+            return tuple(self._through_all(self._of_shared, key_input[:, None]))
         keys, values = self._of_shared
         return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
 
@@ -310,10 +315,12 @@ class Projections(nn.Module):
         self, x: Float[Tensor, "batch length d_model"]
     ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
         """`queries(x)` and `project_kv(x, x)`, for self-attention; what both need is computed once."""
-        cached = self.project_kv(x, x)
-        if self._chains["q"] == (self._shared or self._of_shared[0]):
-            return cached[0], cached
-        return self.queries(x), cached
+        cached = (self._shared,) if self._shared else self._of_shared
+        if self._chains["q"] == cached[0]:
+            keys, *values = self._through_all(cached, x[:, None])
+            return keys, (keys, *values)
+        q, *keys_values = self._through_all((self._chains["q"], *cached), x[:, None])
+        return q, tuple(keys_values)
 
     def output(
         self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route = "expanded"
@@ -456,6 +463,21 @@ class Projections(nn.Module):
         for name in names:
             x = self._maps[name].apply(self._stored(name), x)
         return x
+
+    def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
+        """One stream through several chains; where that is faster, their first maps are one product."""
+        names = [chain[0] for chain in chains if chain]
+        # Without :=, at which torch.compile breaks its graph.
+        first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
+        biased = {own.bias for own in first}
+        if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
+            return [self._through(chain, x) for chain in chains]
+        weight = torch.cat([self.get_parameter(f"{name}.weight") for name in names])
+        bias = torch.cat([self.get_parameter(f"{name}.bias") for name in names]) if biased == {True} else None
+        widths = [own.copies * own.d_out for own in first]
+        parts = torch.split(F.linear(x[:, 0], weight, bias), widths, dim=-1)
+        streams = [split_heads(part, own.copies) for part, own in zip(parts, first, strict=True)]
+        return [self._through(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
