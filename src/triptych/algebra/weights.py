@@ -108,7 +108,7 @@ class Link:
         if self.diagonal:
             y = x * self.weight[:, None, :]
         else:
-            # Batch and length in one dimension: otherwise each text of the batch would have a copy of every map.
+            # Batch and length in one dimension: otherwise each text of the batch would copy every map.
             rows = x.transpose(0, 1).flatten(1, 2)
             y = _applied(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
         y = y if self.bias is None else y + self.bias[:, None, :]
