@@ -129,7 +129,9 @@ def viewer_data(
 
     Where all weights are too many, every row of every head keeps its k largest, with k as large as fits.
     """
-    fixed = [{"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts]
+    fixed: list[dict[str, Any]] = [
+        {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts
+    ]
     room = (
         limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])
     )
