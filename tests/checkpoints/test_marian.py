@@ -245,9 +245,9 @@ def test_what_is_asked_for_and_cannot_be_done_is_refused(
 
 def test_early_stopping_is_followed(tmp_path: Path) -> None:
     write_marian(tmp_path)
-    assert not read_translator(tmp_path).stops_when_full
+    assert "stop" not in read_translator(tmp_path).search
     change_json(tmp_path / "generation_config.json", early_stopping=True)
-    assert read_translator(tmp_path).stops_when_full
+    assert read_translator(tmp_path).search["stop"] == "full"
 
 
 def test_a_vocabulary_for_each_side_is_read(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Never, TypeVar, final
+from typing import Generic, TypeVar, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fields import listed, not_understood_of_model
@@ -131,7 +131,10 @@ class _Mapping:
             if self.settings.holds(choice.when):
                 self.entries.refuse(f"{checkpoint.family.name} cannot be run: {choice.value}")
         if strange := not_understood_of_model(checkpoint.family, self.settings):
-            self._refuse_field(strange)
+            raise DataError(
+                f"{self.settings.where}: it is not known what {listed(strange)} changes in a model of "
+                f"{checkpoint.family.name}: delete what changes nothing"
+            )
 
     # The parts, each of which also enters its tensors.
 
@@ -343,12 +346,6 @@ class _Mapping:
         """Whether the stacks may have tables of their own."""
         spec, holds = self.spec, self.settings.holds
         return bool(spec.untied_embedding) and (holds(spec.apart) or not holds(spec.head.tied))
-
-    def _refuse_field(self, names: list[str]) -> Never:
-        raise DataError(
-            f"{self.settings.where}: it is not known what {listed(names)} changes in a model of "
-            f"{self.checkpoint.family.name}: delete what changes nothing"
-        )
 
 
 def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> None:

@@ -9,7 +9,7 @@ tokenizers of github.com/huggingface/transformers, version 5.23.0.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -201,9 +201,7 @@ class TranslatorCheckpoint:
 
     model: EncoderDecoder  # in evaluation mode
     tokenizers: TokenizerPair  # of both sides
-    num_beams: int | None  # with how many beams it is to be searched; None if its files do not say
-    length_penalty: float  # the exponent of the length by which scores are to be divided
-    stops_when_full: bool  # whether the search ends when `num_beams` hypotheses have ended
+    search: dict[str, Any]  # how its files want it to be searched, in the words of a recipe's `[decoding]`
 
 
 def read_translator(
@@ -238,13 +236,13 @@ def read_translator(
 def _searched(
     model: EncoderDecoder, tokenizers: TokenizerPair, generation: _Generation
 ) -> TranslatorCheckpoint:
-    return TranslatorCheckpoint(
-        model,
-        tokenizers,
-        generation.num_beams,
-        1.0 if generation.length_penalty is None else generation.length_penalty,
-        generation.early_stopping is True,
-    )
+    penalty = generation.length_penalty
+    search: dict[str, Any] = {"alpha": 1.0 if penalty is None else penalty}
+    if generation.num_beams is not None:
+        search["beam_size"] = generation.num_beams
+    if generation.early_stopping is True:
+        search["stop"] = "full"
+    return TranslatorCheckpoint(model, tokenizers, search)
 
 
 def _read_marian(folder: Path, device: torch.device | str) -> TranslatorCheckpoint:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -778,17 +778,12 @@ class Model:
         reader.check(ids)
         sites = self._opened.sites_of(reader.model)
         order = {number: site.name for number, site in enumerate(sites)}
-        if grad:
-            with torch.enable_grad(), recorded_graph(sites) as graph:
-                recording = reader.run(ids, residuals=True)
-                found = [
-                    Run(reader, self._places, order, one, recording, row, graph)
-                    for row, one in enumerate(ids)
-                ]
-        else:
-            with torch.no_grad():
-                recording = reader.run(ids, residuals=True)
-                found = [Run(reader, self._places, order, one, recording, row) for row, one in enumerate(ids)]
+        recorded = recorded_graph(sites) if grad else nullcontext()
+        with torch.set_grad_enabled(grad), recorded as graph:
+            recording = reader.run(ids, residuals=True)
+            found = [
+                Run(reader, self._places, order, one, recording, row, graph) for row, one in enumerate(ids)
+            ]
         return found[0] if isinstance(text, str) else found
 
     # Changing.
