@@ -54,16 +54,8 @@ class FoldValueBias(Rewrite):
 def drop_key_bias(weights: AttentionWeights) -> Rewritten:
     """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores.
 
-    Args:
-        weights: the layer. Keys that share maps with queries or values are given their own first,
-            unless the others can take up what they lose.
-
-    Returns:
-        A writing of the same function; the weights given if the keys have no bias.
-
-    Raises:
-        RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, QK-norm, clipped
-            keys).
+    Keys that share maps with queries or values are given their own first, unless the others can take up what
+    they lose.
     """
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")

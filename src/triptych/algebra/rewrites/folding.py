@@ -160,24 +160,9 @@ def fold(
     where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record says for each
     side what was kept, with both counts. Sides that share a map are decided together.
 
-    Args:
-        weights: the layer.
-        sides: whose chains to look at; "qk" only if named, and before "q" and "k".
-        keep: the cheaper of the two writings (the product if they cost the same), or the one named
-            whatever it costs.
-        by: the cost that decides: the parameters; the FLOPs of self-attention over `tokens` tokens, their
-            pairs included; or the bytes of the parameters and of a cache of `tokens` tokens.
-        tokens: length of the sequence, for the last two.
-        number_bytes: size of a parameter where the weights are kept, for the last; that of their dtype if
-            None.
-
-    Returns:
-        A writing of the same function; the weights given, if every side stays as it is.
-
-    Raises:
-        RewriteRefusedError: something is between the maps (a norm between values and output) or, for "qk",
-            between queries and keys.
-        ValueError: tokens < 1.
+    `keep` names the writing whatever it costs, or takes the cheaper, by `by`: the parameters; the FLOPs of
+    self-attention over `tokens` tokens, their pairs included; or the bytes of the parameters (`number_bytes`
+    each, that of their dtype if None) and of a cache of `tokens` tokens.
     """
     # A string is a sequence of sides, too: "qk" would be q and k.
     named_sides = [
