@@ -308,7 +308,7 @@ class Model:
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: a run of triptych, or a change that weights cannot say; or there is no `transformers`.
+            UsageError: a run of triptych, or a change that weights cannot express; or no `transformers`.
             DataError: one of the two does not run it.
         """
         with self._files() as source:
@@ -1073,7 +1073,7 @@ class Model:
             path: the folder to make.
 
         Raises:
-            UsageError: the folder exists, or weights cannot say a change, by name.
+            UsageError: the folder exists, or weights cannot express a change, which is named.
             DataError: the format has no place for it.
         """
         target = Path(path)
