@@ -193,11 +193,12 @@ def _unlike(module: str, certified: Measured, found: Measured) -> Iterator[str]:
         else:
             same = near(one, other, _SAME, 1e-13)
         if not same:
-            yield f"{module}: {name} {_shown(other)}, certified {_shown(one)}"
+            yield f"{module}: {name} {figure(other)}, certified {figure(one)}"
 
 
-def _shown(value: float | str | None) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def figure(value: float | str | None) -> str:
+    """A figure of a certificate, to six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
 
 
 def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rounding) -> Iterator[str]:

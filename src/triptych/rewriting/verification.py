@@ -22,6 +22,7 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.checking import (
     CheckpointPair,
     Claim,
+    figure,
     inputs_of_text,
     layers_again,
     layers_on_text,
@@ -309,8 +310,4 @@ def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterato
         ("loss after", certified.loss_after_nats, found.loss_after_nats, 0.0, _SAME_LOSS_NATS),
     ):
         if not near(wanted, got, share, most):
-            yield f"{name} {_number(got)}, certified {_number(wanted)}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
+            yield f"{name} {figure(got)}, certified {figure(wanted)}"

@@ -60,13 +60,6 @@ class Truncate(Rewrite):
             raise ValueError(f"it is a share above 0 and up to 1, such as 0.5, and not {share:g}")
         return share
 
-    @field_validator("rotary", mode="before")
-    @classmethod
-    def _no_old_name(cls, given: object) -> object:
-        if given == "planes":
-            raise ValueError('"planes" is now "pairs"')
-        return given
-
     @model_validator(mode="after")
     def _one_way(self) -> "Truncate":
         given = [name for name in ("rank", "energy", "budget") if getattr(self, name) is not None]
