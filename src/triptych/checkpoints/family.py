@@ -8,10 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from triptych.checkpoints.specs import AttentionSpec, Choice, ExportSpec, ModelSpec, Spec
 from triptych.errors import DataError, UsageError
+from triptych.storage.untrusted import validated
 from triptych.toml import read_toml
 
 _FOLDER = files("triptych.checkpoints") / "families"
@@ -82,16 +83,12 @@ def read_family(path: str | Path) -> Family:
     path = Path(path)
     record = read_toml(path, "family")
     try:
-        family = Family.model_validate(_expanded(record, path.stem))
+        family = validated(Family, _expanded(record, path.stem), path)
         for spec in family.attention:
             _try_names(spec)
             if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
                 raise DataError(f'{path}: complete each "?" first')
         return family
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{path}: {where}: {first['msg']}") from None
     except DataError as error:
         raise UsageError(str(error)) from None
 

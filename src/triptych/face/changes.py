@@ -41,7 +41,7 @@ class Change(ABC):
     Attributes:
         words: what it is, for reprs and messages: "ablate(3.2)".
         layers: numbers in order of the layers whose weights it changes.
-        unsayable: why weights cannot say it, so that it cannot be saved; "" if they can.
+        unsayable: why weights cannot express it, so that it cannot be saved; "" if they can.
     """
 
     words: str
@@ -86,7 +86,7 @@ class ValueChange(Change):
 
     @property
     def unsayable(self) -> str:  # type: ignore[override]
-        return f"it changes {self.what} while the model runs, which no weights say"
+        return f"it changes {self.what} while the model runs, which weights cannot express"
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         for number, edits in self.heads.items():
@@ -165,7 +165,7 @@ class PositionsOff(Change):
 
     words: str
     layers: tuple[int, ...]  # that know positions themselves
-    unsayable: str = "it leaves out positions, which no weights say"
+    unsayable: str = "it leaves out positions, which weights cannot express"
 
     def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         if layer not in self.layers:

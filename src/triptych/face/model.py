@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -308,7 +308,7 @@ class Model:
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: a run of triptych, or a change that weights cannot say; or there is no `transformers`.
+            UsageError: a run of triptych, or a change that weights cannot express; or no `transformers`.
             DataError: one of the two does not run it.
         """
         with self._files() as source:
@@ -778,17 +778,12 @@ class Model:
         reader.check(ids)
         sites = self._opened.sites_of(reader.model)
         order = {number: site.name for number, site in enumerate(sites)}
-        if grad:
-            with torch.enable_grad(), recorded_graph(sites) as graph:
-                recording = reader.run(ids, residuals=True)
-                found = [
-                    Run(reader, self._places, order, one, recording, row, graph)
-                    for row, one in enumerate(ids)
-                ]
-        else:
-            with torch.no_grad():
-                recording = reader.run(ids, residuals=True)
-                found = [Run(reader, self._places, order, one, recording, row) for row, one in enumerate(ids)]
+        recorded = recorded_graph(sites) if grad else nullcontext()
+        with torch.set_grad_enabled(grad), recorded as graph:
+            recording = reader.run(ids, residuals=True)
+            found = [
+                Run(reader, self._places, order, one, recording, row, graph) for row, one in enumerate(ids)
+            ]
         return found[0] if isinstance(text, str) else found
 
     # Changing.
@@ -1078,7 +1073,7 @@ class Model:
             path: the folder to make.
 
         Raises:
-            UsageError: the folder exists, or weights cannot say a change, by name.
+            UsageError: the folder exists, or weights cannot express a change, which is named.
             DataError: the format has no place for it.
         """
         target = Path(path)

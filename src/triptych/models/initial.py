@@ -49,46 +49,6 @@ class _Fill(NamedTuple):
 
 
 @final
-class RecordedInit(TorchFunctionMode):
-    """A context that records how each parameter that is made within it is drawn.
-
-        with RecordedInit() as recorded:
-            model = ...
-        recorded.again_by_name(model, seed)
-
-    Two models that are drawn again by one seed have the same values wherever a parameter has the same name,
-    shape and distribution in both. Drawn in order, everything after the first difference would differ.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._fills: dict[int, _Fill] = {}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
-        fill = _Fill.of(func, args, options)
-        if fill is not None and func in _RANDOM:
-            self._fills[id(fill.parameter)] = fill
-        elif fill is not None:
-            self._fills.pop(id(fill.parameter), None)
-        return func(*args, **options)
-
-    @torch.no_grad()
-    def again_by_name(self, model: nn.Module, seed: int) -> None:
-        """Draw each random parameter of `model` again, from `seed` and its name alone."""
-        for name, parameter in model.named_parameters():
-            fill = self._fills.get(id(parameter))
-            if fill is not None:
-                parameter.copy_(fill.values_by_name(seed, stored_name(name)))
-
-
-@final
 class DeferredInit(TorchFunctionMode):
     """A context in which models are made whose parameters take no memory, on the "meta" device.
 

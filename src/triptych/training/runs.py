@@ -14,7 +14,7 @@ from triptych.errors import UsageError
 from triptych.files import NewFolder, hold_folder, write_text
 from triptych.launch import num_restarts
 from triptych.models.device import find_device, to_device
-from triptych.models.initial import DeferredInit, RecordedInit
+from triptych.models.initial import DeferredInit
 from triptych.models.storage import OwnModel, read_own_model
 from triptych.storage.copying import CERTIFICATE
 from triptych.threads import torch_threads
@@ -315,13 +315,13 @@ def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredIn
 
 def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
     """With a model that has its first values, in memory of its own."""
-    by_name = _seed_by_name(prepared.recipe)
-    if by_name is None:
-        objective = prepared.objective()
-    else:
-        with RecordedInit() as recorded:
-            objective = prepared.objective()
-        recorded.again_by_name(objective.model, by_name)
+    objective, by_name = prepared.objective(), _seed_by_name(prepared.recipe)
+    if by_name is not None:
+        with DeferredInit() as deferred:
+            twin = prepared.objective().model
+        with torch.no_grad():
+            for name, value in deferred.values(twin, by_name):
+                objective.model.get_parameter(name).copy_(value)
         torch.manual_seed(by_name)  # dropout begins alike, too
     if isinstance(prepared.recipe, ContinuedRecipe):
         for parameter in objective.model.parameters():

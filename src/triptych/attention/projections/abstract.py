@@ -467,7 +467,8 @@ class Projections(nn.Module):
     def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
         """One stream through several chains; where that is faster, their first maps are one product."""
         names = [chain[0] for chain in chains if chain]
-        first = [own for name in names if isinstance(own := self._maps[name], ToHeads)]
+        # Without :=, at which torch.compile breaks its graph.
+        first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
         biased = {own.bias for own in first}
         if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
             return [self._through(chain, x) for chain in chains]
