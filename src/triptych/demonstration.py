@@ -315,11 +315,11 @@ def _report(
         title="German to English: numbers, dates, times and money",
         summary=(
             f"A Transformer with {summary.num_parameters:,} parameters learned from generated sentence pairs "
-            f"and was tried on {result.num_tested:,} sentences that it had never seen: it translated "
+            f"and was tested on {result.num_tested:,} sentences that it had never seen: it translated "
             f"{result.exact_match:.1%} of them to the letter.\n\n"
-            "German says units before tens (einundzwanzig), the coming hour before the half (halb vier) and "
-            "the verb at the end of a clause. The cross-attention shows the model looking ahead and back to "
-            "put these in English order."
+            "German has units before tens (einundzwanzig), names the coming hour with the half (halb vier) "
+            "and ends a clause with the verb. The cross-attention shows how the model looks ahead and back "
+            "to put these in English order."
         ),
         facts=(
             ("Exact match, unseen sentences", f"{result.exact_match:.1%} of {result.num_tested:,}"),
@@ -370,8 +370,8 @@ def _folding_table(folding: Folding) -> Table:
         ),
         caption=(
             f"The recipe writes {folding.site} with two linear maps in a row, x W^Q W_i^Q, for queries, keys "
-            "and values. Nothing stands between the two, so their product is one map and the layer's "
-            "function is the same; only rounding differs."
+            "and values. Nothing is between the two, so their product is one map, and the layer computes "
+            "the same up to rounding."
         ),
     )
 

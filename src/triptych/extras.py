@@ -7,7 +7,10 @@ from triptych.errors import UsageError
 
 def is_installed(library: str) -> bool:
     """Whether a library is there, by the name of its module; it is not imported."""
-    return importlib.util.find_spec(library) is not None
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:  # of a module inside a library
+        return False
 
 
 def require_extra(extra: str, *libraries: str, what: str) -> None:

@@ -124,7 +124,7 @@ class NewFolder:
             self._handle = None
 
 
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new folder, which is there whole or not at all (`NewFolder`)."""
     with NewFolder(path) as folder:
         write(folder.path)

@@ -28,6 +28,9 @@ MIN_PRODUCTS_IN_PIECES, MIN_WIDTH_IN_PIECES, MAX_KEYS_CAUSAL_IN_PIECES = 1 << 23
 # to 4 times as fast from about this many keys in all heads of a batch together; of fewer heads than this it
 # splits the keys better.
 MIN_KEYS_OF_ALL_HEADS, MIN_HEADS_OF_A_BATCH = 4096, 4
+# Where W_Q, W_K and W_V of one input are one product: a GPU waits for launches, and training is 1.1 times as
+# fast (H100, the paper's base model); a CPU gains nothing.
+ONE_PRODUCT_ON = {"cuda"}
 
 # Decoding.
 # Scores of all heads and texts that are held at a time.

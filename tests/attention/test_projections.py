@@ -245,6 +245,29 @@ def test_the_gradients_are_those_of_the_two_forms(name: str, size: str, kind: Ki
                 assert_same(one, other, kind="gradient")
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_maps_of_one_input_as_one_product_are_the_same(
+    name: str, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(name, biased=biased)
+    x, memory, upstream = (random_input(layer, LENGTH) for _ in range(3))
+
+    def computed() -> tuple[int, list[Tensor]]:
+        with Made() as made:
+            output = layer(x, causal=True).output + layer(x, memory=memory).output
+        gradients = torch.autograd.grad(output, [x, memory, *layer.parameters()], upstream)
+        return sum(operation in ("mm", "addmm") for operation in made.names), [output, *gradients]
+
+    products, expected = computed()
+    monkeypatch.setattr("triptych.thresholds.ONE_PRODUCT_ON", {"cpu"})
+    fewer, found = computed()
+    if name in ("factored", "grouped"):  # one for q, k and v of `x`, and one for k and v of `memory`
+        assert products - fewer == 3
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other, kind="gradient")
+
+
 @pytest.mark.parametrize(("name", "size", "kind"), cases())
 def test_the_weights_are_the_softmax_rows_and_cost_nothing_else(name: str, size: str, kind: Kind) -> None:
     layer = make_layer(name, size)
@@ -388,9 +411,9 @@ def test_every_parameter_belongs_to_one_map_and_every_learned_map_has_its_own(na
     ]
     assert weights.o_bias is not None
     used.append(weights.o_bias.untyped_storage().data_ptr())
-    held = [parameter.untyped_storage().data_ptr() for parameter in layer.projections.parameters()]
-    assert sorted(used) == sorted(held)
-    assert len(set(held)) == len(held)
+    stored = [parameter.untyped_storage().data_ptr() for parameter in layer.projections.parameters()]
+    assert sorted(used) == sorted(stored)
+    assert len(set(stored)) == len(stored)
     assert set(layer.state_dict()) == {parameter for parameter, _ in layer.named_parameters()}
 
 
@@ -595,7 +618,7 @@ def test_scores_and_values_begin_with_the_same_spread(d: int, h: int, widths: di
             layer = MultiHeadAttention(d, h, PARAMETERISATIONS[name](**sizes))
             own, x, y = layer.projections, torch.randn(1, length, d), torch.randn(1, length, d)
             with torch.no_grad():
-                k, _ = own.keys_values(own.remember(y, y))
+                k, _ = own.keys_values(own.project_kv(y, y))
                 scores.append((own.queries(x) @ k.mT * layer.weights().scale).flatten())
                 # A single key has all the weight: what comes out is W_OV of it, summed over heads.
                 one_key = layer(x.view(length, 1, d), memory=y.view(length, 1, d))
@@ -699,7 +722,7 @@ def test_a_decoding_step_copies_neither_cache_nor_maps(name: str) -> None:
     layer = MultiHeadAttention(d, h, PARAMETERISATIONS[name]())
     token = torch.randn(batch, 1, d)
     q = layer.projections.queries(token)
-    k, v = layer.projections.keys_values(layer.projections.remember(token, token))
+    k, v = layer.projections.keys_values(layer.projections.project_kv(token, token))
     for path in ("auto", "fast") if q.shape[-1] == v.shape[-1] and k.shape[1] == v.shape[1] else ("auto",):
         made = decoding_step(layer, key_len, batch, path)
         # Scores, and queries: the keys of all tokens would be eight times, or (bilinear) 12 times as many.
@@ -893,9 +916,9 @@ def test_a_scale_that_tied_maps_cannot_take_up_stays_or_is_refused() -> None:
     with pytest.raises(ValueError, match=r"scores are multiplied by 1, not 0\.408248"):
         MultiHeadAttention.from_weights(tied, named=True)
     x = random_input(shared, 3)
-    held = MultiHeadAttention.from_weights(tied)
-    assert held.weights().scale == 1.0
-    assert_same(held(x).output, dense(tied, x)[0], kind="output")
+    stored = MultiHeadAttention.from_weights(tied)
+    assert stored.weights().scale == 1.0
+    assert_same(stored(x).output, dense(tied, x)[0], kind="output")
     factored = make_layer("factored")
     unscaled = with_semantics(factored.weights(), scale=1.0)
     x = random_input(factored, 3)

@@ -7,15 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from small_checkpoints import HEADS, D, gpt2
+from small_checkpoints import HEADS, D, gpt2, read_all
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError, UsageError
-
-
-def read_all(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    for site in checkpoint.sites:
-        checkpoint.read(site)
 
 
 def refusal(folder: Path) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.oracle import has_experts
-from checkpoints.tiny_models import TINY, Tiny
+from checkpoints.tiny_models import TINY, Tiny, most
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import attend
 from triptych.algebra.weights import SIDES
@@ -231,7 +231,7 @@ def test_the_output_of_every_attention_layer_is_the_models_own(
     assert apart
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", most())
 def test_what_is_read_of_a_layer_is_written_as_it_was_to_the_bit(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
@@ -250,7 +250,7 @@ def test_what_is_read_of_a_layer_is_written_as_it_was_to_the_bit(
             assert torch.equal(tensor, checkpoint.tensors.read(of)), of
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", most())
 def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.test_families import made
-from checkpoints.test_writing import assert_models_agree, loaded
+from checkpoints.test_writing import assert_models_agree, loaded, opened
 from checkpoints.tiny_models import TINY, Tiny, most
 from triptych.algebra.rewrites import FoldNorm, FoldOtherNorms, Rewrite, RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -160,12 +160,6 @@ REASONS = {
     "! none": "no norm is known that maps outside the attention read",
     "! more tokens": "read by the layers that predict further tokens",
 }
-
-
-def opened(folder: Path) -> Checkpoint:
-    checkpoint = open_checkpoint(folder)
-    assert isinstance(checkpoint, Checkpoint)
-    return checkpoint
 
 
 def in_double(name: str, folder: Path, **settings: Any) -> tuple[Any, Path]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from small_checkpoints import HEADS, WIDTH, D, llama
+from small_checkpoints import HEADS, WIDTH, D, llama, read_all
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError
 
@@ -166,12 +166,6 @@ def test_a_stack_may_be_missing_but_not_the_attention_of_one(tmp_path: Path) -> 
 
 AT = "model.layers.0.self_attn"
 PARTIAL = {"model_type": "nemotron"}  # whose files are named as Llama's, and which turns a part of a head
-
-
-def read_all(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    for site in checkpoint.sites:
-        checkpoint.read(site)
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"decoding\.toml: beam_size"):
         open_translator(tmp_path / "ours", "cpu")
     (tmp_path / "ours" / "decoding.toml").write_text("beam_size = ")
-    with pytest.raises(DataError, match=r"decoding\.toml cannot be read"):
+    with pytest.raises(UsageError, match=r"decoding\.toml is not valid TOML"):
         open_translator(tmp_path / "ours", "cpu")
 
 

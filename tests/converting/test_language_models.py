@@ -42,11 +42,11 @@ LLAMA: dict[str, dict[str, Any]] = {
     "key_value": {"attention": {"projections": "key_value"}},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "rotary with LayerNorm": ({}, "GPT-2's .*: rotary positions; Llama's .* LayerNorm, not RMSNorm"),
+    "rotary with LayerNorm": ({}, "GPT-2's .*: rotary positions; Llama.* LayerNorm, not RMSNorm"),
     "no gate": ({"norm_kind": "rms"}, "RMSNorm, not LayerNorm; .*: its feed-forward layers have no gate"),
     "ALiBi": ({**_LLAMA, "positions": {"scheme": "alibi"}}, "attention of block 0 has alibi positions"),
     "QK-norm": ({**_LLAMA, "attention": {"qk_norm": True}}, "block 0 has QK-norm"),
-    "post-norm": ({"norm": "post", "positions": _LEARNED}, "its norms stand in other places"),
+    "post-norm": ({"norm": "post", "positions": _LEARNED}, "there is no norm after the last block"),
     "wide": ({"positions": _LEARNED, "d_k": 9}, "4 heads of 9 channels are more than d_model 24"),
 }
 IN_EVERY_RUN = ("factored", "latent", "rotary")

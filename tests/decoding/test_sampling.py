@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.decoding.sampling import (
-    Draws,
+    RowState,
     SamplingOptions,
     choose,
     draw,
@@ -92,13 +92,13 @@ def test_a_draw_is_the_token_in_whose_share_of_one_the_number_lies() -> None:
 
 def test_draws_have_the_probabilities_of_the_model() -> None:
     logits = torch.tensor([[0.2, 0.1, 0.5, 0.2]]).log().repeat(4000, 1)
-    rows = [Draws(3, sample, []) for sample in range(4000)]
+    rows = [RowState(3, sample, []) for sample in range(4000)]
     counts = choose(logits, SamplingOptions(temperature=1.0), rows).bincount(minlength=4) / 4000
     assert (counts - torch.tensor([0.2, 0.1, 0.5, 0.2])).abs().max() < 0.03
 
 
 def test_tokens_seen_are_less_probable_from_the_prompt_on() -> None:
-    row, options = Draws(0, 0, [1]), SamplingOptions(repetition_penalty=2.0)
+    row, options = RowState(0, 0, [1]), SamplingOptions(repetition_penalty=2.0)
     logits = torch.tensor([[1.0, 3.0, 1.4]])
     assert [int(choose(logits, options, [row])) for _ in range(4)] == [1, 1, 1, 1]
     logits = torch.tensor([[1.0, 2.0, 1.4]])

@@ -5,7 +5,7 @@ import torch
 
 from triptych.attention import PARAMETERISATIONS
 from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
-from triptych.models.initial import Draws, Later
+from triptych.models.initial import DeferredInit
 
 
 def drawn(seed: int, projections: str = "factored", **changes: object) -> dict[str, torch.Tensor]:
@@ -20,10 +20,9 @@ def drawn(seed: int, projections: str = "factored", **changes: object) -> dict[s
             **changes,
         }
     )
-    with Draws() as draws:
+    with DeferredInit() as deferred:
         model = LanguageModel.of(config, "decoder", 11)
-    draws.again_by_name(model, seed)
-    return {name: value.detach() for name, value in model.named_parameters()}
+    return dict(deferred.values(model, seed))
 
 
 def is_constant(value: torch.Tensor) -> bool:
@@ -57,11 +56,10 @@ def test_a_model_that_differs_in_one_place_begins_alike_everywhere_else() -> Non
 
 def test_values_keep_their_distribution() -> None:
     config = LanguageModelConfig(num_layers=1, d_model=64, num_heads=4, context=8)
-    with Draws() as draws:
+    before = dict(LanguageModel.of(config, "decoder", 500).named_parameters())
+    with DeferredInit() as deferred:
         model = LanguageModel.of(config, "decoder", 500)
-    before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    draws.again_by_name(model, 1)
-    for name, value in model.named_parameters():
+    for name, value in deferred.values(model, 1):
         assert value.std().item() == pytest.approx(before[name].std().item(), rel=0.06), name
 
 
@@ -87,35 +85,30 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("by_name", [None, 7], ids=["in order", "by name"])
 @pytest.mark.parametrize("kind", MADE)
-def test_values_made_later_are_those_of_a_model_made_at_once(kind: str, by_name: int | None) -> None:
+def test_values_made_later_are_those_of_a_model_made_at_once(kind: str) -> None:
     torch.manual_seed(3)
-    with Draws() as draws:
-        whole = MADE[kind]()
-    if by_name is not None:
-        draws.again_by_name(whole, by_name)
+    expected = dict(MADE[kind]().named_parameters())
     torch.manual_seed(3)
-    with Later() as later:
+    with DeferredInit() as deferred:
         model = MADE[kind]()
     torch.manual_seed(4)
-    made = dict(later.values(model, by_name))
-    expected = dict(whole.named_parameters())
-    assert made.keys() == expected.keys()
+    made = dict(deferred.values(model))
+    assert made.keys() == expected.keys() == dict(deferred.values(model, 7)).keys()
     assert all(torch.equal(made[name], value) for name, value in expected.items())
     assert all(weight.is_meta for weight in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
 def test_numbers_drawn_before_they_are_a_parameter_cannot_be_made_later() -> None:
-    with pytest.raises(AssertionError, match="numbers were drawn that no parameter holds"), Later():
+    with pytest.raises(AssertionError, match="numbers were drawn that no parameter holds"), DeferredInit():
         torch.nn.Parameter(torch.empty(3).normal_())
     layer = torch.nn.Linear(2, 2)
     assert not layer.weight.is_meta, "the context is left"
 
 
 def test_a_change_that_is_no_fill_of_a_whole_parameter_is_refused() -> None:
-    with Later():
+    with DeferredInit():
         layer = torch.nn.Linear(2, 2)
         with torch.no_grad(), pytest.raises(AssertionError, match="mul_ cannot be done later"):
             layer.weight.mul_(2)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.storage import shards
-from triptych.storage.copying import CopiedCheckpoint, FolderCopy
+from triptych.storage.copying import FolderCopy
 from triptych.storage.shards import TensorHash, tensor_hash
 
 TENSORS = {
@@ -69,11 +69,12 @@ def copied(
     new: dict[str, Tensor] | None = None,
     settings: dict[str, object] | None = None,
     extra: dict[str, bytes] | None = None,
-) -> tuple[CopiedCheckpoint, dict[str, TensorHash]]:
+) -> tuple[FolderCopy, dict[str, TensorHash]]:
     with FolderCopy(source, target) as copy:
         hashes = copy.write_shards((new or {}).get)
         copy.write_beside(settings or {})
-        return copy.finish(extra), hashes
+        copy.finish(extra)
+        return copy, hashes
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
-from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, Piece, charsmap, spm
-from triptych.errors import DataError
+from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, Piece, spm
+from triptych.errors import DataError, UsageError
 from triptych.text import PretrainedTokenizer, StreamDecoder, load_tokenizer, read_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
@@ -122,13 +123,6 @@ def gemma(folder: Path) -> None:
     )
 
 
-def albert(folder: Path) -> None:
-    more: list[Piece] = [("[CLS]", 0.0, "control"), ("[SEP]", 0.0, "control"), ("[MASK]", 0.0, "control")]
-    pieces = [("<pad>", 0.0, "control"), ("<unk>", 0.0, "unknown"), *more, *PIECES[3:]]
-    (folder / "spiece.model").write_bytes(spm(pieces, "unigram", RULES, unk_id=1))
-    configure(folder, model_type="albert", tokenizer_class="AlbertTokenizer")
-
-
 def xlm_roberta(folder: Path) -> None:
     sentence_pieces(
         folder,
@@ -137,13 +131,6 @@ def xlm_roberta(folder: Path) -> None:
         model_type="xlm-roberta",
         tokenizer_class="XLMRobertaTokenizer",
     )
-
-
-def deberta(folder: Path) -> None:
-    more: list[Piece] = [("[CLS]", 0.0, "control"), ("[SEP]", 0.0, "control"), ("[UNK]", 0.0, "unknown")]
-    pieces = [("[PAD]", 0.0, "control"), *more, *PIECES[3:]]
-    (folder / "spm.model").write_bytes(spm(pieces, "unigram", RULES, unk_id=3))
-    configure(folder, model_type="deberta-v2", tokenizer_class="DebertaV2Tokenizer", do_lower_case=True)
 
 
 def whole(folder: Path) -> None:
@@ -179,7 +166,7 @@ def whole_word_pieces(folder: Path) -> None:
 
 # Rows of `test_tokenizer_classes.py` are made of settings alone.
 MAKERS: list[Callable[[Path], None]] = [
-    *(gpt2, neox_with_a_map, bert, llama, gemma, albert, xlm_roberta, deberta, whole, whole_word_pieces)
+    *(gpt2, neox_with_a_map, bert, llama, gemma, xlm_roberta, whole, whole_word_pieces)
 ]
 
 
@@ -347,13 +334,30 @@ def test_a_damaged_file_is_refused_in_one_line_that_names_it(case: str, tmp_path
     assert str(tmp_path) in message
 
 
-def test_rules_of_normalization_are_read_from_a_model() -> None:
-    from triptych.text.sentencepiece import read_model
+@pytest.mark.parametrize(("make", "lacking"), [(bert, "transformers"), (llama, "google.protobuf")])
+def test_older_files_need_an_extra_that_is_named(
+    make: Callable[[Path], None], lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    monkeypatch.setitem(sys.modules, lacking, None)
+    said = rf"without tokenizer\.json needs {lacking}: pip install 'triptych\[run\]'"
+    with pytest.raises(UsageError, match=said):
+        load_tokenizer(tmp_path)
 
-    model = read_model(spm(PIECES, "unigram", RULES))
-    assert model.charsmap == charsmap(RULES)
-    assert [piece for piece, _ in model.pieces] == list(model.ids) == [piece for piece, *_ in PIECES]
-    assert model.unk_id == 0
+
+def test_settings_of_older_files_name_no_file_and_no_code(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "checkpoint", str(tmp_path / "vocab.json")
+    folder.mkdir()
+    gpt2(folder)
+    wanted = load_tokenizer(folder).to_json()
+    Path(elsewhere).write_text('{"a": 0}')
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    names = ("vocab", "vocab_file", "tokenizer_file", "merges_file", "init_inputs", "fast_tokenizer_files")
+    paths: dict[str, Any] = dict.fromkeys(names, elsewhere)
+    code = {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}}
+    configure(folder, tokenizer_class="GPT2Tokenizer", **paths, **code)
+    assert load_tokenizer(folder).to_json() == wanted
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_regular_expression_past_a_limit_of_the_library_is_said_to_be_that(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from triptych.errors import TriptychError
 from triptych.launch import end_now
 from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
 from triptych.models.blocks import recompute_activations
-from triptych.models.initial import Later
+from triptych.models.initial import DeferredInit
 from triptych.models.storage import model_tensors
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.text.packing import NOT_COUNTED
@@ -308,9 +308,9 @@ def made_in_shards(world: World, arguments: Sequence[str]) -> None:
                 torch.manual_seed(3)
                 expected = dict(make().model.named_parameters())
                 torch.manual_seed(3)
-                with Later() as later:
+                with DeferredInit() as deferred:
                     objective = make()
-                parameters = LazyParameters(torch.device("cpu"), later.values(objective.model))
+                parameters = LazyParameters(torch.device("cpu"), deferred.values(objective.model))
                 computing = spread(objective, kind, precision, world, parameters=parameters)  # type: ignore[arg-type]
                 found = {name: whole(weight) for name, weight in objective.model.named_parameters()}
                 assert found.keys() == expected.keys()
@@ -322,17 +322,17 @@ def made_in_shards(world: World, arguments: Sequence[str]) -> None:
 def memory_of_shards(world: World, arguments: Sequence[str]) -> None:
     """Building takes the memory of the shards and of a few parameters, not that of the model."""
     sizes = {"num_layers": 24, "d_model": 256, "d_ff": 1024, "num_heads": 2, "context": CONTEXT}
-    with Later() as later:
+    with DeferredInit() as deferred:
         small = language()
-    parameters = LazyParameters(torch.device("cpu"), later.values(small.model))
+    parameters = LazyParameters(torch.device("cpu"), deferred.values(small.model))
     spread(small, "fsdp", "fp32", world, parameters=parameters)  # torch imports what it needs
-    with Later() as later:
+    with DeferredInit() as deferred:
         model = LanguageModel.of(LanguageModelConfig.model_validate(sizes), "decoder", VOCAB)
     rows = Rows(masked=False)
     objective = TokensOfText(model, rows, rows, 1.0)  # type: ignore[arg-type]
     num_bytes = sum(4 * weight.numel() for weight in model.parameters())
     assert num_bytes > 70e6
-    parameters = LazyParameters(torch.device("cpu"), later.values(model))
+    parameters = LazyParameters(torch.device("cpu"), deferred.values(model))
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = resident_bytes("VmRSS")
     spread(objective, "fsdp", "fp32", world, parameters=parameters)

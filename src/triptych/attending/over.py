@@ -165,10 +165,10 @@ class OverText:
         rows = tuple((*cells, "yes" if called else "") for *cells, called in self._strongest(2))
         caption = (
             f"{self.tokens:,} tokens, {self.num_units:,} {self.units}, windows of {self.context:,}. "
-            f"The share of a head's weight that does it, its 95 % interval over {self.units}, and what "
-            "a head that looks evenly gives. A head is called by what takes a third of its weight or more."
+            f"Share: of the head's weight, with a 95 % interval over {self.units}. Evenly: the share of a "
+            "head that looks at all keys alike. Named: a head with a third or more is named after it."
         )
-        columns = ("what", "head", "share", "interval", "evenly", "called so")
+        columns = ("what", "head", "share", "interval", "evenly", "named")
         return Table("What heads do", columns, rows, caption, (2, 4))
 
     def _head_tables(self) -> Iterator[Table]:
@@ -247,7 +247,7 @@ def given_texts(
 
 
 def _worth_table(worth: Worth) -> Table:
-    """The heads that the loss misses most."""
+    """The heads without which the loss rises most."""
     rows = tuple(
         (
             f"{head.stack} {head.layer} head {head.head}",
@@ -260,9 +260,9 @@ def _worth_table(worth: Worth) -> Table:
     none = sum(head.low <= 0 <= head.high for head in worth.heads)
     better = sum(head.high < 0 for head in worth.heads)
     caption = (
-        f"Loss {worth.loss:.4f} nats per token over {worth.tokens:,} tokens; without a head (its output: "
-        f"{worth.instead}) it rises by so much. Of {len(worth.heads)} heads {none} are not told from 0, and "
-        f"without {better} the loss is lower."
+        f"The loss is {worth.loss:.4f} nats per token over {worth.tokens:,} tokens. The table has its rise "
+        f"without each head (output: {worth.instead}). The intervals of {none} of {len(worth.heads)} heads "
+        f"include 0. Without {better} heads the loss is lower."
     )
     columns = ("head", "nats per token", "interval", "adds")
     return Table("What heads are worth", columns, rows, caption, (1, 3))
@@ -278,9 +278,9 @@ def _explained_table(layers: Sequence[LayerFigures]) -> Table:
         found = (layer.figures.get(name) for name in shown)
         rows.append((layer.name, *("" if one is None else f"{float(one.value.mean()):.2f}" for one in found)))
     caption = (
-        "Means over heads. Shares of the variance of the scores along a row; then what is lost, in nats per "
-        "query, by looking evenly, by W_QK alone, and with W_QK cut to a rank; last, how much of the weight "
-        "is on tokens that the head writes."
+        "Means over heads. First the shares of the variance of the scores along a row; then the loss in nats "
+        "per query of looking evenly, of W_QK alone, and of W_QK cut to a rank; last the share of the weight "
+        "on tokens that the head writes."
     )
     titles = (name.removesuffix("_share").removesuffix("_nats").replace("_", " ") for name in shown)
     columns = ("layer", *titles)
@@ -319,8 +319,8 @@ def _table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]
         title=title,
         columns=("head", "called", *(figure.title for figure in figures)),
         rows=tuple(rows),
-        caption="LAYER.HEAD. Means over the queries that can show it, with 95 % intervals; evenly: what a "
-        "head that looks at all visible keys alike gives. A column is shaded from its lowest to its highest.",
+        caption="Heads are LAYER.HEAD. Means over the queries to which a figure applies, 95 % intervals; "
+        "evenly: a head that looks at all visible keys alike. Columns are shaded from lowest to highest.",
         shaded=tuple(range(2, 2 + len(figures))),
     )
 

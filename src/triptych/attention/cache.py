@@ -1,6 +1,6 @@
 """What a layer keeps of the tokens already decoded.
 
-A parameterisation decides *what* is kept (`Projections.remember`); the cache only stores it: a
+A parameterisation decides *what* is kept (`Projections.project_kv`); the cache only stores it: a
 tuple of tensors `[batch, heads, tokens, width]`.
 """
 

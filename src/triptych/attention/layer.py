@@ -250,10 +250,10 @@ class MultiHeadAttention(nn.Module):
         semantics, projections = self._semantics, self.projections
         changed = semantics.k_norm is not None or semantics.clip is not None
         late = semantics.rotary is None or (changed and not projections.caches_keys)
-        self._turned_when_stored: RotaryEmbedding | None = (
-            None if late or semantics.rotary is None else projections.turned_when_stored(semantics.rotary)
+        self._rotate_cached_keys: RotaryEmbedding | None = (
+            None if late or semantics.rotary is None else projections.rotate_cached_keys(semantics.rotary)
         )
-        self._turned_late = semantics.rotary if self._turned_when_stored is None else None
+        self._turned_late = semantics.rotary if self._rotate_cached_keys is None else None
         # Of a text that grows past the limit, keys stay as they were turned: they are kept besides.
         self._keeps_keys = self._turned_late is not None and self._turned_late.long is not None
         # Later queries must know the position of a key.
@@ -352,12 +352,12 @@ class MultiHeadAttention(nn.Module):
                 x, memory=memory, mask=mask, causal=causal, cache=cache, positions=positions, lent=lent
             )
             return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
-        q, places, remembered = self._remembered(semantics, x, memory, value_memory, cache, positions, lent)
-        inputs, route = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
+        q, places, cached = self._project(semantics, x, memory, value_memory, cache, positions, lent)
+        inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
         attended = attend(inputs, need_weights, path)
         mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
         output = self.projections.output(mixed, route)
-        return LayerOutput(output, attended.weights, Kept(places, remembered))
+        return LayerOutput(output, attended.weights, Kept(places, cached))
 
     def steps(
         self,
@@ -379,9 +379,9 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(x, memory, None)
         semantics, tap = self.semantics, self.tap or _untouched
         causal = semantics.kind == "causal" if causal is None else causal
-        q, places, remembered = self._remembered(semantics, x, memory, None, cache, positions, lent)
+        q, places, cached = self._project(semantics, x, memory, None, cache, positions, lent)
         q = self._compared_queries(semantics, q, places)
-        k, v = self._compared_keys(semantics, places, remembered)
+        k, v = self._compared_keys(semantics, places, cached)
         first = None if memory is not None else k.shape[2] - q.shape[2]
         q = tap("q", q, first)
         k, v = tap("k", of_heads(k, self.num_heads), first), tap("v", of_heads(v, self.num_heads), first)
@@ -406,7 +406,7 @@ class MultiHeadAttention(nn.Module):
         gate = None if semantics.gate is None else semantics.gate(x)
         z = tap("z", mixed if gate is None else mixed * gate, first)
         output = self.projections.output(z, "expanded")
-        kept = Kept(places, remembered)
+        kept = Kept(places, cached)
         return LayerSteps(q, k, v, products, scaled, biased, scores, seen, weights, gate, z, output, kept)
 
     def queries_and_keys(
@@ -422,9 +422,9 @@ class MultiHeadAttention(nn.Module):
         """What the weights of a call are made of, without the call; arguments and errors as in `forward`."""
         self._check_inputs(x, memory, None)
         semantics = self.semantics
-        q, places, remembered = self._remembered(semantics, x, memory, None, None, positions, lent)
+        q, places, cached = self._project(semantics, x, memory, None, None, positions, lent)
         q = self._compared_queries(semantics, q, places)
-        k, _ = self._compared_keys(semantics, places, remembered)
+        k, _ = self._compared_keys(semantics, places, cached)
         wide = torch.promote_types(q.dtype, torch.float32)
         causal = semantics.kind == "causal" if causal is None else causal
         where = _positions_of(places, q, k)
@@ -459,12 +459,12 @@ class MultiHeadAttention(nn.Module):
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         y = self._zeros(batch, key_len, self.projections.memory_width)
-        q, remembered = (
+        q, cached = (
             self.projections.queries(self._zeros(batch, query_len, self.d_model)),
-            self._stored(semantics, self.projections.remember(y, y), None),
+            self._stored(semantics, self.projections.project_kv(y, y), None),
         )
         places = Places(max(0, key_len - query_len))
-        inputs, route = self._inputs(semantics, q, places, remembered, mask, causal, dropout, path)
+        inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
         return route, explain(inputs, need_weights, path)
 
     def _zeros(self, batch: int, length: int, width: int) -> Tensor:
@@ -492,7 +492,7 @@ class MultiHeadAttention(nn.Module):
                 f"{what} places in one sequence, and memory is another: build cross-attention without them"
             )
 
-    def _remembered(
+    def _project(
         self,
         semantics: Semantics,
         x: Tensor,
@@ -511,7 +511,9 @@ class MultiHeadAttention(nn.Module):
             q, added = self.projections.of_one_sequence(x)
         else:
             keys_from = x if memory is None else memory
-            added = self.projections.remember(keys_from, keys_from if value_memory is None else value_memory)
+            added = self.projections.project_kv(
+                keys_from, keys_from if value_memory is None else value_memory
+            )
             q = self.projections.queries(x)
         places = _FROM_THE_START if memory is not None else Places.of(cache, positions)
         if self._changes:
@@ -530,8 +532,8 @@ class MultiHeadAttention(nn.Module):
         if self.projections.caches_keys:
             k = prepared(k, semantics, semantics.k_norm)
             values = [prepared(v, semantics, semantics.v_norm) for v in values]
-        if self._turned_when_stored is not None and places is not None:
-            k = places.turned(k, self._turned_when_stored)
+        if self._rotate_cached_keys is not None and places is not None:
+            k = places.turned(k, self._rotate_cached_keys)
         if self._keeps_keys and self._turned_late is not None and places is not None:
             made, _ = self._made_keys(semantics, (k,))
             values = [places.turned(made, self._turned_late)]
@@ -542,14 +544,14 @@ class MultiHeadAttention(nn.Module):
         semantics: Semantics,
         q: Tensor,
         places: Places,
-        remembered: tuple[Tensor, ...],
+        cached: tuple[Tensor, ...],
         mask: Tensor | None,
         causal: bool,
         dropout: float,
         path: Path,
     ) -> tuple[Inputs, Route]:
         """What the operation is called with, and the way the heads' outputs must be read."""
-        key_len = remembered[0].shape[2]
+        key_len = cached[0].shape[2]
         route = self.projections.route(q.shape[2], key_len)
         # Under a causal mask the first of more queries than keys see nothing.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
@@ -559,9 +561,9 @@ class MultiHeadAttention(nn.Module):
         if self._changes:
             q = self._compared_queries(semantics, q, places)
         if route == "absorbed":
-            q, k, v = self.projections.absorbed(q, remembered)
+            q, k, v = self.projections.absorbed(q, cached)
         else:
-            k, v = self._compared_keys(semantics, places, remembered)
+            k, v = self._compared_keys(semantics, places, cached)
         added = None
         if semantics.bias is not None or semantics.is_local:
             near, added = by_position(semantics, q, k, *_positions_of(places, q, k))
@@ -573,19 +575,19 @@ class MultiHeadAttention(nn.Module):
         return tempered(prepared(q, semantics, semantics.q_norm, semantics.rotary, places), semantics, places)
 
     def _compared_keys(
-        self, semantics: Semantics, places: Places, remembered: tuple[Tensor, ...]
+        self, semantics: Semantics, places: Places, cached: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Keys as they meet the queries, and values, of what is kept."""
-        k, v = self._made_keys(semantics, remembered)
-        if self._keeps_keys and len(remembered) == 2:
-            k = remembered[1]
+        k, v = self._made_keys(semantics, cached)
+        if self._keeps_keys and len(cached) == 2:
+            k = cached[1]
         elif self._turned_late is not None:
             k = places.turned_keys(k, self._turned_late)
         return k, v
 
-    def _made_keys(self, semantics: Semantics, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def _made_keys(self, semantics: Semantics, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Keys before they turn late, and values, of what is kept."""
-        k, v = self.projections.keys_values(remembered)
+        k, v = self.projections.keys_values(cached)
         if self._changes and not self.projections.caches_keys:
             k = prepared(k, semantics, semantics.k_norm)
             v = prepared(v, semantics, semantics.v_norm)

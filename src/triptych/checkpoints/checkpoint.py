@@ -51,13 +51,10 @@ class OwnModel(AttentionSource):
         self.model = model
         self.name, self.written_as, self.known_by = name, "triptych", "its configuration"
         self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
-        stacks = {"cross": "decoder"}
-        found = {
-            Site(stacks.get(site.stack, site.stack), site.block, site.kind, site.name): site.name
+        self.sites = tuple(
+            Site("decoder" if site.stack == "cross" else site.stack, site.block, site.kind, site.name)
             for site in attention_sites(self.model)
-        }
-        self._names = found
-        self.sites = tuple(found)
+        )
         parameters = stored_parameters(self.model)
         # The maps are views of parameters.
         attention = {
@@ -79,8 +76,8 @@ class OwnModel(AttentionSource):
         return cls(read_own_model(folder), name or str(folder))
 
     def read(self, site: Site) -> AttentionLayer:
-        weights = self._weights[self._names[site]]
-        inputs = InputNorms(*self._inputs[self._names[site]])
+        weights = self._weights[site.module]
+        inputs = InputNorms(*self._inputs[site.module])
         scheme = self._positions.positions
         embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
         return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)

@@ -1,7 +1,6 @@
-"""Families of checkpoints: their files in `families/`, and their table in docs/reference/families.md."""
+"""Families of checkpoints, and their files in `families/`."""
 
 import re
-import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -9,14 +8,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from triptych.checkpoints.specs import AttentionSpec, Choice, ExportSpec, ModelSpec, Spec
 from triptych.errors import DataError, UsageError
-from triptych.files import write_text
+from triptych.storage.untrusted import validated
 from triptych.toml import read_toml
-
-START, END = "<!-- families -->\n", "<!-- end of families -->\n"
 
 _FOLDER = files("triptych.checkpoints") / "families"
 
@@ -86,16 +83,12 @@ def read_family(path: str | Path) -> Family:
     path = Path(path)
     record = read_toml(path, "family")
     try:
-        family = Family.model_validate(_expanded(record, path.stem))
+        family = validated(Family, _expanded(record, path.stem), path)
         for spec in family.attention:
             _try_names(spec)
             if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
                 raise DataError(f'{path}: complete each "?" first')
         return family
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{path}: {where}: {first['msg']}") from None
     except DataError as error:
         raise UsageError(str(error)) from None
 
@@ -165,40 +158,3 @@ def _laid_over(entry: Any, where: str) -> Any:
         raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")
     other = others[int(number or 0)]
     return {**other, **{key: value for key, value in entry.items() if key != "like"}}
-
-
-def with_table(page: str) -> str:
-    """A page with the table between its two marks brought up to date."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the page has no {START.strip()} with {END.strip()} after it")
-    return before + start + "".join(f"{row}\n" for row in _rows()) + end + after
-
-
-def _rows() -> Iterator[str]:
-    yield "| family | `model_type` | read | rewritten | run | written | shown by, in `tests/checkpoints/` |"
-    yield "|---|---|---|---|---|---|---|"
-    for family in sorted(families(), key=lambda family: family.name.lower()):
-        if family.attention:
-            yield _row(family)
-
-
-def _row(family: Family) -> str:
-    types = ", ".join(f"`{name}`" for name in family.model_types)
-    kept = [spec for spec in family.attention if spec.why_kept]
-    rewritten = "no" if len(kept) == len(family.attention) else "in part" if kept else "yes"
-    model = family.model
-    run = "no" if model is None else "encoder-decoder" if model.encoder else model.kind
-    positions = (position.kind for spec in family.attention for position in spec.positions)
-    products = "disentangled" in positions
-    written = "no" if model is None else "in part" if products else "yes"
-    shown = ["test_families.py", *(["test_models_run.py", "test_model_writing.py"] if model else [])]
-    shown = ["test_without_a_class.py"] if family.remote else shown
-    tests = ", ".join(f"`{test}`" for test in shown)
-    return f"| {family.name} | {types} | yes | {rewritten} | {run} | {written} | {tests} |"
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    write_text(page, with_table(page.read_text(encoding="utf-8")))

@@ -8,13 +8,13 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Never, TypeVar, final
+from typing import Generic, TypeVar, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fields import listed, not_understood_of_model
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
-from triptych.checkpoints.model_parts import Entries, FeedForwardMap, HeadMap, above, activation
+from triptych.checkpoints.model_parts import Entries, FeedForwardMap, OutputHeadMap, above, activation
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.specs import EmbeddedPositionsSpec, ModelSpec, NormSpec
@@ -25,8 +25,6 @@ from triptych.models.architecture import (
     BlockInputsConfig,
     EmbeddingsConfig,
     EncoderDecoderArchitecture,
-    ExpertsConfig,
-    FeedForwardConfig,
     LanguageModelArchitecture,
     MaskedTokens,
     NormConfig,
@@ -133,7 +131,10 @@ class _Mapping:
             if self.settings.holds(choice.when):
                 self.entries.refuse(f"{checkpoint.family.name} cannot be run: {choice.value}")
         if strange := not_understood_of_model(checkpoint.family, self.settings):
-            self._refuse_field(strange)
+            raise DataError(
+                f"{self.settings.where}: it is not known what {listed(strange)} changes in a model of "
+                f"{checkpoint.family.name}: delete what changes nothing"
+            )
 
     # The parts, each of which also enters its tensors.
 
@@ -151,7 +152,7 @@ class _Mapping:
             embeddings=embeddings,
             blocks=blocks,
             final_norm=final_norm,
-            head=HeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
+            head=OutputHeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
             order=self._order(),
             inputs=self._block_inputs(),
         )
@@ -296,7 +297,7 @@ class _Mapping:
             self.entries.enter(f"{at}.scale", place.beside(spec.block_scale), (1,))
         return BlockConfig(
             self._frame(f"{at}.self_residual", place, norms, spec.attention_out_norm),
-            self._feed_forward(f"{at}.feed_forward", place),
+            FeedForwardMap(f"{at}.feed_forward", place, spec.feed_forward, self.entries, self.d_model).config,
             self._frame(
                 f"{at}.feed_forward_residual", place, spec.feed_forward_norm, spec.feed_forward_out_norm
             ),
@@ -330,12 +331,6 @@ class _Mapping:
         module, width = place.beside(norm.at), width or self.d_model
         return self.entries.norm(ours, place, norm, module, width, self.spec.eps)
 
-    def _feed_forward(self, ours: str, place: Place) -> FeedForwardConfig | ExpertsConfig:
-        found = FeedForwardMap(ours, place, self.spec.feed_forward, self.d_model, self.tensors)
-        for parts, stored in found.entries:
-            self.entries.add(parts, stored)
-        return found.config
-
     @cached_property
     def table(self) -> str:
         names = [f"{self.first.beside(module)}.weight" for module in (self.spec.embedding, *self.spec.copies)]
@@ -351,12 +346,6 @@ class _Mapping:
         """Whether the stacks may have tables of their own."""
         spec, holds = self.spec, self.settings.holds
         return bool(spec.untied_embedding) and (holds(spec.apart) or not holds(spec.head.tied))
-
-    def _refuse_field(self, names: list[str]) -> Never:
-        raise DataError(
-            f"{self.settings.where}: it is not known what {listed(names)} changes in a model of "
-            f"{self.checkpoint.family.name}: delete what changes nothing"
-        )
 
 
 def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> None:

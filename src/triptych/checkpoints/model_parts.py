@@ -122,10 +122,10 @@ class FeedForwardMap:
     config: FeedForwardConfig | ExpertsConfig  # what it is made of
 
     def __init__(
-        self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], d_model: int, tensors: Tensors
+        self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], entries: Entries, d_model: int
     ) -> None:
-        self.place, self.d_model, self.tensors = place, d_model, tensors
-        self.entries = list[Entry]()
+        self.place, self.entries, self.d_model = place, entries, d_model
+        self.tensors = tensors = entries.tensors
         fitting = (spec for spec in specs if place.holds(spec.when))
         named = (s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos)
         spec = next(named, None)
@@ -249,11 +249,11 @@ class FeedForwardMap:
     def _add(
         self, ours: tuple[str, ...], names: tuple[str, ...], shape: Shape, steps: tuple[TensorMap, ...] = ()
     ) -> None:
-        self.entries.append((ours, Named(names, shape, steps)))
+        self.entries.add(ours, Named(names, shape, steps))
 
 
 @final
-class HeadMap:
+class OutputHeadMap:
     """A model's head as the family has it."""
 
     config: HeadConfig | None  # what it is made of; None if the model ends with the stream

@@ -72,7 +72,7 @@ def attend(
     strongest looks of each head, unless an output is chosen.
 
     With --over, measures what heads do over a whole text instead; --csv and --html then have a row per head.
-    With a text, --over and --html, the page of the text says of every head what it does.
+    With a text, --over and --html, the page of the text also shows what each head does over the corpus.
 
     Heads:
         heads: Heads to show: 3.2 is head 2 of layer 3, 3 a layer, cross.* a pattern; several with commas.
@@ -89,7 +89,8 @@ def attend(
         force: Replace existing files, even if triptych did not write them.
 
     Over a text:
-        over: Measure what heads do over this text: a file or a folder; of translators a file of lines.
+        over: Measure what heads do over this text: a file or a folder; for a translator,
+            a file with one sentence per line.
 
     Options:
         text: The text to read; - reads all of standard input.

@@ -22,8 +22,7 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
     """Train variants of a recipe over several seeds and compare them.
 
     Writes tables (README.md, report.html), raw figures (runs.csv, curves.csv, sweep.csv) and two pictures
-    into the folder. A study that was stopped goes on when the same command is given again; runs that are done
-    are not made again.
+    into the folder. The same command continues a study that was stopped; finished runs are kept.
 
     Options:
         study: A study: a TOML file.

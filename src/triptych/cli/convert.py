@@ -23,8 +23,8 @@ def convert(
 ) -> None:
     """Convert a model to or from the format of another library.
 
-    A parameterisation that the format does not have is multiplied out first, which is exact. A model
-    that does not fit is refused with what to do.
+    A parameterisation that the format does not have is first written as plain W_Q, W_K, W_V and W_O, which
+    is exact. For a model that the format cannot hold, the error says what to do.
 
     Options:
         out: The output folder; it must not exist.

@@ -18,7 +18,7 @@ def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False
     minutes on two cores.
 
     Options:
-        out: The folder for the run and the report. Default: demo.
+        out: The folder for the run and the report.
         force: Use a folder that has other files. Files with the names of the demo's are replaced.
 
     Examples:

@@ -34,8 +34,8 @@ def distil(
     """Train a small translator on what a teacher translates.
 
     The teacher translates the recipe's training text into OUT/train.jsonl. OUT/student.toml is the recipe
-    that trains on it, and OUT/student its run. The same command goes on with what was interrupted. Processes
-    of torchrun share the work.
+    that trains on it, and OUT/student its run. The same command continues after an interruption. Processes of
+    torchrun share the work.
 
     Teacher:
         workers: Number of processes that translate in parallel, one thread each. Default: the cores. CPU

@@ -39,15 +39,15 @@ def evaluate(
 
     Translators (--source and --reference): sacreBLEU's BLEU and chrF, with their signatures and 95 %
     bootstrap intervals. Language models (--text): nats per token with a 95 % bootstrap interval, perplexity,
-    and bits per byte. Several models are a table, or a list of JSON.
+    and bits per byte. Several models give a table, or with --json a list.
 
     Translators:
         source: Text to translate, one sentence per line.
         reference: Reference translations, line by line.
         workers: Number of processes that translate in parallel, one thread each. Default: the cores. CPU
             only.
-        out: Write the translations to this file. One that is there is replaced if it still holds what
-            triptych wrote.
+        out: Write the translations to this file. An existing one is replaced only if triptych wrote it and it
+            is unchanged.
 
     Language models:
         text: The text to predict: a file, a folder, or - for standard input. Records of .jsonl and .parquet

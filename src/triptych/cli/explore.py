@@ -32,8 +32,8 @@ def explore(
     """See one computation of attention on a page, and change it.
 
     Translate or continue a text, choose a head, and follow one row of its attention from q and k to the next
-    token's probabilities. Switches say what if W_Q = W_K, a head is off, or W_QK has rank r. The page is
-    computed on this machine and reached from nowhere else; its address keeps what is shown.
+    token's probabilities. Switches change the model: W_Q = W_K, a head off, W_QK of rank r. The page is
+    computed on this machine, and other machines cannot reach it. Its address stores what is shown.
 
     Options:
         text: The text to begin with.

@@ -19,7 +19,7 @@ def fill(
 ) -> None:
     """Predict the masked tokens of a text.
 
-    Each mask is predicted with the others as they are.
+    Each mask is predicted while the other masks stay in place.
 
     Options:
         text: A text with one or more [MASK].

@@ -39,11 +39,11 @@ def generate(
 ) -> None:
     """Continue a text with a language model.
 
-    Prints the continuation without the prompt, of a single prompt as it comes.
+    Prints the continuation without the prompt; for a single prompt, while it is generated.
 
     Options:
-        prompt: The text to continue; - reads all of standard input. Of a file of that name, the lines
-            are prompts, as with --file.
+        prompt: The text to continue; - reads all of standard input. If a file has that name, its lines are
+            the prompts, as with --file.
         file: Prompts, one per line, continued in batches.
         attention: With --json: add the attention weights of the generated tokens, of some heads: 3.2 is head
             2 of layer 3, 3 a layer, *.2 a pattern. May be repeated.

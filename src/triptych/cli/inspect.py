@@ -39,8 +39,8 @@ def inspect(
 ) -> None:
     """Measure the attention weights of a checkpoint, head by head.
 
-    Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V next to chance, symmetry
-    and copying. The model is not run: `triptych attend --over` measures what heads do on a text.
+    Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V compared with chance,
+    symmetry and copying. The model is not run: `triptych attend --over` measures what heads do on a text.
 
     Files:
         html: Write an HTML page to this file.

@@ -17,12 +17,12 @@ def new(
 ) -> None:
     """Write a recipe that fits a text of your own.
 
-    The sizes follow from how much text there is, and from this machine. Every key has a comment. Without a
+    The sizes follow from the amount of text and from this machine. Every key has a comment. Without a
     validation text, a part of the text is held out.
 
     Options:
-        recipe: The recipe to write, a .toml file. Its run is runs/NAME, after the file.
-        force: Replace a file that is there.
+        recipe: The recipe to write: NAME.toml. Its run folder is then runs/NAME.
+        force: Replace an existing file.
 
     Examples:
         triptych new mine.toml --source train.de --target train.en

@@ -29,7 +29,8 @@ def plan(
 ) -> None:
     """Predict memory and time of training on given devices.
 
-    Formulas say what a training step takes for each kind of parallelism. No such device is needed.
+    Formulas give the memory and the time of a training step for each kind of parallelism. The devices are
+    not needed.
 
     Devices:
         device_memory: Memory of a device, such as 80GB or 40GiB.

@@ -28,7 +28,7 @@ def shortlist(
     tokens that a sentence may use. `convert --to ctranslate2 --shortlist FILE` writes it for CTranslate2.
 
     Options:
-        out: The output file. One that is there is replaced if it still holds what triptych wrote.
+        out: The output file. An existing one is replaced only if triptych wrote it and it is unchanged.
         source: Text to learn from, one sentence per line. Default: the text that the run was trained on.
         target: Its translations, line by line.
 

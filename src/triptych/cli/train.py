@@ -32,7 +32,7 @@ def train(
     """Train a model.
 
     Progress goes to standard error; paths in a recipe are relative to the current folder. Ctrl-C finishes
-    the step, saves, and says how to go on.
+    the step, saves, and prints the command that continues.
 
     Options:
         recipe: A recipe: a TOML file or the name of a built-in recipe. With --resume: a run folder.

@@ -53,16 +53,15 @@ def translate(
     limit is translated in pieces, and standard error says so.
 
     Search:
-        glossary: A file of forced terms, on each line a term, a tab and its translation. Where a sentence has
+        glossary: A file of forced terms: a term, a tab and its translation on each line. If a sentence has
             the term as whole words, its translation has this translation.
         workers: Number of processes that translate in parallel, one thread each. Default: the cores. CPU
             only.
 
     Options:
-        text: A text, or a file with one sentence per line if there is one of that name. Default: standard
-            input.
-        out: The output file. One that is there is replaced if it still holds what triptych wrote. Default:
-            standard output.
+        text: A text, or the name of a file with one sentence per line. Default: standard input.
+        out: The output file. An existing one is replaced only if triptych wrote it and it is unchanged.
+            Default: standard output.
         as_json: Print one JSON object per line, with scores and tokens.
         attention: With --json: add the attention weights of some heads: cross.3.2 is head 2 of layer 3,
             cross.3 a layer, encoder.* a pattern. May be repeated.

@@ -38,7 +38,7 @@ _ABOUT = {
     "model": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub.",
     "models": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub; or several.",
     "quiet": "Show no progress on standard error.",
-    "verbose": "On failure, print everything that was found, and what to do.",
+    "verbose": "On failure, print the details and what to do.",
     "without": "Switch heads off: 3.2 is head 2 of layer 3, 3 a layer, *.2 a pattern; several with commas.",
 }
 _SECTIONS = {"without": "Model"}

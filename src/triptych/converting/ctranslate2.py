@@ -9,7 +9,7 @@ Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.weights import AttentionWeights
-from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.converting.checks import (
     ConversionCheck,
@@ -31,20 +30,19 @@ from triptych.converting.checks import (
     rounded_difference,
 )
 from triptych.converting.plain import (
-    HeadSizes,
     head_sizes,
     max_positions,
     padded,
-    plain_layer,
+    plain_layers,
     plain_model,
     position_table,
+    require_plain,
     rotary_base,
 )
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.architecture import FeedForwardConfig, NormConfig, SublayerConfig
+from triptych.models import EncoderDecoder, LanguageModel, attention_weights
 from triptych.models.blocks import Block, OffsetNorm
 from triptych.models.feed_forward import FeedForward
 from triptych.opening import OpenedModel
@@ -92,10 +90,7 @@ def write_translator(run: OpenedModel, folder: Path, quantization: Quantization)
     unknown = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
     spec.config.unk_token = source.vocabulary[unknown]
     spec.config.add_source_eos = True
-    spec.config.layer_norm_epsilon = 1e-5
-    spec.validate()
-    spec.optimize(quantization=quantization)
-    spec.save(str(folder))
+    _save(spec, folder, quantization, 1e-5)
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
     if run.shortlist is not None:
         write_text(folder / "vmap.txt", run.shortlist.as_text(run.tokenizers))
@@ -108,48 +103,70 @@ def write_translator(run: OpenedModel, folder: Path, quantization: Quantization)
 def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
     from ctranslate2.specs import transformer_spec
 
-    config = model.config
-    same: dict[str, Any] = {"pre_norm": config.norm == "pre", "activation": _activation(config.activation)}
-    encoder = transformer_spec.TransformerEncoderSpec(config.encoder.num_layers, num_heads["encoder"], **same)
-    decoder = transformer_spec.TransformerDecoderSpec(config.decoder.num_layers, num_heads["decoder"], **same)
-    for stack in (encoder, decoder):
-        stack.scale_embeddings = float(config.d_model**0.5)
-    encoder.embeddings[0].weight = _array(model.encoder.embeddings.table.weight)
-    decoder.embeddings.weight = _array(model.decoder.embeddings.table.weight)
-    encoder.position_encodings.encodings = _array(position_table(model.encoder, length))
-    decoder.position_encodings.encodings = _array(position_table(model.decoder, length))
-    if config.norm == "pre":
-        _set_norm(encoder.layer_norm, model.encoder.final_norm)
-        _set_norm(decoder.layer_norm, model.decoder.final_norm)
-    _set_linear(decoder.projection, [model.head.output])
-    for layer, block in zip([*encoder.layer, *decoder.layer], model.blocks, strict=True):
+    classes = {
+        "encoder": transformer_spec.TransformerEncoderSpec,
+        "decoder": transformer_spec.TransformerDecoderSpec,
+    }
+    pre_norm, activation = model.config.norm == "pre", _activation(model.config.activation)
+    specs, weights = [], attention_weights(model)
+    for name, stack in model.stacks.items():
+        spec = classes[name](len(stack.blocks), num_heads[name], pre_norm=pre_norm, activation=activation)
+        _fill(spec, stack, weights, position_table(stack, length))
+        specs.append(spec)
+    return transformer_spec.TransformerSpec(*specs)
+
+
+def _save(spec: Any, folder: Path, quantization: Quantization, eps: float) -> None:
+    spec.config.layer_norm_epsilon = eps
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    spec.save(str(folder))
+
+
+def _fill(
+    spec: Any, stack: LanguageModel, weights: Mapping[str, AttentionWeights], positions: Tensor | None
+) -> None:
+    """Fill in a stack whose attention layers are written plainly, with one link a side."""
+    config, kind = stack.embeddings.config, stack.architecture.kind
+    table = spec.embeddings[0] if kind == "encoder" else spec.embeddings
+    table.weight = _array(stack.embeddings.table.weight)
+    spec.scale_embeddings = False if config.scale == 1.0 else float(config.scale)
+    if positions is not None:
+        spec.position_encodings.encodings = _array(positions)
+    if stack.architecture.final_norm is not None:
+        _set_norm(spec.layer_norm, stack.final_norm)
+    if stack.head is not None:
+        output, scale = stack.head.output, stack.head.config.scale
+        _set_linear(
+            spec.projection, output.weight * scale, None if output.bias is None else output.bias * scale
+        )
+    for number, (layer, block) in enumerate(zip(spec.layer, stack.blocks, strict=True)):
         assert isinstance(block, Block)  # a ModuleList does not tell
-        _set_linear(layer.self_attention.linear[0], _maps(block.self_attention, "qkv"))
-        _set_linear(layer.self_attention.linear[1], _maps(block.self_attention, "o"))
+        _set_attention(layer.self_attention, weights[f"{kind}.{number}"], ("qkv", "o"))
         _set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
-        _set_feed_forward(layer.ffn, block)
         if block.has_cross:
-            for place, sides in enumerate(("q", "kv", "o")):
-                _set_linear(layer.attention.linear[place], _maps(block.cross_attention, sides))
+            _set_attention(layer.attention, weights[f"cross.{number}"], ("q", "kv", "o"))
             _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
-    return transformer_spec.TransformerSpec(encoder, decoder)
+        feed_forward = block.feed_forward
+        assert isinstance(feed_forward, FeedForward)  # others are refused
+        gate, inner, outer = feed_forward.gate, feed_forward.inner, feed_forward.outer
+        first = inner if gate is None else gate
+        _set_linear(layer.ffn.linear_0, first.weight, first.bias)
+        if gate is not None:
+            _set_linear(layer.ffn.linear_0_noact, inner.weight, inner.bias)
+        _set_linear(layer.ffn.linear_1, outer.weight, outer.bias)
+        _set_norm(layer.ffn.layer_norm, block.feed_forward_residual.norm)
 
 
-def _maps(attention: MultiHeadAttention, sides: str) -> list[torch.nn.Linear]:
-    """Maps of the paper's own parameterisation, as `plain_model` writes them."""
-    found = [attention.projections.get_submodule(f"{side}_proj") for side in sides]
-    return [linear for linear in found if isinstance(linear, torch.nn.Linear)]
-
-
-def _set_feed_forward(spec: Any, block: Block) -> None:
-    feed_forward = block.feed_forward
-    assert isinstance(feed_forward, FeedForward)  # others are refused
-    gate = feed_forward.gate
-    _set_linear(spec.linear_0, [feed_forward.inner if gate is None else gate])
-    if gate is not None:
-        _set_linear(spec.linear_0_noact, [feed_forward.inner])
-    _set_linear(spec.linear_1, [feed_forward.outer])
-    _set_norm(spec.layer_norm, block.feed_forward_residual.norm)
+def _set_attention(spec: Any, weights: AttentionWeights, maps: Sequence[str]) -> None:
+    for linear, sides in zip(spec.linear, maps, strict=True):
+        if sides == "o":
+            rows, bias = weights.o[0].weight.flatten(0, 1).T, weights.o_bias
+        else:
+            links = [weights.chain(side)[0] for side in sides]  # type: ignore[arg-type]
+            rows = torch.cat([link.weight.mT.flatten(0, 1) for link in links])
+            bias = torch.cat([link.bias.flatten() for link in links if link.bias is not None])
+        _set_linear(linear, rows, bias if bias is not None and bool(bias.any()) else None)
 
 
 def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
@@ -174,9 +191,7 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     following = torch.cat([pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], target.eos_id)], dim=1)
     log_probs = logits_of(run.encoder_decoder, pairs).double().log_softmax(dim=-1)
     expected = log_probs.gather(2, following[:, :, None])[:, :, 0].float()
-    if quantization == "int8":
-        return rounded_difference(what, expected, found)
-    return compare_logits(what, expected, found, _TOLERANCE)
+    return _compared(what, expected, found, quantization)
 
 
 def _readme_of_translator(run: OpenedModel, length: int) -> str:
@@ -264,10 +279,9 @@ def write_generator(
     spec.register_vocabulary(vocabulary)
     # Every token of ours is known, and the engine names the tokens that end a text.
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = vocabulary[0]
-    spec.config.layer_norm_epsilon = _norm_of(model).eps
-    spec.validate()
-    spec.optimize(quantization=quantization)
-    spec.save(str(folder))
+    norm = model.architecture.final_norm
+    assert norm is not None  # models without one are refused
+    _save(spec, folder, quantization, norm.eps)
     return _check(model, folder, quantization)
 
 
@@ -275,106 +289,36 @@ def _refused(what: str) -> UsageError:
     return UsageError(f"CTranslate2 cannot hold this model: {what}")
 
 
-def _norm_of(model: LanguageModel) -> NormConfig:
-    """The norm that all of the model's are alike."""
-    norm = model.architecture.final_norm
-    if norm is None:
-        raise _refused("there is no norm after the last block")
-    return norm
-
-
-def _require_fit(model: LanguageModel) -> None:
-    """All but the attention layers is what a spec holds."""
-    made, norm = model.architecture, _norm_of(model)
-    embeddings, head = made.embeddings, made.head
-    reasons: dict[str, bool] = {
-        "it is an encoder": made.kind != "decoder",
-        "it has no output table": head is None,
-        "blocks serve several times": bool(made.order) and made.order != tuple(range(len(made.blocks))),
-        "embeddings have another width than the stream": embeddings.width not in (None, made.d_model),
-        f"{embeddings.positions} positions of the embeddings": embeddings.positions == "sinusoidal",
-        "token types": embeddings.num_types > 0,
-        "a norm of the embeddings": embeddings.norm is not None,
-    }
-    if head is not None:
-        reasons |= {
-            "a map before the output table": head.transform or head.norm is not None or bool(head.activation),
-            "the output table has another width than the stream": head.width not in (None, made.d_model),
-            "a soft cap of the logits": head.soft_cap is not None,
-        }
-    first = _feed_forward(model, 0)
-    for number, block in enumerate(made.blocks):
-        for frame in (block.attention, block.feed_forward_frame):
-            reasons |= {f"block {number} {reason}": holds for reason, holds in _of_frame(frame, norm)}
-        reasons[f"block {number} computes attention and feed-forward layer side by side"] = block.parallel
-        feed_forward = _feed_forward(model, number)
-        reasons[f"block {number} has another feed-forward layer than the first"] = (
-            feed_forward.activation,
-            feed_forward.gated,
-        ) != (first.activation, first.gated)
-        reasons[f"the activation {feed_forward.activation}"] = feed_forward.activation not in _ACTIVATIONS
-    for reason, holds in reasons.items():
-        if holds:
-            raise _refused(reason)
-
-
-def _feed_forward(model: LanguageModel, number: int) -> FeedForwardConfig:
-    config = model.architecture.blocks[number].feed_forward
-    if not isinstance(config, FeedForwardConfig):
-        raise _refused(f"block {number} has a mixture of experts")
-    return config
-
-
-def _of_frame(frame: SublayerConfig, norm: NormConfig) -> Iterator[tuple[str, bool]]:
-    yield "has no norm before a sub-layer", frame.norm is None or frame.place != "pre"
-    yield "has a norm after a sub-layer", frame.out_norm is not None
-    yield "scales what a sub-layer adds", frame.scale != 1.0
-    yield "adds to the normalised stream", frame.from_norm
-    alike = frame.norm is None or (frame.norm.kind, frame.norm.eps) == (norm.kind, norm.eps)
-    yield "has another norm than the last one", not alike
-
-
 def _spec(model: LanguageModel) -> Any:
     from ctranslate2.specs import transformer_spec
 
-    _require_fit(model)
-    made, norm = model.architecture, _norm_of(model)
-    blocks = [block for block in model.blocks if isinstance(block, Block)]
-    plain = [plain_layer(block, number, _refused) for number, block in enumerate(blocks)]
+    norm, feed_forward = require_plain(model, _refused)
+    if feed_forward.activation not in _ACTIVATIONS:
+        raise _refused(f"the activation {feed_forward.activation}")
+    made = model.architecture
+    if made.embeddings.positions == "sinusoidal":
+        raise _refused("sinusoidal positions of the embeddings")
+    plain = plain_layers(model, _refused)
     sizes = head_sizes(plain, _refused)
     rotary, *others = (_rotary(weights.semantics.rotary, sizes.width) for weights in plain)
     if any(other != rotary for other in others):
         raise _refused("its layers have different rotary positions")
     if not rotary and made.embeddings.positions == "none":
         raise _refused("it has no positions")
-    first = _feed_forward(model, 0)
     spec = transformer_spec.TransformerDecoderModelSpec.from_config(
-        len(blocks),
+        len(plain),
         sizes.num_heads,
         pre_norm=True,
-        activation=_activation(first.activation),
-        ffn_glu=first.gated,
+        activation=_activation(feed_forward.activation),
+        ffn_glu=feed_forward.gated,
         rms_norm=norm.kind == "rms",
         num_heads_kv=None if sizes.num_kv_heads == sizes.num_heads else sizes.num_kv_heads,
         head_dim=None if sizes.width * sizes.num_heads == made.d_model else sizes.width,
         **rotary,
     )
-    decoder = spec.decoder
-    decoder.scale_embeddings = False if made.embeddings.scale == 1.0 else float(made.embeddings.scale)
-    decoder.embeddings.weight = _array(model.embeddings.table.weight)
-    if made.embeddings.positions == "learned":
-        rows = model.embeddings.positions.get_parameter("weight")
-        decoder.position_encodings.encodings = _array(rows[made.embeddings.position_offset :])
-    _set_norm(decoder.layer_norm, model.final_norm)
-    assert model.head is not None
-    output, scale = model.head.output, model.head.config.scale
-    decoder.projection.weight = _array(output.weight * scale if scale != 1.0 else output.weight)
-    if output.bias is not None:
-        decoder.projection.bias = _array(output.bias * scale)
-    for layer, block, weights in zip(decoder.layer, blocks, plain, strict=True):
-        _set_attention(layer.self_attention, weights, sizes)
-        _set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
-        _set_feed_forward(layer.ffn, block)
+    weights = {f"decoder.{number}": padded(layer, sizes) for number, layer in enumerate(plain)}
+    positions = None if rotary else position_table(model, made.embeddings.num_positions)
+    _fill(spec.decoder, model, weights, positions)
     return spec
 
 
@@ -390,18 +334,6 @@ def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
     }
 
 
-def _set_attention(spec: Any, weights: AttentionWeights, sizes: HeadSizes) -> None:
-    plain = padded(weights, sizes)
-    (q,), (k,), (v,), (o,) = plain.q, plain.k, plain.v, plain.o
-    spec.linear[0].weight = _array(torch.cat([link.weight.mT.flatten(0, 1) for link in (q, k, v)]))
-    spec.linear[1].weight = _array(o.weight.flatten(0, 1).T)
-    biases = torch.cat([link.bias.flatten() for link in (q, k, v) if link.bias is not None])
-    if bool(biases.any()):
-        spec.linear[0].bias = _array(biases)
-    if weights.o_bias is not None:
-        spec.linear[1].bias = _array(weights.o_bias)
-
-
 @torch.no_grad()
 def _check(model: LanguageModel, folder: Path, quantization: Quantization) -> ConversionCheck:
     import ctranslate2
@@ -415,6 +347,10 @@ def _check(model: LanguageModel, folder: Path, quantization: Quantization) -> Co
     tokens = [[str(token) for token in row] for row in ids.tolist()]
     found = torch.as_tensor(numpy.asarray(generator.forward_batch(tokens)))
     what = "logits by CTranslate2 and by the model"
+    return _compared(what, expected, found, quantization)
+
+
+def _compared(what: str, expected: Tensor, found: Tensor, quantization: Quantization) -> ConversionCheck:
     if quantization == "int8":
         return rounded_difference(what, expected, found)
     return compare_logits(what, expected, found, _TOLERANCE)
@@ -425,11 +361,10 @@ def _array(tensor: Tensor) -> Any:
     return tensor.detach().float().cpu().contiguous().numpy()
 
 
-def _set_linear(spec: Any, linears: Sequence[nn.Linear]) -> None:
-    """Fill in one map, or several below each other."""
-    spec.weight = _array(_below([linear.weight for linear in linears]))
-    if linears[0].bias is not None:
-        spec.bias = _array(_below([linear.bias for linear in linears]))
+def _set_linear(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
+    spec.weight = _array(weight)
+    if bias is not None:
+        spec.bias = _array(bias)
 
 
 def _set_norm(spec: Any, norm: nn.Module) -> None:
@@ -442,8 +377,3 @@ def _set_norm(spec: Any, norm: nn.Module) -> None:
     spec.gamma = _array(weight)
     if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
         spec.beta = _array(torch.zeros_like(weight) if norm.bias is None else norm.bias)
-
-
-def _below(tensors: Sequence[Tensor]) -> Tensor:
-    # `torch.cat` would copy a single one.
-    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])

@@ -6,7 +6,7 @@ The family file says which of our tensors each stored tensor comes from, and und
 Source: `modeling_*.py` of marian, pegasus, gpt2 and llama, github.com/huggingface/transformers, version 5.23.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
@@ -14,25 +14,22 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.weights import AttentionWeights
-from triptych.attention import PositionIds
 from triptych.checkpoints.family import family_of
 from triptych.checkpoints.model_parts import ACTIVATIONS
 from triptych.checkpoints.models import new_tensors
-from triptych.checkpoints.translators import ACTIVATIONS as MARIAN_ACTIVATIONS
 from triptych.converting.plain import (
     HeadSizes,
     PlainModel,
     head_sizes,
     max_positions,
     padded,
-    plain_layer,
+    plain_layers,
     position_table,
+    require_plain,
     rotary_base,
 )
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.architecture import FeedForwardConfig, NormConfig
-from triptych.models.blocks import Block
 from triptych.models.sites import attention_sites
 from triptych.storage.settings import Settings
 from triptych.text import TokenizerPair
@@ -111,14 +108,13 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     length, shared = max_positions(model, max_extra_tokens), config.tie_embeddings == "all"
     # Marian's switch is about target and output, Pegasus's about all tables.
     tied = shared or (kind == "marian" and config.tie_embeddings == "target")
-    names = {our: their for their, our in reversed(MARIAN_ACTIVATIONS.items())}
     facts: dict[str, Any] = {
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "dropout", "activation_dropout")},
         **{f"{name}_id": getattr(target, f"{name}_id") for name in ("bos", "eos")},
         **{f"{stack}_layers": len(half.blocks) for stack, half in model.stacks.items()},
         **{f"{stack}_heads": count for stack, count in plain.num_heads.items()},
         "heads_size": config.d_model,
-        "activation": names[config.activation],
+        "activation": config.activation,
         "attention_dropout": config.sites("encoder")[0].dropout,
         "num_positions": length,
         "source_size": model.src_vocab_size,
@@ -157,128 +153,70 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
 def language_model(model: LanguageModel) -> Exported:
     """A language model of a recipe in the first format that holds it."""
     reasons = []
-    for fold in (_as_gpt2, _as_llama):
+    for kind in ("gpt2", "llama"):
         try:
-            return fold(model)
+            return _language_model(model, kind)
         except UsageError as error:
             reasons.append(str(error))
     raise UsageError(f"no format of transformers holds this model: {'; '.join(reasons)}")
 
 
-def _refusing(format_name: str) -> Callable[[str], UsageError]:
-    return lambda what: UsageError(f"{format_name} has no place for it: {what}")
+def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exported:
+    name, norm_kind, gated = ("GPT-2", "layer", False) if kind == "gpt2" else ("Llama", "rms", True)
 
+    def refused(what: str) -> UsageError:
+        return UsageError(f"{name}'s format has no place for it: {what}")
 
-def _require(
-    model: LanguageModel, refused: Callable[[str], UsageError], kind: str, *, gated: bool
-) -> tuple[NormConfig, FeedForwardConfig]:
-    """Check all but attention against the format; the norm and the feed-forward layer of every block."""
-    made = model.architecture
-    embeddings, head, norm = made.embeddings, made.head, made.final_norm
-    names = {"layer": "LayerNorm", "rms": "RMSNorm"}
-    if made.kind != "decoder":
-        raise refused("it is an encoder")
-    if norm is None or any(
-        frame.place != "pre" or frame.norm is None or frame.out_norm is not None or frame.scale != 1.0
-        for block in made.blocks
-        for frame in (block.attention, block.feed_forward_frame)
-    ):
-        raise refused("its norms stand in other places than before each sub-layer and after the last block")
-    if norm.kind != kind:
-        raise refused(f"its norms are {names[norm.kind]}, not {names[kind]}")
-    if embeddings.norm is not None or embeddings.scale != 1.0 or embeddings.width is not None:
-        raise refused("its embeddings are scaled, normalised or of another width")
-    if head is None or head.bias or head.transform or head.scale != 1.0 or head.soft_cap is not None:
+    norm, feed_forward = require_plain(model, refused)
+    head, config = model.head, model.config
+    assert head is not None
+    assert config is not None, "the model is a recipe's"
+    if norm.kind != norm_kind:
+        names = {"layer": "LayerNorm", "rms": "RMSNorm"}
+        raise refused(f"its norms are {names[norm.kind]}, not {names[norm_kind]}")
+    if model.embeddings.config.scale != 1.0:
+        raise refused("its embeddings are scaled")
+    if head.config.bias or head.config.scale != 1.0:
         raise refused("its logits are more than a product with the output table")
-    feed_forward = made.blocks[0].feed_forward
-    assert isinstance(feed_forward, FeedForwardConfig), "recipes have no other ones"
     if feed_forward.gated != gated:
         raise refused(f"its feed-forward layers have {'no' if gated else 'a'} gate")
-    return norm, feed_forward
-
-
-def _blocks(model: LanguageModel) -> list[Block]:
-    return [block for block in model.blocks if isinstance(block, Block)]
-
-
-def _context(model: LanguageModel) -> int:
-    assert model.config is not None, "the model is a recipe's"
-    return model.config.context
-
-
-def _language_model(
-    model: LanguageModel,
-    kind: str,
-    layers: Sequence[AttentionWeights],
-    sizes: HeadSizes,
-    feed_forward: FeedForwardConfig,
-    facts: Mapping[str, Any],
-    given: Mapping[str, Tensor],
-    as_trained: bool = True,
-) -> Exported:
-    assert model.head is not None
-    facts = {
-        "d_model": model.architecture.d_model,
+    layers, given = plain_layers(model, refused), dict[str, Tensor]()
+    found = sizes = head_sizes(layers, refused)
+    facts: dict[str, Any] = {
+        "d_model": config.d_model,
         "d_ff": feed_forward.d_ff,
         "activation": _ACTIVATIONS[feed_forward.activation],
-        "num_layers": len(layers),
-        **asdict(sizes),
-        "tied": model.head.config.tied,
-        "vocab_size": model.vocab_size,
-        **facts,
-    }
-    made_of = {block.self_attention.parameterisation.name for block in _blocks(model)}
-    plain = as_trained and made_of <= {"factored", "grouped"}
-    done = () if plain else ("the maps of every head multiplied out",)
-    filled = [padded(weights, sizes) for weights in layers]
-    settings, tensors, _ = _export(model, kind, kind, filled, facts, given)
-    return Exported(settings, tensors, done)
-
-
-def _as_gpt2(model: LanguageModel) -> Exported:
-    refused = _refusing("GPT-2's format")
-    norm, feed_forward = _require(model, refused, "layer", gated=False)
-    blocks, d_model = _blocks(model), model.architecture.d_model
-    if any(block.self_attention.semantics.rotary is not None for block in blocks):
-        raise refused("rotary positions")
-    layers = [plain_layer(block, number, refused) for number, block in enumerate(blocks)]
-    found = head_sizes(layers, refused)
-    width = d_model // found.num_heads
-    if d_model % found.num_heads or width < found.width:
-        raise refused(f"{found.num_heads} heads of {found.width} channels are more than d_model {d_model}")
-    sizes, positions = HeadSizes(found.num_heads, found.num_heads, width), _positions(model)
-    facts = {"eps": norm.eps, "num_positions": len(positions)}
-    given = {"embeddings.positions.weight": positions}
-    return _language_model(model, "gpt2", layers, sizes, feed_forward, facts, given, sizes == found)
-
-
-@torch.no_grad()
-def _positions(model: LanguageModel) -> Tensor:
-    """What is added for every position, a table that is stored or computed."""
-    length, table = _context(model), model.embeddings.table.weight
-    if model.architecture.embeddings.positions == "learned":
-        return model.embeddings.positions.get_parameter("weight")
-    zeros = table.new_zeros(1, length, model.architecture.d_model)
-    added: Tensor = model.embeddings.positions(zeros, PositionIds(torch.arange(length), length))
-    return added[0]
-
-
-def _as_llama(model: LanguageModel) -> Exported:
-    refused = _refusing("Llama's")
-    norm, feed_forward = _require(model, refused, "rms", gated=True)
-    layers = [plain_layer(block, number, refused) for number, block in enumerate(_blocks(model))]
-    sizes, rotary = head_sizes(layers, refused), layers[0].semantics.rotary
-    if rotary is None or rotary.pairing != "halves" or model.architecture.embeddings.positions != "none":
-        raise refused("positions other than rotary ones of two halves")
-    if 2 * len(rotary.frequencies) != sizes.width:
-        raise refused(f"{2 * len(rotary.frequencies)} of {sizes.width} channels of a head are rotated")
-    maps = [weights.multiplied(side).bias for weights in layers for side in ("q", "k", "v")]
-    facts = {
         "eps": norm.eps,
-        "context": _context(model),
-        "rope": {"rope_type": "default", "rope_theta": rotary_base(rotary, refused)},
-        "biases": any(bias is not None and bool(bias.any()) for bias in maps)
-        or any(weights.o_bias is not None for weights in layers),
-        "mlp_biases": feed_forward.bias,
+        "num_layers": len(layers),
+        "tied": head.config.tied,
+        "vocab_size": model.vocab_size,
+        "context": config.context,
     }
-    return _language_model(model, "llama", layers, sizes, feed_forward, facts, {})
+    if kind == "gpt2":
+        if any(weights.semantics.rotary is not None for weights in layers):
+            raise refused("rotary positions")
+        width = config.d_model // found.num_heads
+        if config.d_model % found.num_heads or width < found.width:
+            heads = f"{found.num_heads} heads of {found.width} channels"
+            raise refused(f"{heads} are more than d_model {config.d_model}")
+        sizes = HeadSizes(found.num_heads, found.num_heads, width)
+        positions = position_table(model, model.max_tokens or config.context)
+        facts["num_positions"], given["embeddings.positions.weight"] = len(positions), positions
+    else:
+        rotary = layers[0].semantics.rotary
+        if rotary is None or rotary.pairing != "halves" or model.embeddings.config.positions != "none":
+            raise refused("positions other than rotary ones of two halves")
+        if 2 * len(rotary.frequencies) != sizes.width:
+            raise refused(f"{2 * len(rotary.frequencies)} of {sizes.width} channels of a head are rotated")
+        maps = [weights.multiplied(side).bias for weights in layers for side in ("q", "k", "v")]
+        facts |= {
+            "rope": {"rope_type": "default", "rope_theta": rotary_base(rotary, refused)},
+            "biases": any(bias is not None and bool(bias.any()) for bias in maps)
+            or any(weights.o_bias is not None for weights in layers),
+            "mlp_biases": feed_forward.bias,
+        }
+    filled = [padded(weights, sizes) for weights in layers]
+    settings, tensors, _ = _export(model, kind, kind, filled, facts | asdict(sizes), given)
+    made_of = {site.layer.parameterisation.name for site in attention_sites(model)}
+    plain = made_of <= {"factored", "grouped"} and (kind == "llama" or sizes == found)
+    return Exported(settings, tensors, () if plain else ("every head written as W_Q, W_K, W_V and W_O",))

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -115,7 +116,7 @@ def write_onnx(run: OpenedModel, folder: Path) -> Written:
     _export(*graphs, pairs, folder)
     write_tokenizers(run.tokenizers, model.config.max_source_tokens + 1, folder)
     (folder / "README.md").write_text(_readme(run, length), encoding="utf-8")
-    done = ("every head multiplied out: W_Q, W_K, W_V and W_O",)
+    done = ("every head written as W_Q, W_K, W_V and W_O",)
     check = _check(run, folder)
     return Written("encoder.onnx and decoder.onnx, float32", _count_numbers(folder), done, (check,))
 
@@ -133,61 +134,33 @@ def _export(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: 
         mask, *memory = encoder(pairs.src)
     names = [f"{kind}.{i}" for i in range(len(memory) // 2) for kind in ("keys", "values")]
     rows, src_len, new, before = Dim.AUTO, Dim.AUTO, Dim.AUTO, Dim.AUTO
-    of_memory = {0: rows, 2: src_len}
-    _save(
-        encoder,
-        (pairs.src,),
-        folder / ENCODER,
-        ["src_ids"],
-        ["mask", *(f"memory.{name}" for name in names)],
-        {"src_ids": {0: rows, 1: src_len}},
-    )
-    own = [tensor[:, :, :2].clone() for tensor in _own_shapes(decoder, pairs, mask, memory)]
-    _save(
-        decoder,
-        (pairs.tgt_in, mask, own, memory),
-        folder / DECODER,
-        ["tgt_ids", "mask", *(f"before.{name}" for name in names), *(f"memory.{name}" for name in names)],
-        ["logits", *(f"now.{name}" for name in names)],
-        {
-            "tgt_ids": {0: rows, 1: new},
-            "mask": {0: rows, 1: src_len},
-            "own": [{0: rows, 2: before} for _ in own],
-            "memory": [of_memory for _ in memory],
-        },
-    )
-
-
-@torch.no_grad()
-def _own_shapes(decoder: DecoderGraph, pairs: Pairs, mask: Tensor, memory: list[Tensor]) -> list[Tensor]:
-    """Keys and values as the decoder keeps them, of a few tokens."""
     layers = [cast(FusedAttention, block.self_attention) for block in blocks_of(decoder.model, "decoder")]
-    rows = len(pairs.src)
-    nothing = [torch.zeros(rows, layer.groups, 0, layer.width) for layer in layers for _ in range(2)]
-    _, *own = decoder(pairs.tgt_in, mask, nothing, memory)
-    return list(own)
-
-
-def _save(
-    graph: nn.Module,
-    inputs: tuple[Any, ...],
-    path: Path,
-    input_names: list[str],
-    output_names: list[str],
-    dynamic_shapes: dict[str, Any],
-) -> None:
+    own = [
+        torch.randn(len(pairs.src), layer.groups, 2, layer.width) for layer in layers for _ in range(2)
+    ]  # keys and values of two tokens, as the decoder caches them
+    export = partial(torch.onnx.export, opset_version=_OPSET, dynamo=True, external_data=False, verbose=False)
     with _without_remarks():
-        torch.onnx.export(
-            graph,
-            inputs,
-            str(path),
-            input_names=input_names,
-            output_names=output_names,
-            dynamic_shapes=dynamic_shapes,
-            opset_version=_OPSET,
-            dynamo=True,
-            external_data=False,
-            verbose=False,
+        export(
+            encoder,
+            (pairs.src,),
+            str(folder / ENCODER),
+            input_names=["src_ids"],
+            output_names=["mask", *(f"memory.{name}" for name in names)],
+            dynamic_shapes={"src_ids": {0: rows, 1: src_len}},
+        )
+        cached = [*(f"before.{name}" for name in names), *(f"memory.{name}" for name in names)]
+        export(
+            decoder,
+            (pairs.tgt_in, mask, own, memory),
+            str(folder / DECODER),
+            input_names=["tgt_ids", "mask", *cached],
+            output_names=["logits", *(f"now.{name}" for name in names)],
+            dynamic_shapes={
+                "tgt_ids": {0: rows, 1: new},
+                "mask": {0: rows, 1: src_len},
+                "own": [{0: rows, 2: before} for _ in own],
+                "memory": [{0: rows, 2: src_len} for _ in memory],
+            },
         )
 
 

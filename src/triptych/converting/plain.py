@@ -20,8 +20,8 @@ from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, standard_scale
 from triptych.attention import LearnedPositions, sinusoidal
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder, LanguageModel, attention_weights, with_attention
-from triptych.models.blocks import Block
+from triptych.models import EncoderDecoder, LanguageModel, attention_sites, attention_weights, with_attention
+from triptych.models.architecture import FeedForwardConfig, NormConfig
 from triptych.rewriting.models import WeightsRewrite, rewrite
 
 # Makes the error of a format from the part that does not fit.
@@ -79,17 +79,15 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
         )
     before = attention_weights(model)
     plain: dict[str, AttentionWeights] = {}
-    steps: dict[str, list[str]] = {}
+    sites_of: dict[str, list[str]] = {}
     num_heads = {}
     for stack, kinds in _STACKS.items():
         sites = {name: found for name, found in before.items() if name.split(".")[0] in kinds}
         num_heads[stack] = _number_of_heads(model.config.d_model, sites, target)
         for name, weights in sites.items():
-            plain[name], steps[name] = _plain_site(name, weights, num_heads[stack], target)
-    sites_of: dict[str, list[str]] = {}
-    for name, taken in steps.items():
-        for step in taken:
-            sites_of.setdefault(step, []).append(name)
+            plain[name], steps = _plain_site(name, weights, num_heads[stack], target)
+            for step in steps:
+                sites_of.setdefault(step, []).append(name)
     done = tuple(f"{step}: {', '.join(names)}" for step, names in sites_of.items())
     return PlainModel(with_attention(model, plain).eval(), num_heads, done)
 
@@ -162,7 +160,8 @@ def position_table(stack: LanguageModel, length: int) -> Tensor:
     """What is added to the embeddings of the first tokens, `[length, d_model]`."""
     embeddings, d_model = stack.embeddings, stack.architecture.d_model
     if isinstance(embeddings.positions, LearnedPositions):
-        return embeddings.positions.weight[:length].detach()
+        first = embeddings.config.position_offset
+        return embeddings.positions.weight[first : first + length].detach()
     some = embeddings.table.weight
     if embeddings.config.positions == "none":
         return some.new_zeros(length, d_model)
@@ -172,21 +171,69 @@ def position_table(stack: LanguageModel, length: int) -> Tensor:
 # Language models.
 
 
-def plain_layer(block: Block, number: int, refused: Refused) -> AttentionWeights:
-    """The maps of a block with one link a side and a map for each."""
-    weights = block.self_attention.weights("causal")
-    unfit = weights.semantics.beyond(("scale", "kind", "rotary", "dropout"))
-    if weights.norms_within:
-        unfit.append("norms between its maps")
-    if unfit:
-        raise refused(f"the attention of block {number} has {unfit[0]}")
-    try:
-        weights = rewrite(weights, rewrites.expand).result
-        if not weights.k:
-            weights = rewrite(weights, rewrites.factor).result
-    except RewriteRefusedError as error:
-        raise refused(str(error.at(f"block {number}"))) from None
-    return weights
+def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, FeedForwardConfig]:
+    """Refuse all but the attention that GPT-2 and Llama do not have; the norm and the feed-forward layer."""
+    made = model.architecture
+    norm, embeddings, head = made.final_norm, made.embeddings, made.head
+    if made.kind != "decoder":
+        raise refused("it is an encoder")
+    if norm is None:
+        raise refused("there is no norm after the last block")
+    reasons: dict[str, bool] = {
+        "it has no output table": head is None,
+        "blocks serve several times": bool(made.order) and made.order != tuple(range(len(made.blocks))),
+        "embeddings have another width than the stream": embeddings.width not in (None, made.d_model),
+        "token types": embeddings.num_types > 0,
+        "a norm of the embeddings": embeddings.norm is not None,
+    }
+    if head is not None:
+        reasons |= {
+            "a map before the output table": head.transform or head.norm is not None or bool(head.activation),
+            "the output table has another width than the stream": head.width not in (None, made.d_model),
+            "a soft cap of the logits": head.soft_cap is not None,
+        }
+    found = []
+    for number, block in enumerate(made.blocks):
+        for frame in (block.attention, block.feed_forward_frame):
+            own = frame.norm
+            reasons |= {
+                f"block {number} has no norm before a sub-layer": own is None or frame.place != "pre",
+                f"block {number} has a norm after a sub-layer": frame.out_norm is not None,
+                f"block {number} scales what a sub-layer adds": frame.scale != 1.0,
+                f"block {number} adds to the normalised stream": frame.from_norm,
+                f"block {number} has another norm than the last one": own is not None
+                and (own.kind, own.eps) != (norm.kind, norm.eps),
+            }
+        reasons[f"block {number} computes attention and feed-forward layer side by side"] = block.parallel
+        if not isinstance(block.feed_forward, FeedForwardConfig):
+            raise refused(f"block {number} has a mixture of experts")
+        found.append(block.feed_forward)
+        reasons[f"block {number} has another feed-forward layer than the first"] = (
+            found[-1].activation,
+            found[-1].gated,
+        ) != (found[0].activation, found[0].gated)
+    for reason, holds in reasons.items():
+        if holds:
+            raise refused(reason)
+    return norm, found[0]
+
+
+def plain_layers(model: LanguageModel, refused: Refused) -> list[AttentionWeights]:
+    """The attention of every block with one link a side and a map for each."""
+    found = []
+    for site in attention_sites(model):
+        weights = site.layer.weights("causal")
+        unfit = weights.semantics.beyond(("scale", "kind", "rotary", "dropout"))
+        if weights.norms_within:
+            unfit.append("norms between its maps")
+        if unfit:
+            raise refused(f"the attention of block {site.block} has {unfit[0]}")
+        try:
+            weights = rewrite(weights, rewrites.expand).result
+            found.append(weights if weights.k else rewrite(weights, rewrites.factor).result)
+        except RewriteRefusedError as error:
+            raise refused(str(error.at(f"block {site.block}"))) from None
+    return found
 
 
 def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSizes:

@@ -156,8 +156,8 @@ class CostRow:
     prefill_flops: int  # per token of self-attention over `length` tokens; by the route `prefill_route`
     prefill_route: str
     # for one new token that sees `context` tokens from the cache; by `decode_route`: "absorbed" counts moving
-    # queries to what is remembered, "expanded" rebuilding keys and values of every token, where they are not
-    # remembered as such
+    # queries to what is cached, "expanded" rebuilding keys and values of every token, where they are not
+    # cached as such
     decode_flops: int
     decode_route: str
     # kept for the backward pass by all sequences at `length`, through a fused kernel (`PassCost.kept_numbers`

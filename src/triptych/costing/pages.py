@@ -8,13 +8,13 @@ from triptych.reports import Bar, BarChart, Report, Table
 
 LEGEND = (
     "FLOPs are per token and of matrix products, a multiplication and an addition being two; every",
-    "query meets every key. Training is forward and backward, 3 × prefill. Not counted: softmax,",
+    "query with every key. Training is forward and backward, 3 × prefill. Not counted: softmax,",
     "scale, biases, diagonal maps. Kept for backward: by a fused kernel; attention written out keeps",
     "its weights too. FLOP/B: over what must move, the maps once and each tensor in and out.",
 )
 FORMULA_LEGEND = (
-    "W_i: one map a head, W_g: one a group, W: one for all; above, the sides that it serves.",
-    "I_i: the i-th slice of the input; diag(m_i): a learned factor a channel; c: a fixed factor.",
+    "W_i: one map per head, W_g: one per group, W: one for all; the superscript names its sides.",
+    "I_i: the i-th slice of the input; diag(m_i): a learned factor per channel; c: a constant.",
     "Parameters without biases.",
 )
 TIMING_LEGEND = (
@@ -229,11 +229,11 @@ def cost_page(report: CostReport, timed: TimingReport | None = None, command: st
     tables = [cost_table(report), formula_table(report)]
     if timed is not None:
         tables.insert(1, timing_table(timed))
-    said = [f"Own sizes: {own_sizes(report)}."] if own_sizes(report) else []
+    said = [f"Other sizes: {own_sizes(report)}."] if own_sizes(report) else []
     said += [f"{note[0].upper()}{note[1:]}." for note in notes(report)]
     return Report(
         title="What a parameterisation of attention costs",
-        summary="One attention layer, written in each of the ways, at one size.\n\n" + " ".join(said),
+        summary="One attention layer in each parameterisation, at one size.\n\n" + " ".join(said),
         facts=tuple(facts),
         charts=tuple(charts),
         tables=tuple(tables),

@@ -201,7 +201,7 @@ def _decode(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> 
         for length in (before - 1, min(before, 1)):
             if length > 0:
                 x = _input(spec, length, device)
-                cache.append(layer.projections.remember(x, x))
+                cache.append(layer.projections.project_kv(x, x))
     token = _input(spec, 1, device)
 
     def call() -> None:

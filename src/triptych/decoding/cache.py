@@ -113,7 +113,7 @@ class TextCache:
     def seen(self) -> int:
         return self.slots if self.fixed else even_length((self.longest + 1) * self.width)
 
-    def remember(self, entries: Sequence[Sequence[Tensor]], lengths: Int[Tensor, " texts"]) -> None:
+    def set_memory(self, entries: Sequence[Sequence[Tensor]], lengths: Int[Tensor, " texts"]) -> None:
         """The keys and values that each layer reads of the memory, and how many of them each text has."""
         self.memory_lengths, self.layers.memory = lengths, [LayerCache() for _ in entries]
         for layer, of_layer in zip(self.layers.memory, entries, strict=True):
@@ -174,7 +174,7 @@ class TextCache:
             kept = self.memory_lengths[texts]
             length = even_length(int(kept.max()))
             held = (layer.entries for layer in self.layers.memory)
-            self.remember([[e[:, :, :length].index_select(0, texts) for e in of] for of in held], kept)
+            self.set_memory([[e[:, :, :length].index_select(0, texts) for e in of] for of in held], kept)
 
     def join(self, other: "TextCache") -> None:
         """Take in the texts of another cache, after the own ones."""
@@ -194,7 +194,7 @@ class TextCache:
                 ]
                 for a, b in both
             ]
-            self.remember(held, torch.cat([self.memory_lengths, other.memory_lengths]))
+            self.set_memory(held, torch.cat([self.memory_lengths, other.memory_lengths]))
 
     def double(self) -> None:
         self._make_room(2 * self.room)

@@ -153,7 +153,7 @@ class Engine(DecodingEngine):
         )
         entries = self.project_memory(self.model.encode(src))
         padded = [[F.pad(entry, (0, 0, 0, missing)) for entry in of_layer] for of_layer in entries]
-        cache.remember(padded, (src != self.pad_id).sum(dim=1))
+        cache.set_memory(padded, (src != self.pad_id).sum(dim=1))
         if self.fixed:
             cache.steps = FixedSteps(self, cache)
         return cache

@@ -302,10 +302,10 @@ def _keeps_once(weights: AttentionWeights) -> bool:
     return weights.tied("k", "v") and not normed and semantics.clip is None
 
 
-def _as_remembered(weights: AttentionWeights) -> AttentionWeights:
+def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     """The same layer with what keys and values have in common as both of them, as `Latent` absorbs it.
 
-    Of keys `c U^K` and values `c U^V` only c is remembered: U^K goes to the queries, and U^V to the output. A
+    Of keys `c U^K` and values `c U^V` only c is cached: U^K goes to the queries, and U^V to the output. A
     bias of the keys adds the same to all scores of a query and is left out. Layers without such a map stay as
     they are; so do those where something stands between queries and keys, or depends on a whole score.
     """
@@ -378,7 +378,7 @@ def fuse(
                 is_cross = name == "cross_attention"
                 weights = layer.weights()
                 if small_cache:
-                    weights = _as_remembered(weights)
+                    weights = _as_cached(weights)
                     if beyond_fusing(weights, is_cross) or _keeps_more(weights):
                         continue
                 fused_layer = FusedAttention(weights, maps, is_cross, small_cache, layer.borrows)

@@ -12,7 +12,7 @@ from triptych.decoding.batches import LONGEST_PROMPT, check_length
 from triptych.decoding.cache import TextCache
 from triptych.decoding.engine import Engine
 from triptych.decoding.loop import Asked, Batch, Loop, Text, require_finite_logits
-from triptych.decoding.sampling import Draws, SamplingOptions, choose
+from triptych.decoding.sampling import RowState, SamplingOptions, choose
 from triptych.decoding.search import (
     LARGEST_BEAM,
     MOST_TOKENS,
@@ -142,7 +142,7 @@ class Sample(Text):
     ) -> None:
         """Begin; `row` is the number of its prompt times `num_samples`, plus its own."""
         self.row, self.new = row, list[NewToken]()
-        self.draws = Draws(options.seed, row % options.num_samples, prompt)
+        self.draws = RowState(options.seed, row % options.num_samples, prompt)
         self._engine, self._options, self._ends = engine, options, ends
         self._ids, self.size = [*prompt], len(prompt) + options.max_new_tokens
         self._read(engine.context)

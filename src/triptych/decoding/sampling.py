@@ -99,7 +99,7 @@ def draw(logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]) 
 
 
 @final
-class Draws:
+class RowState:
     """What the tokens of one row are chosen by: random numbers of its own, and the tokens that its text has.
 
     The numbers follow from the seed and the number of the sample alone: what is drawn for a prompt depends
@@ -112,7 +112,7 @@ class Draws:
 
 
 def choose(
-    logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[Draws]
+    logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
 ) -> Int[Tensor, " rows"]:
     """A token of every row."""
     if options.repetition_penalty != 1:

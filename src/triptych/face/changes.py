@@ -41,7 +41,7 @@ class Change(ABC):
     Attributes:
         words: what it is, for reprs and messages: "ablate(3.2)".
         layers: numbers in order of the layers whose weights it changes.
-        unsayable: why weights cannot say it, so that it cannot be saved; "" if they can.
+        unsayable: why weights cannot express it, so that it cannot be saved; "" if they can.
     """
 
     words: str
@@ -66,12 +66,7 @@ class Change(ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class WeightChange(Change):
-    """Other weights in some layers.
-
-    Attributes:
-        words: what it is.
-        layers: from a layer's number in order to what becomes of its weights.
-    """
+    """Other weights in some layers: by a layer's number in order, what becomes of its weights."""
 
     words: str
     layers: Mapping[int, Callable[[AttentionWeights], AttentionWeights]]
@@ -83,13 +78,7 @@ class WeightChange(Change):
 @final
 @dataclass(frozen=True, eq=False)
 class ValueChange(Change):
-    """Values of heads changed while the model runs.
-
-    Attributes:
-        words: what it is.
-        what: which value.
-        heads: from a layer's number in order to the edits of its heads.
-    """
+    """A value of heads changed while the model runs: by a layer's number in order, the edits of its heads."""
 
     words: str
     what: Activation
@@ -97,7 +86,7 @@ class ValueChange(Change):
 
     @property
     def unsayable(self) -> str:  # type: ignore[override]
-        return f"it changes {self.what} while the model runs, which no weights say"
+        return f"it changes {self.what} while the model runs, which weights cannot express"
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         for number, edits in self.heads.items():
@@ -108,15 +97,11 @@ class ValueChange(Change):
 
 @final
 class HeadTap:
-    """The tap of a layer: edits of some of its heads, in the order in which they were asked for.
-
-    Attributes:
-        edits: which value, and what becomes of it by head.
-        first: position of the first query, where the layer itself cannot tell (cross-attention).
-    """
+    """The tap of a layer: edits of some of its heads, in the order in which they were asked for."""
 
     def __init__(self, edits: Sequence[tuple[Activation, Mapping[Part, Edit]]]) -> None:
-        self.edits, self.first = tuple(edits), 0
+        self.edits = tuple(edits)
+        self.first = 0  # position of the first query, where the layer cannot tell (cross-attention)
 
     def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
         for what, by_head in self.edits:
@@ -138,18 +123,11 @@ class HeadTap:
 @final
 @dataclass(frozen=True, eq=False)
 class Steering(Change):
-    """A direction added to the residual stream.
-
-    Attributes:
-        words: what it is.
-        stack: "encoder" or "decoder".
-        block: before which block; their number for the end of the stack.
-        vector: `[d_model]`.
-    """
+    """A direction added to the residual stream."""
 
     words: str
-    stack: str
-    block: int
+    stack: str  # "encoder" or "decoder"
+    block: int  # before which block; their number for the end of the stack
     vector: Float[Tensor, " d_model"]
 
     @property
@@ -183,16 +161,11 @@ class Steering(Change):
 @final
 @dataclass(frozen=True, eq=False)
 class PositionsOff(Change):
-    """No layer knows positions, and none are added to the embeddings.
-
-    Attributes:
-        words: what it is.
-        layers: numbers in order of the layers that know positions themselves.
-    """
+    """No layer knows positions, and none are added to the embeddings."""
 
     words: str
-    layers: tuple[int, ...]
-    unsayable: str = "it leaves out positions, which no weights say"
+    layers: tuple[int, ...]  # that know positions themselves
+    unsayable: str = "it leaves out positions, which weights cannot express"
 
     def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         if layer not in self.layers:
@@ -309,15 +282,7 @@ def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
 # Values.
 
 
-def resampling(words: str, heads: Mapping[int, Mapping[int, Float[Tensor, "tokens d_v"]]]) -> ValueChange:
-    """Heads that give what they gave on another text, by the number of their layer."""
-    edits: dict[int, dict[Part, Edit]] = {
-        layer: {head: _resampled(z) for head, z in own.items()} for layer, own in heads.items()
-    }
-    return ValueChange(words, "z", edits)
-
-
-def _resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
+def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
     """What a head gave on another text, position by position; from its start again past its end."""
 
     def edit(z: Tensor, first: int) -> Tensor:

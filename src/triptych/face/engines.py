@@ -13,7 +13,8 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -22,6 +23,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from triptych.checkpoints.family import Family
+from triptych.checkpoints.translators import Languages
 from triptych.converting.ctranslate2 import write_generator, write_translator
 from triptych.converting.plain import max_positions
 from triptych.decoding import (
@@ -56,6 +59,23 @@ from triptych.models.device import find_device
 from triptych.opening import OpenedModel
 
 EngineName = Literal["triptych", "ctranslate2"]
+
+
+@final
+@dataclass(frozen=True)
+class Options:
+    """How a model is run; see `load`."""
+
+    device: str = "auto"
+    dtype: torch.dtype | None = None
+    tokenizer: Any = None
+    languages: Languages | None = None
+    engine: EngineName = "triptych"
+    precision: Precision = "fp32"
+    family: Family | None = None
+    shortlist: Path | None = None
+
+
 _Ends = Callable[[int, int], bool]
 _BATCH_TOKENS = 2048
 _COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
@@ -90,7 +110,7 @@ def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
 
 
 @contextmanager
-def _converted(name: str, write: Callable[[Path], None]) -> Iterator[Path]:
+def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
     """The folder of a converted model, made if it is not there; a context, within which it can be read.
 
     It stays in the cache folder. Where that cannot be written, it is a temporary folder.
@@ -114,7 +134,7 @@ def _loaded(
     name: str,
     model: nn.Module,
     texts: Iterable[str],
-    write: Callable[[Path], None],
+    write: Callable[[Path], object],
     precision: Precision,
     device: str,
     threads: tuple[int, int],
@@ -157,14 +177,10 @@ def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
 
 @final
 class CTranslate2Searcher:
-    """Searches for any number of sentences with CTranslate2; a `Searcher`.
+    """Searches for any number of sentences with CTranslate2; a `Searcher`."""
 
-    Where a hypothesis reaches the limit on length, all of its sentence is searched for by our own engine in
-    fp32, on the CPU: CTranslate2 cuts such outputs off without their end.
-
-    Attributes:
-        options: how it searches.
-    """
+    # Where a hypothesis reaches the limit on length, all of its sentence is searched for by our own engine in
+    # fp32, on the CPU: CTranslate2 cuts such outputs off without their end.
 
     def __init__(
         self, run: OpenedModel, options: SearchOptions, precision: Precision, workers: int, device: str
@@ -187,13 +203,14 @@ class CTranslate2Searcher:
         config = run.encoder_decoder.config.model_dump_json()
         listed = () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
         texts = (str(length), config, self._source.to_json(), self._target.to_json(), *listed)
-
-        def write(folder: Path) -> None:
-            write_translator(roomy, folder, "float32")
-
-        threads = workers, 1
         self._translator = _loaded(
-            "Translator", run.encoder_decoder, texts, write, precision, device, threads
+            "Translator",
+            run.encoder_decoder,
+            texts,
+            lambda folder: write_translator(roomy, folder, "float32"),
+            precision,
+            device,
+            (workers, 1),
         )
 
     def __call__(self, sentences: Sentences) -> Hypotheses:
@@ -250,12 +267,9 @@ class CTranslate2Searcher:
 
 @final
 class CTranslate2Generator(OtherEngine):
-    """A decoder-only model that CTranslate2 runs: greedy, or with a beam.
+    """A decoder-only model that CTranslate2 runs: greedy, or with a beam."""
 
-    Attributes:
-        max_tokens: longest text (`LanguageModel.context`), as none is read again here; None if there is no
-            limit.
-    """
+    max_tokens: int | None  # longest text (`LanguageModel.context`), as none is read again here
 
     def __init__(
         self,
@@ -269,12 +283,10 @@ class CTranslate2Generator(OtherEngine):
         never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
         self._never = [[str(token)] for token in never] or None
         texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
-
-        def write(folder: Path) -> None:
-            write_generator(model, folder)
-
         threads = 1, torch.get_num_threads()
-        self._generator = _loaded("Generator", model, texts, write, precision, device, threads)
+        self._generator = _loaded(
+            "Generator", model, texts, partial(write_generator, model), precision, device, threads
+        )
 
     def generate(
         self,
@@ -396,52 +408,41 @@ def _new_token(
     return NewToken(row, token, step.log_prob, finish)
 
 
-def make_translator(
-    opened: OpenedModel,
-    options: SearchOptions,
-    *,
-    engine: EngineName = "triptych",
-    precision: Precision = "fp32",
-    workers: int = 1,
-    device: str = "auto",
-) -> Translator:
-    if engine == "triptych":
-        return opened.translator(options, precision=precision, workers=workers)
+def make_translator(opened: OpenedModel, search: SearchOptions, options: Options, workers: int) -> Translator:
+    if options.engine == "triptych":
+        return opened.translator(search, precision=options.precision, workers=workers)
     require_ctranslate2()
     opened.require_recipe()
-    searcher = CTranslate2Searcher(opened, options, precision, workers, device)
-    return Translator(opened.encoder_decoder, opened.tokenizers, options, searcher=searcher)
+    searcher = CTranslate2Searcher(opened, search, options.precision, workers, options.device)
+    return Translator(opened.encoder_decoder, opened.tokenizers, search, searcher=searcher)
 
 
-def make_generator(
-    opened: OpenedModel,
-    *,
-    engine: EngineName = "triptych",
-    precision: Precision = "fp32",
-    device: str = "auto",
-) -> TextGenerator:
-    """What continues texts; arguments and errors as in `make_translator`."""
-    if engine == "triptych":
+def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
+    precision = options.precision
+    if options.engine == "triptych":
         return opened.generator(precision=precision)
     require_ctranslate2()
     model, tokenizer = opened.language_model, opened.tokenizer
     check_vocabulary(model, tokenizer)
-    other = CTranslate2Generator(model, precision, device, tokenizer.vocab_size)
+    other = CTranslate2Generator(model, precision, options.device, tokenizer.vocab_size)
     return TextGenerator(model, tokenizer, precision=precision, end_ids=opened.end_ids, other=other)
 
 
 def evaluate_text(
     opened: OpenedModel,
     documents: Sequence[str],
-    *,
+    options: Options = Options(),
     context: int | None = None,
     stride: int | None = None,
-    engine: EngineName = "triptych",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Likelihood:
     """Score a language model on texts; see `triptych.decoding.measure_likelihood`."""
+    if options.engine != "triptych" and options.device not in ("auto", "cpu"):
+        raise UsageError(
+            f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"
+        )
     model, logits = opened.language_model, None
-    if engine == "ctranslate2":
+    if options.engine == "ctranslate2":
         require_ctranslate2()
         if model.causal:  # before it is converted
             logits = CTranslate2Generator(model, "fp32", "cpu").logits

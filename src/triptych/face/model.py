@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -48,7 +48,7 @@ from triptych.face.changes import (
     ablation,
     changed_copy,
     patched,
-    resampling,
+    resampled,
     tied_map,
     with_map,
 )
@@ -57,6 +57,7 @@ from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
 from triptych.face.engines import (
     EngineName,
+    Options,
     evaluate_text,
     hash_of,
     make_generator,
@@ -64,12 +65,13 @@ from triptych.face.engines import (
     require_ctranslate2,
 )
 from triptych.face.heads import Head, Layer, Layers, Stack
-from triptych.face.opened import ChangedSource, Opened, Options, open_source, stack_of, summary_of
+from triptych.face.opened import ChangedSource, Opened, stack_of, summary_of
 from triptych.face.run import Run, recorded_graph
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.files import write_text
 from triptych.inspection import Inspection, inspect
+from triptych.models import EncoderDecoder, LanguageModel
 from triptych.opening import OpenedModel, Places, Reader
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
@@ -121,18 +123,17 @@ def load(
         dtype: type of the parameters when the model runs. Default: that of the files.
         tokenizer: of a model in memory: the folder of its tokenizer, or for a `transformers` model
             the tokenizer.
-        languages: of a translator of several languages (mBART, NLLB): source and target as its tokenizer
-            writes them, such as de_DE and en_XX.
+        languages: for a translator of several languages (mBART, NLLB): source and target as its tokenizer
+            spells them, such as de_DE and en_XX.
         engine: the library that translates and generates: triptych, or ctranslate2 (faster in int8 on CPUs;
             needs the extra of that name).
         precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
             which are faster and change some texts. On x86-64 CPUs no text depends on the others of its
             batch; docs/how-to/generating.md has the exceptions.
-        offline: take what is on the Hub from its cache on this machine, and wait for no connection;
-            HF_HUB_OFFLINE=1 asks for it too.
+        offline: read models of the Hub only from the cache on this machine; HF_HUB_OFFLINE=1 does the same.
         family: a family file that describes the checkpoint, where its configuration does not say enough.
-        shortlist: of a translator, the file of `Model.shortlist`: a sentence becomes only what its tokens
-            allow, which is faster.
+        shortlist: for a translator, a file that `triptych shortlist` wrote: the output layer computes only
+            the tokens that it lists for a sentence, which is faster.
         code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
@@ -155,7 +156,10 @@ def load(
         read_family(Path(family)) if isinstance(family, str | Path) else family,
         None if shortlist is None else Path(shortlist),
     )
-    return Model(open_source(source, options, offline=offline))
+    if isinstance(source, LanguageModel | EncoderDecoder):
+        return Model(Opened(f"a module ({type(source).__name__})", None, options, module=source))
+    found = find_source(source, tokenizer=tokenizer, offline=offline)
+    return Model(Opened(found.name, found, options))
 
 
 @final
@@ -304,7 +308,7 @@ class Model:
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: a run of triptych, or a change that weights cannot say; or there is no `transformers`.
+            UsageError: a run of triptych, or a change that weights cannot express; or no `transformers`.
             DataError: one of the two does not run it.
         """
         with self._files() as source:
@@ -385,14 +389,7 @@ class Model:
         if given.engine == "ctranslate2":
             stop = stop or "full"
         options = opened.search_options(beam_size, alpha, num_best, max_extra_tokens, stop, max_source_tokens)
-        translator = make_translator(
-            opened,
-            options,
-            engine=given.engine,
-            precision=given.precision,
-            workers=workers,
-            device=given.device,
-        )
+        translator = make_translator(opened, options, given, workers)
         return translator if glossary is None else translator.with_glossary(glossary)
 
     def distil(
@@ -411,7 +408,7 @@ class Model:
     ) -> Distilled:
         """Translate a recipe's training text, and write a recipe that trains a student on the translations.
 
-        The same call goes on with what was interrupted. Processes of `torchrun` share the work.
+        The same call continues after an interruption. Processes of `torchrun` share the work.
 
             student = triptych.load("teacher").distil("multi30k-student", "out")
             triptych.train(student.recipe, "out/student")
@@ -531,20 +528,20 @@ class Model:
         Args:
             text: one text, or several.
             max_new_tokens: longest continuation in tokens.
-            temperature: what logits are divided by; 0 takes the most probable token every time.
+            temperature: divisor of the logits; 0 always takes the most probable token.
             top_k: draw from the k most probable tokens only.
             top_p: draw from the fewest tokens whose probabilities sum to p.
             min_p: draw from tokens at least p times as probable as the best.
             repetition_penalty: above 1, tokens already in the text are less probable.
             seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs).
-            num_samples: number of continuations of each text; of a beam search the best ones.
+            num_samples: number of continuations of each text; with a beam, the best ones.
             beam_size: beam size; 1 is no beam search.
             alpha: exponent of the beam's length penalty.
             stop: end before this string, or any of several.
             max_prompt_tokens: longest prompt in tokens. Default: the model's positions, or 32768 where they
                 set no limit.
             chat: put the text into the chat template of the model's tokenizer.
-            stream: give the text of one continuation as it comes.
+            stream: give the text of one continuation while it is generated.
 
         Returns:
             One continuation for a string and one sample, whose `text` is what was added; a list for several;
@@ -584,10 +581,7 @@ class Model:
 
     @cached_property
     def _generator(self) -> TextGenerator:
-        given = self._opened.options
-        return make_generator(
-            self.opened, engine=given.engine, precision=given.precision, device=given.device
-        )
+        return make_generator(self.opened, self._opened.options)
 
     def fill(self, text: str, count: int = 5, *, max_tokens: int | None = None) -> list[list[Filling]]:
         """The most probable tokens for every `[MASK]` of a text.
@@ -624,7 +618,8 @@ class Model:
                 sentences, or the file with one on each line.
             references: the right translations, or their file.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 1024.
-            stride: tokens between the starts of windows. Default: the context, side by side.
+            stride: tokens between the starts of windows. Default: the context, so that windows do
+                not overlap.
             beam_size: beam size; 1 is greedy. Default: the recipe's or the checkpoint's.
             alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
             stop: when beam search ends, as in `translate`: certain or full.
@@ -644,19 +639,8 @@ class Model:
             right = read_lines(references) if isinstance(references, Path) else references
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
         documents = given_texts(self.reader, text)
-        options = self._opened.options
-        if options.engine != "triptych" and options.device not in ("auto", "cpu"):
-            raise UsageError(
-                f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"
-            )
-        return evaluate_text(
-            self.opened,
-            documents,
-            context=context,
-            stride=stride,
-            engine=options.engine,
-            progress=partial(progress, "scoring"),
-        )
+        scoring = partial(progress, "scoring")
+        return evaluate_text(self.opened, documents, self._opened.options, context, stride, scoring)
 
     def score(self, text: str, target: str | None = None) -> list[tuple[str, float]]:
         """The tokens of a text that are predicted, and the log-probability in nats of each.
@@ -736,13 +720,13 @@ class Model:
 
         Args:
             text: a text, the file of one, or several documents.
-            targets: of translators: the translations, line by line. Default: the model's own.
+            targets: for a translator, the translations, line by line. Default: the model's own.
             documents: what a document is in a plain text file: the whole file, each line, or the lines
                 between blank lines. Intervals are over documents.
             worth: measure the loss without each head: its output becomes zero, its mean over the text, or
                 what it would be if it looked evenly.
-            explain: how well W_QK, cut to several ranks, explains where heads look, and whether they write
-                the tokens that they look at.
+            explain: measure how well W_QK, cut to several ranks, explains where heads look, and whether they
+                write the tokens that they look at.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
             most_tokens: tokens to read. Default: 65,536, and 8,192 with `worth` or `explain`.
             progress: told what is done, how much of it and of how much.
@@ -794,17 +778,12 @@ class Model:
         reader.check(ids)
         sites = self._opened.sites_of(reader.model)
         order = {number: site.name for number, site in enumerate(sites)}
-        if grad:
-            with torch.enable_grad(), recorded_graph(sites) as graph:
-                recording = reader.run(ids, residuals=True)
-                found = [
-                    Run(reader, self._places, order, one, recording, row, graph)
-                    for row, one in enumerate(ids)
-                ]
-        else:
-            with torch.no_grad():
-                recording = reader.run(ids, residuals=True)
-                found = [Run(reader, self._places, order, one, recording, row) for row, one in enumerate(ids)]
+        recorded = recorded_graph(sites) if grad else nullcontext()
+        with torch.set_grad_enabled(grad), recorded as graph:
+            recording = reader.run(ids, residuals=True)
+            found = [
+                Run(reader, self._places, order, one, recording, row, graph) for row, one in enumerate(ids)
+            ]
         return found[0] if isinstance(text, str) else found
 
     # Changing.
@@ -836,7 +815,12 @@ class Model:
             for number, own in chosen.items()
             for name in [self._places.names[number]]
         }
-        return self._changed(ablation(words, values) if by == "mean" else resampling(words, values))
+        if by == "mean":
+            return self._changed(ablation(words, values))
+        edits: dict[int, dict[Part, Edit]] = {
+            number: {head: resampled(z) for head, z in own.items()} for number, own in values.items()
+        }
+        return self._changed(ValueChange(words, "z", edits))
 
     def patch(
         self,
@@ -1044,11 +1028,11 @@ class Model:
                 file.
             layers: numbers of the layers that steps without layers of their own rewrite; all if None.
             out: the folder to write; a temporary one, which `save` copies, if None.
-            calibration: a text to run the model on first, for the rewrites that look at one; of translators
-                source, tab, target.
+            calibration: a text to run the model on first, for the rewrites that use one; for a translator,
+                lines of source, tab, target.
             skip_refused: if a layer refuses a step, leave the layer as it is instead of stopping.
             text: compare both models on this text after the rewrite.
-            compare: compare both models after the rewrite, without a text on random tokens.
+            compare: compare both models after the rewrite, on random tokens if no text is given.
             progress: told what is done, how much of it and of how much.
 
         Raises:
@@ -1089,7 +1073,7 @@ class Model:
             path: the folder to make.
 
         Raises:
-            UsageError: the folder exists, or weights cannot say a change, by name.
+            UsageError: the folder exists, or weights cannot express a change, which is named.
             DataError: the format has no place for it.
         """
         target = Path(path)

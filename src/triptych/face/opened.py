@@ -6,42 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 
 from triptych.algebra.weights import Link, Side
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
-from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.source import Source, find_source
-from triptych.checkpoints.translators import Languages
+from triptych.checkpoints.source import Source
 from triptych.converting.conversion import can_convert
-from triptych.decoding import Precision
 from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change
-from triptych.face.engines import EngineName
+from triptych.face.engines import Options
 from triptych.face.heads import Layer
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
 from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, Places, open_model
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer
-
-
-@final
-@dataclass(frozen=True)
-class Options:
-    """How a model is run; see `load`."""
-
-    device: str = "auto"
-    dtype: torch.dtype | None = None
-    tokenizer: Any = None
-    languages: Languages | None = None
-    engine: EngineName = "triptych"
-    precision: Precision = "fp32"
-    family: Family | None = None
-    shortlist: Path | None = None
 
 
 @final
@@ -107,8 +89,7 @@ class Opened:
     @cached_property
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
-        if not self.model.has_tokenizer:
-            raise self.model.no_tokenizer
+        self.model.tokenizer  # noqa: B018 (an error where there is none)
         shortlist = self.options.shortlist
         return self.model if shortlist is None else self.model.with_shortlist(shortlist)
 
@@ -161,14 +142,6 @@ class Opened:
             return sites
         by_place = {(str(site.stack), site.block): site for site in sites}
         return [by_place[stack_of(site), site.layer] for site in self.attention.sites]
-
-
-def open_source(source: object, options: Options, *, offline: bool = False) -> Opened:
-    """What a source is, without its weights."""
-    if isinstance(source, LanguageModel | EncoderDecoder):
-        return Opened(f"a module ({type(source).__name__})", None, options, module=source)
-    found = find_source(source, tokenizer=options.tokenizer, offline=offline)
-    return Opened(found.name, found, options)
 
 
 @final

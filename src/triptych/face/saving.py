@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +16,40 @@ from triptych.errors import UsageError
 from triptych.face.changes import Change, Steering, changed_copy
 from triptych.face.opened import Opened
 from triptych.files import write_folder
-from triptych.models import write_model
+from triptych.models import EncoderDecoder, write_model
 from triptych.models.sites import attention_sites, with_attention
 from triptych.rewriting.checkpoint import copy_run
 from triptych.rewriting.formats import FolderFormat
-from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_place
+from triptych.storage.copying import CERTIFICATE, FolderCopy, require_place
 
 
 def save_unchanged(opened: Opened, target: Path) -> None:
     """Copy a model's files; a rewritten one with its certificate."""
-    if opened.module is not None:
-        if opened.module.architecture is not None and _recipe_of(opened) is None:
+    module = opened.module
+    if module is not None:
+        if (module.recipe if isinstance(module, EncoderDecoder) else module.config) is None:
             raise UsageError(
                 f"{opened.name} was read from a checkpoint, and has no format of its own to be saved in"
             )
-        write_folder(_free(target), lambda folder: write_model(opened.module, folder))  # type: ignore[arg-type]
+        if target.exists():
+            raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
+        write_folder(target, partial(write_model, module))
         return
     source = opened.files
     require_place(source.folder, target)
+
+    def copy(folder: Path) -> None:
+        for path in source.folder.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
     if source.is_own or (source.folder / CERTIFICATE).is_file():
-        write_folder(target, lambda folder: _copy(source.folder, folder))
+        write_folder(target, copy)
         return
-    with FolderCopy(source.path, target) as copy:
-        copy.write_shards(lambda name: None)
-        copy.write_beside({})
-        copy.finish()
+    with FolderCopy(source.path, target) as made:
+        made.write_shards(lambda name: None)
+        made.write_beside({})
+        made.finish()
 
 
 def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Change], target: Path) -> None:
@@ -88,23 +98,3 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
         copy.write_shards(tensors.get)
         copy.write_beside(settings)
         copy.finish()
-
-
-def _recipe_of(opened: Opened) -> object:
-    module = opened.module
-    return getattr(module, "recipe", None) or getattr(module, "config", None)
-
-
-def _free(target: Path) -> Path:
-    if target.exists():
-        raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
-    return target
-
-
-def _copy(source: Path, target: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if path.is_file():
-            shutil.copyfile(path, target / path.name)
-
-
-__all__ = ["CONFIG", "save_changed", "save_unchanged"]

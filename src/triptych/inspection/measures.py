@@ -143,8 +143,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "qkv_apart",
         "distance of W_Q, W_K and W_V from one",
-        "Share of the three's energy that is lost if their mean stands for each: 0 if they are one matrix, "
-        "⅔ if their entries are unrelated.",
+        "Share of the energy of the three that is lost if their mean replaces each: 0 if they are one "
+        "matrix, ⅔ if their entries are unrelated.",
         _LIKENESS,
         of_basis=True,
     ),

@@ -517,7 +517,7 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
         facts = [
             ("family", inspections[0].family),
             ("heads", f"{sum(len(layer.heads) for layer in layers):,}"),
-            ("numbers of attention", f"{sum(layer.parameters for layer in layers):,}"),
+            ("attention parameters", f"{sum(layer.parameters for layer in layers):,}"),
             *facts,
         ]
     models, tables, said = [], [], []

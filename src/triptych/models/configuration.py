@@ -199,7 +199,7 @@ def _options(projections: str) -> dict[str, Any]:
 
 
 class PositionsConfig(BaseModel):
-    """How positions are told apart.
+    """How positions are encoded.
 
     Attributes:
         scheme: "sinusoidal" (the paper) and "learned" are added to the embeddings; "rotary" and
@@ -337,7 +337,7 @@ class ModelConfig(_Config):
             read in; it cannot be trained.
         max_source_tokens: longest source sentence the model is meant for; longer ones are
             translated in pieces.
-        positions: how positions are told apart.
+        positions: how positions are encoded.
         embeddings: pretrained or frozen embeddings.
     """
 
@@ -449,7 +449,7 @@ class LanguageModelConfig(_Config):
         tie_embeddings: whether the output table is that of the embeddings.
         context: longest text in tokens that the model is trained on, and for "learned" positions the longest
             that it can read.
-        positions: how positions are told apart.
+        positions: how positions are encoded.
         attention: every layer not named in `attention_in_layer`.
         attention_in_layer: layers (from 0) that differ.
         embeddings: pretrained or frozen embeddings.

@@ -49,52 +49,12 @@ class _Fill(NamedTuple):
 
 
 @final
-class Draws(TorchFunctionMode):
-    """A context that records how each parameter that is made within it is drawn.
-
-        with Draws() as draws:
-            model = ...
-        draws.again_by_name(model, seed)
-
-    Two models that are drawn again by one seed have the same values wherever a parameter has the same name,
-    shape and distribution in both. Drawn in order, everything after the first difference would differ.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._fills: dict[int, _Fill] = {}
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        options = dict(kwargs or {})
-        fill = _Fill.of(func, args, options)
-        if fill is not None and func in _RANDOM:
-            self._fills[id(fill.parameter)] = fill
-        elif fill is not None:
-            self._fills.pop(id(fill.parameter), None)
-        return func(*args, **options)
-
-    @torch.no_grad()
-    def again_by_name(self, model: nn.Module, seed: int) -> None:
-        """Draw each random parameter of `model` again, from `seed` and its name alone."""
-        for name, parameter in model.named_parameters():
-            fill = self._fills.get(id(parameter))
-            if fill is not None:
-                parameter.copy_(fill.values_by_name(seed, stored_name(name)))
-
-
-@final
-class Later(TorchFunctionMode):
+class DeferredInit(TorchFunctionMode):
     """A context in which models are made whose parameters take no memory, on the "meta" device.
 
-        with Later() as later:
+        with DeferredInit() as deferred:
             model = ...
-        for name, value in later.values(model): ...
+        for name, value in deferred.values(model): ...
 
     What would have filled the parameters is recorded and done later, one parameter at a time, so that a model
     of which a process keeps only shards is never whole. Buffers are made as ever.
@@ -108,7 +68,7 @@ class Later(TorchFunctionMode):
         self._given: dict[int, Tensor] = {}
         self._random = torch.empty(0)
 
-    def __enter__(self) -> "Later":
+    def __enter__(self) -> "DeferredInit":
         self._random = torch.get_rng_state()
         registered: Callable[..., Any] = self._registered
         self._hook = register_module_parameter_registration_hook(registered)

@@ -121,7 +121,8 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path} is not a triptych configuration: model.{where}: {first['msg']}") from None
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise DataError(f"{path} is not a triptych configuration: {_one_line(error)}") from None
+        said = str(error).splitlines() or [type(error).__name__]
+        raise DataError(f"{path} is not a triptych configuration: {said[0][:300]}") from None
 
 
 def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path) -> OwnModel:
@@ -180,10 +181,6 @@ def _require_fit(wanted: Mapping[str, Sequence[int]], held: Mapping[str, Sequenc
     for name, shape in wanted.items():
         if tuple(shape) != tuple(held[name]):
             raise DataError(f"{origin}: {name} is {list(held[name])}, the model wants {list(shape)}")
-
-
-def _one_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -1,14 +1,12 @@
 """A model in memory with its tokenizers: of a run, a converted model, or another library's checkpoint."""
 
 import copy
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
 import tomli_w
 import torch
-from pydantic import ValidationError
 
 from triptych.algebra.forms import are_finite
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
@@ -21,9 +19,10 @@ from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
-from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown
+from triptych.storage.untrusted import read_json, shown, validated
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.text.shortlists import Shortlist, read_shortlist
+from triptych.toml import read_toml
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
 from triptych.training.folder import DECODING, RECIPE, check_tokenizers
 from triptych.training.language import TOKENIZER
@@ -58,12 +57,6 @@ class OpenedModel:
     def has_tokenizer(self) -> bool:
         """Whether the model can read a text, and not only token ids."""
         return not isinstance(self._tokenizers, DataError)
-
-    @property
-    def no_tokenizer(self) -> DataError:
-        """Why the model can read no text, only token ids."""
-        assert isinstance(self._tokenizers, DataError), "it has a tokenizer"
-        return self._tokenizers
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -258,10 +251,7 @@ def open_language_model(
     source: str | Path, device: str = "auto", dtype: torch.dtype | None = None
 ) -> OpenedModel:
     """As `open_model`; the model must have one stack."""
-    found = find_source(source)
-    if found.translates:
-        raise UsageError(f"{found.name} translates: it has no language model; see triptych translate")
-    opened = open_model(found, device, dtype)
+    opened = open_model(source, device, dtype)
     check_vocabulary(opened.language_model, opened.tokenizer)
     return opened
 
@@ -286,7 +276,7 @@ def _own_translator(source: Source) -> OpenedModel:
         recipe = require_translation(read_recipe(folder / RECIPE), folder)
         decoding = recipe.decoding
     elif (folder / DECODING).exists():
-        decoding = _read_decoding(folder / DECODING)
+        decoding = validated(DecodingConfig, read_toml(folder / DECODING, "the file"), folder / DECODING)
     else:
         raise DataError(f"{folder} is not a run folder: it has no {RECIPE}")
     model = read_own_model(folder)
@@ -329,9 +319,7 @@ def _others_translator(
         if languages is not None or source.record.get("model_type") == "marian":
             raise
         return _unsearched(source, device, dtype, error)
-    beams = {} if found.num_beams is None else {"beam_size": found.num_beams}
-    stops = {"stop": "full"} if found.stops_when_full else {}
-    decoding = DecodingConfig.model_validate({**beams, **stops, "alpha": found.length_penalty})
+    decoding = DecodingConfig.model_validate(found.search)
     return OpenedModel(source.name, folder, found.model.to(dtype=dtype), found.tokenizers, decoding=decoding)
 
 
@@ -354,17 +342,6 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
         return load_tokenizer(folder, vocab_size=vocab_size)
     except DataError as error:
         return error
-
-
-def _read_decoding(path: Path) -> DecodingConfig:
-    try:
-        return DecodingConfig.model_validate(tomllib.loads(read_limited(path, LONGEST_TEXT).decode()))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path}: {where}: {first['msg']}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

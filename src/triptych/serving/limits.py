@@ -14,8 +14,8 @@ class Limits:
         max_items: texts in a request.
         max_new_tokens: tokens that a completion may grow by.
         max_bytes: bytes of a request's body.
-        max_requests: requests that are answered at a time; one beyond them is answered by 503.
-        max_waiting: items that wait for a model; a request beyond them is answered by 429.
+        max_requests: requests that are answered at a time; further ones get 503.
+        max_waiting: items that wait for a model; further requests get 429.
         batch_items: items that a model computes together.
         batch_tokens: tokens that completions computed together may have, prompts and new ones; each counts as
             many as the longest.

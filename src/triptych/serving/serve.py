@@ -41,8 +41,8 @@ def serve(
         workers: processes that compute, this one included; with several, each with one thread and with the
             models in its memory. Started with `spawn`: a script guards its main part with
             `if __name__ == "__main__"`.
-        keys_file: file of keys, one per line, of which every request needs one. Default: the keys in
-            TRIPTYCH_API_KEY, with spaces between them; without any, no key is needed.
+        keys_file: file of keys, one per line. Every request needs one of them. Default: the keys in
+            TRIPTYCH_API_KEY, separated by spaces; without any, no key is needed.
         limits: of every request.
         shutdown_timeout: seconds that running requests get to end when the process is told to stop.
         over: a text on which the page at / measures what heads do. Default: the text that is on the page.

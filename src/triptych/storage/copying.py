@@ -45,20 +45,11 @@ _NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
 
 
 @final
-@dataclass(frozen=True)
-class CopiedCheckpoint:
-    """A finished copy."""
-
-    folder: Path  # its folder
-    checkpoint: Path  # the path to open: the folder, or the file in it if the source was a file
-    left_out: tuple[str, ...]  # files of the source that were not copied: other formats of the same weights
-
-
-@final
 class FolderCopy:
     """Copies a checkpoint's folder: a context manager, which removes the copy unless it is finished."""
 
-    folder: Path  # the temporary folder of the copy
+    folder: Path  # of the copy; a temporary one until it is finished
+    left_out: tuple[str, ...]  # files of the source that are not copied: other formats of the same weights
 
     def __init__(self, source: Path, target: Path) -> None:
         if sys.platform == "win32":
@@ -115,7 +106,7 @@ class FolderCopy:
             else:
                 shutil.copyfile(self._source / name, place)
 
-    def finish(self, extra: Mapping[str, bytes] | None = None) -> CopiedCheckpoint:
+    def finish(self, extra: Mapping[str, bytes] | None = None) -> None:
         """Add files to the copy, flush it to the disk, and give it its name."""
         for name, content in (extra or {}).items():
             (self.folder / name).write_bytes(content)
@@ -124,7 +115,6 @@ class FolderCopy:
         except FileExistsError:
             raise UsageError(f"{self._target} was created meanwhile: choose another name") from None
         self.folder = self._target
-        return CopiedCheckpoint(self._target, self.checkpoint, self.left_out)
 
     def _write_index(self, written: Mapping[str, Mapping[str, TensorInfo]]) -> None:
         layout = self._layout

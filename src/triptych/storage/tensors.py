@@ -220,33 +220,17 @@ class Pickled(TensorFile):
 
 @final
 class InMemory(TensorFile):
-    """Tensors by name."""
+    """Tensors by name, perhaps in place of a file's."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        self.name, self._tensors = name, tensors
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], file: TensorFile | None = None) -> None:
+        self.name, self._tensors, self._file = name, tensors, file
         self.infos = {own: _info(tensor) for own, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name].detach().cpu()
 
-
-@final
-class _Held(TensorFile):
-    """Tensors in memory, in place of a file's."""
-
-    def __init__(self, file: TensorFile) -> None:
-        self.name, self._file = file.name, file
-        self.infos: dict[str, TensorInfo] = {}
-        self._tensors: dict[str, Tensor] = {}
-
-    def hold(self, name: str, tensor: Tensor) -> None:
-        self._tensors[name], self.infos[name] = tensor, _info(tensor)
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
     def packed_as(self, name: str) -> str:
-        return self._file.packed_as(name)
+        return "" if self._file is None else self._file.packed_as(name)
 
 
 @final
@@ -261,13 +245,9 @@ class Tensors:
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Tensors":
         """The same tensors, with some of them in memory or replaced."""
-        held: dict[int, _Held] = {}
         files = dict(self._files)
         for name, tensor in tensors.items():
-            file = self._files[name]
-            found = held.setdefault(id(file), _Held(file))
-            found.hold(name, tensor)
-            files[name] = found
+            files[name] = InMemory(files[name].name, {name: tensor}, files[name])
         return Tensors(self.name, files)
 
     def replacing(self, hidden: Collection[str], file: TensorFile) -> "Tensors":

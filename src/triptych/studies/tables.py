@@ -102,7 +102,7 @@ def _what_is_corrected(differences: Sequence[Comparison]) -> str:
     covers = (
         f"Holm's correction covers the {num_tests} comparisons of this table, not other metrics and studies."
         if num_tests > 1
-        else "There is one comparison, so p is not corrected; other metrics and studies are not counted."
+        else "There is one comparison, so p is not corrected, also not for other metrics and studies."
     )
     return f"{covers} {too_few(pairs, num_tests)}".rstrip()
 

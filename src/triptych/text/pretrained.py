@@ -1,22 +1,33 @@
-"""Tokenizers of others' checkpoints: `tokenizer.json`, or the older files of vocabularies."""
+"""Tokenizers of others' checkpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
 import tokenizers
 from pydantic import BaseModel, ConfigDict
 from tokenizers import AddedToken
+from tokenizers.models import BPE, WordPiece
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.chat import render_chat
 from triptych.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
-from triptych.text.sentencepiece import SPACE_MARK, read_model
-from triptych.text.tokenizer_classes import class_of
-from triptych.text.tokenizer_making import add_tokens, content_of
+from triptych.text.sentencepiece import SPACE_MARK
+from triptych.text.tokenizer_classes import CLASSES, class_of
+from triptych.text.tokenizer_making import (
+    LARGEST_ID,
+    NAMED_TOKENS,
+    Token,
+    TokenizerSettings,
+    add_tokens,
+    content_of,
+    read_vocabulary,
+    require_added,
+)
 from triptych.text.tokenizers import (
     Tokenizer,
     by_library,
@@ -26,18 +37,9 @@ from triptych.text.tokenizers import (
     read_record,
     read_saved,
 )
-from triptych.text.vocabularies import (
-    NAMED_TOKENS,
-    VOCABULARY_FILES,
-    TokenizerSettings,
-    read_vocabulary,
-    vocabulary_of_whole,
-)
+from triptych.text.vocabularies import convert_vocabulary, find_vocabulary
 
 _FORMAT_START = '{"format":"triptych pretrained'
-# The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
-# largest one.
-_LARGEST_ID = 1 << 22
 _FETCH_AGAIN = "; fetch it again"
 
 
@@ -170,24 +172,31 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:
     """The tokenizer of a checkpoint in Hugging Face's format."""
     path = folder / "tokenizer.json"
-    text, whole = "", None
     if path.exists():
         text = _read_text(path)
         _require_moderate_ids(text, str(path))
         whole = json.loads(text)
+        settings = _read_settings(folder, whole)
+        make = partial(_of_whole, text, whole, settings, vocab_size)
     else:
-        path = _vocabulary_file(folder)
-    settings = _read_settings(folder, whole)
-    try:
-        inner, tokens = by_library(
-            lambda: _make(settings, path, text, whole, vocab_size), str(path), _FETCH_AGAIN
+        path = find_vocabulary(folder)
+        merges = [folder / "merges.txt"] if path.name == "vocab.json" else []
+        settings = _read_settings(folder, {})
+        make = partial(
+            convert_vocabulary, {file.name: _read_bytes(file) for file in (path, *merges)}, settings
         )
+    try:
+        inner, tokens = by_library(make, str(path), _FETCH_AGAIN)
     except ValueError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
+    if isinstance(inner.model, WordPiece) and inner.model.token_to_id(inner.model.unk_token) is None:
+        raise DataError(
+            f"{path} cannot be read: the token for unknown words, {inner.model.unk_token!r}, is not in it"
+        )
     joins = bool(settings.record.get("clean_up_tokenization_spaces"))
     record = PretrainedRecord(
         tokens={name: token for name, token in tokens.items() if inner.token_to_id(token) is not None},
-        joins_punctuation=joins and not isinstance(inner.model, tokenizers.models.BPE),
+        joins_punctuation=joins and not isinstance(inner.model, BPE),
         chat_templates=_chat_templates(folder, settings),
         inner=inner.to_str(),
     )
@@ -202,50 +211,22 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
     return tokenizer
 
 
-def _make(
-    settings: TokenizerSettings, path: Path, text: str, whole: Mapping[str, Any] | None, rows: int | None
+def _of_whole(
+    text: str, record: Mapping[str, Any], settings: TokenizerSettings, rows: int | None
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer of a vocabulary file, or of the whole one, and its named special tokens."""
-    if whole is None:
-        made = class_of(settings, is_byte_level=False)
-        if made is None:
-            stated = settings.tokenizer_class or settings.model_type or "no class of tokenizers"
-            raise ValueError(
-                f"the files name {stated}, which is known by its tokenizer.json alone; fetch that file"
-            )
-        if path.name in ("vocab.json", "vocab.txt"):
-            merges = _read_bytes(path.parent / "merges.txt") if path.name == "vocab.json" else b""
-            vocabulary = read_vocabulary(path.name, _read_bytes(path), merges)
-        else:
-            vocabulary = read_model(_read_bytes(path))
+    """The tokenizer of a `tokenizer.json`, and its named special tokens."""
+    inner = tokenizers.Tokenizer.from_str(text)
+    name = class_of(settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}")
+    named: Mapping[str, Token] = settings.given
+    if name is None:
+        add_tokens(inner, settings, named, settings.extra or ())
     else:
-        inner = tokenizers.Tokenizer.from_str(text)
-        made = class_of(settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}")
-        if made is None:
-            add_tokens(inner, settings, settings.given, settings.extra or ())
-            return inner, {name: content_of(token) for name, token in settings.given.items()}
-        vocabulary = vocabulary_of_whole(whole, inner)
-    inner, named = made.make(settings, vocabulary, rows)
-    for number, token in settings.added.items():
-        if (found := inner.token_to_id(token.content)) != number:
-            raise DataError(
-                f"{settings.where}: added token {token.content!r} has the id {number} there and {found} in "
-                "the vocabulary; give the files of one tokenizer"
-            )
+        inner, named = CLASSES[name].make(settings, read_vocabulary(record, inner), rows)
+        require_added(inner, settings)
     return inner, {name: content_of(token) for name, token in named.items()}
 
 
-def _vocabulary_file(folder: Path) -> Path:
-    for name in VOCABULARY_FILES:
-        if (folder / name).exists() and (name != "vocab.json" or (folder / "merges.txt").exists()):
-            return folder / name
-    raise DataError(
-        f"{folder} has no tokenizer: none of tokenizer.json, vocab.json with merges.txt, "
-        f"{', '.join(VOCABULARY_FILES[1:])}; copy it from where the checkpoint comes from"
-    )
-
-
-def _read_settings(folder: Path, whole: Mapping[str, Any] | None) -> TokenizerSettings:
+def _read_settings(folder: Path, whole: Mapping[str, Any]) -> TokenizerSettings:
     """What the files say besides the vocabulary; `whole` is the content of `tokenizer.json`."""
     path = folder / "tokenizer_config.json"
     record = _read_record(path) if path.exists() else {}
@@ -266,7 +247,7 @@ def _read_settings(folder: Path, whole: Mapping[str, Any] | None) -> TokenizerSe
         for content, number in (_read_record(path) if path.exists() else {}).items():
             known = content in special
             added[_id_of(number, str(path))] = AddedToken(content, normalized=not known, special=known)
-        for entry in (whole or {}).get("added_tokens") or ():
+        for entry in whole.get("added_tokens") or ():
             added[_id_of(entry["id"], where)] = _token(entry, where)
     made = {token.content: token for token in added.values()}
 
@@ -327,7 +308,7 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
 
 def _require_moderate_ids(text: str, origin: str) -> None:
     ids, _ = ids_of(text, origin, _FETCH_AGAIN)
-    if max(ids, default=0) > _LARGEST_ID:
+    if max(ids, default=0) > LARGEST_ID:
         raise DataError(f"{origin} is damaged: a token has the id {max(ids)}; fetch it again")
 
 

@@ -1,8 +1,8 @@
 """The classes of tokenizers, each with its ways to normalize, split and surround text.
 
-As `transformers` 5 has them: a class takes the vocabulary and the merges from `tokenizer.json` or an older
-file, and makes the rest from the settings in `tokenizer_config.json`. Only where a checkpoint names no class
-of its own is `tokenizer.json` the whole tokenizer.
+As `transformers` 5 has them: a class takes the vocabulary and the merges from `tokenizer.json`, and makes the
+rest from the settings in `tokenizer_config.json`. Only where a checkpoint names no class of its own is
+`tokenizer.json` the whole tokenizer.
 """
 
 from functools import partial
@@ -10,8 +10,7 @@ from functools import partial
 from tokenizers import normalizers
 
 from triptych.text import tokenizer_parts as parts
-from triptych.text.tokenizer_making import TokenizerClass
-from triptych.text.vocabularies import TokenizerSettings
+from triptych.text.tokenizer_making import TokenizerClass, TokenizerSettings
 
 _WHOLE = "TokenizersBackend"  # the tokenizer is its `tokenizer.json`
 
@@ -40,9 +39,7 @@ _SPACE_BEFORE_MASK = {"mask_token": {"lstrip": True}}
 
 CLASSES: dict[str, TokenizerClass] = {
     "GPT2Tokenizer": TokenizerClass("pairs", parts.byte_pairs, _GPT2),
-    "CodeGenTokenizer": TokenizerClass(
-        "pairs", parts.byte_pairs, _GPT2, around=lambda making: ["$A"], keeps_surrounding=True
-    ),
+    "CodeGenTokenizer": TokenizerClass("pairs", parts.byte_pairs, _GPT2),
     "GPTNeoXTokenizer": TokenizerClass(
         "pairs",
         partial(parts.byte_pairs, normalizer=normalizers.NFC()),
@@ -75,9 +72,9 @@ CLASSES: dict[str, TokenizerClass] = {
     ),
     "LlamaTokenizer": TokenizerClass("pairs", parts.llama, _LLAMA),
     "CodeLlamaTokenizer": TokenizerClass(
-        *("pairs", partial(parts.llama, is_code=True), _LLAMA),
-        adds_bos=True,
-        extra=parts.with_own("▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>", "<FILL_ME>"),
+        *("pairs", partial(parts.llama, is_code=True), _LLAMA, parts.around("bos_token", "$A")),
+        keeps_surrounding=True,
+        extra=lambda settings: ["▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>", "<FILL_ME>"],
     ),
     "GemmaTokenizer": TokenizerClass(
         *("pairs", parts.gemma),
@@ -102,13 +99,13 @@ CLASSES: dict[str, TokenizerClass] = {
     "CamembertTokenizer": TokenizerClass(
         *("unigrams", parts.camembert, _ROBERTA, _IN_SENTENCE),
         flags=_SPACE_BEFORE_MASK,
-        extra=parts.camembert_extra,
+        extra=lambda settings: ["<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED"],
     ),
     "MBartTokenizer": TokenizerClass(
         *("unigrams", parts.mbart, _ROBERTA),
         lambda making: ["$A", making.token("eos_token"), parts.language(making, "en_XX")],
         flags=_SPACE_BEFORE_MASK,
-        extra=parts.with_own(*parts.MBART_LANGUAGES),
+        extra=lambda settings: parts.MBART_LANGUAGES,
     ),
     "MBart50Tokenizer": TokenizerClass(
         *(
@@ -118,7 +115,7 @@ CLASSES: dict[str, TokenizerClass] = {
         ),
         lambda making: [parts.language(making, "en_XX"), "$A", making.token("eos_token")],
         flags=_SPACE_BEFORE_MASK,
-        extra=parts.with_own(*parts.MBART50_LANGUAGES),
+        extra=lambda settings: parts.MBART50_LANGUAGES,
     ),
     "PegasusTokenizer": TokenizerClass(
         "unigrams",
@@ -129,7 +126,7 @@ CLASSES: dict[str, TokenizerClass] = {
     ),
     "XGLMTokenizer": TokenizerClass(
         *("unigrams", parts.xglm, _XGLM, parts.around("eos_token", "$A")),
-        extra=parts.with_own(*(f"<madeupword{i}>" for i in range(7))),
+        extra=lambda settings: [f"<madeupword{i}>" for i in range(7)],
     ),
 }
 # Classes that do the same under another name.
@@ -180,20 +177,18 @@ _MISTAKEN_TYPES = {
 }
 
 
-def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> TokenizerClass | None:
-    """The class that `AutoTokenizer` makes; None where `tokenizer.json` is the whole tokenizer."""
-    name = _class_name(settings, is_byte_level=is_byte_level)
-    own = name.removesuffix("Tokenizer")
-    if own in _OTHERS.split():
-        raise ValueError(f"its class is {name}, whose code in transformers is not followed here")
-    return CLASSES.get(f"{_ALIASES.get(own, own)}Tokenizer")
-
-
-def _class_name(settings: TokenizerSettings, *, is_byte_level: bool) -> str:
+def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> str | None:
+    """The name in `CLASSES` of what `AutoTokenizer` makes; None where `tokenizer.json` is all of it."""
     stated, of_type = settings.tokenizer_class, _CLASS_OF_TYPE.get(settings.model_type or "")
     mistaken = settings.model_type in _MISTAKEN_TYPES
     if stated is None:
-        return of_type or _WHOLE
-    if stated == "LlamaTokenizer" and is_byte_level and not mistaken:
-        return _WHOLE
-    return of_type if of_type is not None and (of_type == _WHOLE or mistaken) else stated
+        name = of_type or _WHOLE
+    elif stated == "LlamaTokenizer" and is_byte_level and not mistaken:
+        name = _WHOLE
+    else:
+        name = of_type if of_type is not None and (of_type == _WHOLE or mistaken) else stated
+    own = name.removesuffix("Tokenizer")
+    if own in _OTHERS.split():
+        raise ValueError(f"its class is {name}, whose code in transformers is not followed here")
+    key = f"{_ALIASES.get(own, own)}Tokenizer"
+    return key if key in CLASSES else None

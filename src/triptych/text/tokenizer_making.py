@@ -1,16 +1,91 @@
 """What a class of tokenizers is made of: its vocabulary, its ways to cut text, its special tokens."""
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, Literal, final
 
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from triptych.text.vocabularies import NAMED_TOKENS, Kind, TokenizerSettings, Vocabulary
+from triptych.errors import DataError
 
 Token = str | AddedToken
-Marked = Sequence[AddedToken] | None
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+Kind = Literal["pairs", "words", "unigrams"]
+Pieces = tuple[tuple[str, float], ...]
+"""Every piece by id with its score."""
+# The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
+# largest one.
+LARGEST_ID = 1 << 22
+# The most tokens that are made because a setting names their number.
+_MOST_COUNTED = 10_000
+
+
+@final
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What a checkpoint says of its tokenizer besides the vocabulary."""
+
+    record: Mapping[str, Any]  # `tokenizer_config.json`, with what `special_tokens_map.json` adds
+    tokenizer_class: str | None  # the class that it names, without "Fast"; None where it names none
+    model_type: str | None  # of `config.json`
+    # The named special tokens of the files; plain text where a file says no more of one.
+    given: Mapping[str, str | AddedToken]
+    # Further special tokens; None where the files do not speak of any.
+    extra: tuple[str | AddedToken, ...] | None
+    added: Mapping[int, AddedToken]  # tokens outside the vocabulary, by id
+    where: str  # the file, for messages
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A setting that is true or false."""
+        found = self.record.get(name)
+        return default if found is None else bool(found)
+
+    def count(self, name: str, default: int) -> int:
+        """A setting that numbers tokens, which are made for it."""
+        number = self.record.get(name, default)
+        if not isinstance(number, int) or not 0 <= number <= _MOST_COUNTED:
+            raise ValueError(
+                f"{self.where}: {name} is {number!r}: a number up to {_MOST_COUNTED:,} is needed"
+            )
+        return number
+
+
+@final
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a `tokenizer.json`, and the little else that a class takes from it."""
+
+    kind: Kind  # how text is cut into them
+    ids: Mapping[str, int]  # of every token; for unigrams, see `pieces`
+    charsmap: bytes  # SentencePiece's rules of normalization; empty for none
+    surrounding: Any  # what is put around a text; None for nothing
+    merges: tuple[tuple[str, str], ...] = ()  # of byte pairs, the most important first
+    pieces: Pieces = ()  # of unigrams
+
+
+def read_vocabulary(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> Vocabulary:
+    """The vocabulary of a `tokenizer.json`."""
+    model = record["model"]
+    rules = record.get("normalizer") or {}
+    charsmaps = [rule for rule in rules.get("normalizers", [rules]) if rule.get("type") == "Precompiled"]
+    charsmap = base64.b64decode(charsmaps[0]["precompiled_charsmap"]) if charsmaps else b""
+    common: dict[str, Any] = {"charsmap": charsmap, "surrounding": inner.post_processor}
+    match inner.model:
+        case tokenizers.models.BPE():
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            merges = tuple((left, right) for left, right in pairs)
+            return Vocabulary("pairs", model["vocab"], merges=merges, **common)
+        case tokenizers.models.WordPiece():
+            return Vocabulary("words", model["vocab"], **common)
+        case tokenizers.models.Unigram():
+            pieces = tuple((str(piece), float(score)) for piece, score in model["vocab"])
+            ids = {piece: number for number, (piece, _) in enumerate(pieces)}
+            return Vocabulary("unigrams", ids, pieces=pieces, **common)
+        case other:
+            raise ValueError(f"its model is a {type(other).__name__}, which no class of tokenizers has")
 
 
 @final
@@ -21,10 +96,6 @@ class Making:
     settings: TokenizerSettings
     vocabulary: Vocabulary
     tokens: Mapping[str, str]
-
-    @property
-    def is_spm(self) -> bool:
-        return self.vocabulary.marked is not None
 
     def flag(self, name: str, default: bool) -> bool:
         return self.settings.flag(name, default)
@@ -44,16 +115,13 @@ class TokenizerClass:
     # The tokenizer, without added tokens and what surrounds a text.
     build: Callable[[Making], tokenizers.Tokenizer]
     tokens: Mapping[str, str]  # the named special tokens where a checkpoint says nothing else
-    # What surrounds a text, "$A"; None for what `tokenizer.json` says, or else `add_bos_token` and
-    # `add_eos_token`.
+    # What surrounds a text, "$A"; None for what `tokenizer.json` says.
     around: Callable[[Making], Sequence[str]] | None = None
     keeps_surrounding: bool = False  # whether what `tokenizer.json` puts around a text goes before the class
-    adds_bos: bool = False  # whether a text begins with `bos_token` where the settings do not say
     # Of named special tokens that the files give as plain text or not at all.
     flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    # Further special tokens where the files do not speak of any, out of the settings and the tokens that a
-    # SentencePiece model marks.
-    extra: Callable[[TokenizerSettings, Marked], Sequence[Token]] = lambda settings, marked: marked or ()
+    # Further special tokens where the files do not speak of any.
+    extra: Callable[[TokenizerSettings], Sequence[Token]] = lambda settings: ()
     resets_flags: bool = False  # whether special tokens lose their flags
 
     def _named_tokens(self, settings: TokenizerSettings) -> dict[str, Token]:
@@ -77,7 +145,7 @@ class TokenizerClass:
                 "tokenizer_class PreTrainedTokenizerFast in tokenizer_config.json takes it as it is"
             )
         named = self._named_tokens(settings)
-        extra = self.extra(settings, vocabulary.marked) if settings.extra is None else settings.extra
+        extra = self.extra(settings) if settings.extra is None else settings.extra
         inner = self._make(settings, vocabulary, named, extra)
         if rows is not None and max(inner.get_vocab().values(), default=-1) >= rows:
             named = {
@@ -112,15 +180,9 @@ class TokenizerClass:
         if vocabulary.surrounding is not None and (self.around is None or self.keeps_surrounding):
             inner.post_processor = vocabulary.surrounding
             return
-        if self.around is not None:
-            template = self.around(making)
-        else:
-            # What is asked for next to a `tokenizer.json`, or where there is no such token, is not added.
-            def added(name: str, default: bool = False) -> list[str]:
-                asked = default if vocabulary.is_whole else making.flag(f"add_{name}_token", default)
-                return [making.tokens[f"{name}_token"]] if asked and f"{name}_token" in making.tokens else []
-
-            template = [*added("bos", self.adds_bos), "$A", *added("eos")]
+        if self.around is None:
+            return
+        template = self.around(making)
         around = [token for token in template if token != "$A"]
         missing = [token for token in around if inner.token_to_id(token) is None]
         if missing:
@@ -134,6 +196,16 @@ class TokenizerClass:
 def content_of(token: Token) -> str:
     """The text of a token."""
     return token if isinstance(token, str) else token.content
+
+
+def require_added(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+    """Check that the tokens which the settings number have these numbers."""
+    for number, token in settings.added.items():
+        if (found := inner.token_to_id(token.content)) != number:
+            raise DataError(
+                f"{settings.where}: added token {token.content!r} has the id {number} there and {found} in "
+                "the vocabulary; give the files of one tokenizer"
+            )
 
 
 def add_tokens(

@@ -1,14 +1,13 @@
 """The ways of the classes of tokenizers to normalize and cut text, as `transformers` 5 has them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from triptych.text.sentencepiece import SPACE_MARK
-from triptych.text.tokenizer_making import Making, Marked, Token
-from triptych.text.vocabularies import Pieces, TokenizerSettings
+from triptych.text.tokenizer_making import Making, TokenizerSettings
 
 _MBART_LANGUAGES = """
 ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV my_MM
@@ -57,10 +56,8 @@ def byte_pairs(
 
 def word_pieces(making: Making) -> tokenizers.Tokenizer:
     """BERT's way: words, and their longest known beginnings."""
-    ids, unknown = making.vocabulary.ids, making.token("unk_token")
-    if unknown not in ids:
-        raise ValueError(f"the token for unknown words, {unknown!r}, is not in it")
-    inner = tokenizers.Tokenizer(models.WordPiece(dict(ids), unk_token=unknown))
+    model = models.WordPiece(dict(making.vocabulary.ids), unk_token=making.token("unk_token"))
+    inner = tokenizers.Tokenizer(model)
     inner.normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=making.flag("tokenize_chinese_chars", True),
@@ -128,8 +125,8 @@ def _spaced(
     return inner
 
 
-def _unigrams(pieces: Pieces, unk_id: int) -> models.Model:
-    return models.Unigram(list(pieces), unk_id, False)
+def _unigrams(making: Making, unk_id: int) -> models.Model:
+    return models.Unigram(list(making.vocabulary.pieces), unk_id, False)
 
 
 def _charsmap(making: Making) -> list[Any]:
@@ -145,73 +142,36 @@ _ONE_SPACE = normalizers.Replace(Regex(" {2,}"), " ")
 _AT_SPACES = pre_tokenizers.WhitespaceSplit()
 
 
-def _after_own(making: Making, names: Sequence[str], languages: Sequence[str] = ()) -> Pieces:
-    """The pieces of a SentencePiece model but its first three, between special tokens of fairseq's."""
-    pieces = making.vocabulary.pieces
-    if not making.is_spm:
-        return pieces
-    own = [(making.token(f"{name}_token"), 0.0) for name in names]
-    last = [*languages, making.token("mask_token")]
-    return (*own, *pieces[3:], *((token, 0.0) for token in last))
-
-
 def t5(making: Making) -> tokenizers.Tokenizer:
-    pieces = making.vocabulary.pieces
-    if making.is_spm:
-        pieces = (*pieces, *((token, 0.0) for token in reversed(_sentinels(making.settings))))
-    return _spaced(_unigrams(pieces, 2), _charsmap(making), [_AT_SPACES])
+    return _spaced(_unigrams(making, 2), _charsmap(making), [_AT_SPACES])
 
 
-def _sentinels(settings: TokenizerSettings, marked: Marked = None) -> list[str]:
-    number = settings.record.get("extra_ids", 100)
-    if not isinstance(number, int) or not 0 <= number <= _MOST_SENTINELS:
-        raise ValueError(
-            f"{settings.where}: extra_ids is {number!r}: a number up to {_MOST_SENTINELS} is needed"
-        )
-    return [f"<extra_id_{i}>" for i in range(number)]
-
-
-_MOST_SENTINELS = 10_000
-
-
-def t5_extra(settings: TokenizerSettings, marked: Marked) -> Sequence[Token]:
-    given = marked or ()
-    has = any("<extra_id_" in token.content for token in given)
-    return given if has else [*given, *_sentinels(settings)]
+def t5_extra(settings: TokenizerSettings) -> Sequence[str]:
+    return [f"<extra_id_{i}>" for i in range(settings.count("extra_ids", 100))]
 
 
 def xlm_roberta(making: Making) -> tokenizers.Tokenizer:
-    pieces = _after_own(making, ("bos", "pad", "eos", "unk"))
-    return _spaced(_unigrams(pieces, 3), _charsmap(making), [_AT_SPACES], _scheme(making))
+    return _spaced(_unigrams(making, 3), _charsmap(making), [_AT_SPACES], _scheme(making))
 
 
 def mbart(making: Making) -> tokenizers.Tokenizer:
-    pieces = _after_own(making, ("bos", "pad", "eos", "unk"), MBART_LANGUAGES)
-    return _spaced(_unigrams(pieces, 3), [], [_AT_SPACES])
+    return _spaced(_unigrams(making, 3), [], [_AT_SPACES])
 
 
 def mbart50(making: Making) -> tokenizers.Tokenizer:
-    pieces = _after_own(making, ("cls", "pad", "eos", "unk"), MBART50_LANGUAGES)
-    if not making.vocabulary.ids.keys() & {*MBART50_LANGUAGES} and not making.is_spm:
+    if not making.vocabulary.ids.keys() & {*MBART50_LANGUAGES}:
         raise ValueError("it has none of the languages of MBart50Tokenizer; fetch the SentencePiece model")
-    return _spaced(_unigrams(pieces, 3), [*_charsmap(making), _ONE_SPACE])
+    return _spaced(_unigrams(making, 3), [*_charsmap(making), _ONE_SPACE])
 
 
 def nllb(making: Making) -> tokenizers.Tokenizer:
-    ids: Mapping[str, int] = making.vocabulary.ids
-    if making.is_spm:
-        own = [making.token(f"{name}_token") for name in ("bos", "pad", "eos", "unk")]
-        ids = {token: number for number, token in enumerate(dict.fromkeys([*own, *ids]))}
-    unknown = making.token("unk_token")
-    model = models.BPE(dict(ids), list(making.vocabulary.merges), unk_token=unknown, fuse_unk=True)
+    model = _pairs(making, unk_token=making.token("unk_token"), fuse_unk=True).model
     charsmap = _charsmap(making)
     return _spaced(model, [*charsmap, _ONE_SPACE] if charsmap else [])
 
 
-def nllb_extra(settings: TokenizerSettings, marked: Marked) -> Sequence[Token]:
-    if marked is None:
-        raise ValueError(f"{settings.where} names no languages: list them in extra_special_tokens")
-    return marked
+def nllb_extra(settings: TokenizerSettings) -> Sequence[str]:
+    raise ValueError(f"{settings.where} names no languages: list them in extra_special_tokens")
 
 
 def language(making: Making, default: str) -> str:
@@ -224,16 +184,8 @@ def nllb_around(making: Making) -> Sequence[str]:
 
 
 def camembert(making: Making) -> tokenizers.Tokenizer:
-    unknown, pieces = making.token("unk_token"), making.vocabulary.pieces
-    if making.is_spm:
-        own = [("<s>NOTUSED", 0.0), (making.token("pad_token"), 0.0), ("</s>NOTUSED", 0.0), (unknown, 0.0)]
-        pieces = (*own, ("<unk>NOTUSED", -100.0), *pieces[1:], (making.token("mask_token"), 0.0))
-    unk_id = next((number for number, (piece, _) in enumerate(pieces) if piece == unknown), 0)
-    return _spaced(_unigrams(pieces, unk_id), _charsmap(making), [_AT_SPACES], _scheme(making))
-
-
-def camembert_extra(settings: TokenizerSettings, marked: Marked) -> Sequence[Token]:
-    return ["<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED"] if marked is None else marked
+    unk_id = making.vocabulary.ids.get(making.token("unk_token"), 0)
+    return _spaced(_unigrams(making, unk_id), _charsmap(making), [_AT_SPACES], _scheme(making))
 
 
 def albert(making: Making) -> tokenizers.Tokenizer:
@@ -242,14 +194,13 @@ def albert(making: Making) -> tokenizers.Tokenizer:
         rules += [normalizers.NFKD(), normalizers.StripAccents()]
     if making.flag("do_lower_case", True):
         rules.append(normalizers.Lowercase())
-    model = _unigrams(making.vocabulary.pieces, 1)
-    return _spaced(model, [*rules, *_charsmap(making)], [_AT_SPACES], _scheme(making))
+    return _spaced(_unigrams(making, 1), [*rules, *_charsmap(making)], [_AT_SPACES], _scheme(making))
 
 
 def deberta_v2(making: Making) -> tokenizers.Tokenizer:
     pieces = making.vocabulary.pieces
     unknown = (making.token("unk_token"), 0.0)
-    stated = making.vocabulary.unk_id if making.is_spm else making.settings.record.get("unk_id")
+    stated = making.settings.record.get("unk_id")
     unk_id = pieces.index(unknown) if unknown in pieces else 1 if stated is None else stated
     joined = normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " ")
     rules = [joined, normalizers.NFC(), normalizers.Strip(left=False, right=True)]
@@ -257,43 +208,20 @@ def deberta_v2(making: Making) -> tokenizers.Tokenizer:
         rules = [normalizers.Lowercase(), *rules]
     split = making.flag("split_by_punct", False)
     words = [pre_tokenizers.Punctuation(behavior="isolated")] if split else []
-    return _spaced(_unigrams(pieces, unk_id), rules, words, _scheme(making, "first"))
+    return _spaced(_unigrams(making, unk_id), rules, words, _scheme(making, "first"))
 
 
 def pegasus(making: Making) -> tokenizers.Tokenizer:
-    pieces, record = making.vocabulary.pieces, making.settings.record
-    if making.is_spm:
-        own = [making.token("pad_token"), making.token("eos_token")]
-        masks = (record.get("mask_token", "<mask_1>"), record.get("mask_token_sent", "<mask_2>"))
-        own += [str(token) for token in dict.fromkeys(masks) if token is not None]
-        first = [*((token, 0.0) for token in own), *((token, -100.0) for token in _unknowns(making.settings))]
-        pieces = (*first, *pieces[2:])
-    unk_id = pieces.index((making.token("unk_token"), 0.0), 1)
-    charsmap = _charsmap(making)
-    rules = charsmap or [normalizers.Replace(Regex(r"\n"), " ")]
-    return _spaced(_unigrams(pieces, unk_id), [*rules, _ONE_SPACE])
+    unk_id = making.vocabulary.pieces.index((making.token("unk_token"), 0.0), 1)
+    rules = _charsmap(making) or [normalizers.Replace(Regex(r"\n"), " ")]
+    return _spaced(_unigrams(making, unk_id), [*rules, _ONE_SPACE])
 
 
-def _unknowns(settings: TokenizerSettings) -> list[str]:
-    return [f"<unk_{i}>" for i in range(2, int(settings.record.get("offset", 103)))]
-
-
-def pegasus_extra(settings: TokenizerSettings, marked: Marked) -> Sequence[Token]:
+def pegasus_extra(settings: TokenizerSettings) -> Sequence[str]:
     mask = settings.record.get("mask_token_sent", "<mask_1>")
-    known = {token.content for token in marked or ()}
-    return [*([] if mask is None or mask in known else [str(mask)]), *_unknowns(settings)]
+    unknowns = [f"<unk_{i}>" for i in range(2, settings.count("offset", 103))]
+    return unknowns if mask is None else [str(mask), *unknowns]
 
 
 def xglm(making: Making) -> tokenizers.Tokenizer:
-    if making.is_spm:
-        raise ValueError("XGLMTokenizer is known by its tokenizer.json alone; fetch that file")
-    rules = [*_charsmap(making), _ONE_SPACE]
-    return _spaced(_unigrams(making.vocabulary.pieces, 3), rules, scheme=_scheme(making))
-
-
-def with_own(*own: str) -> Callable[[TokenizerSettings, Marked], Sequence[Token]]:
-    def extra(settings: TokenizerSettings, marked: Marked) -> Sequence[Token]:
-        known = {token.content for token in marked or ()}
-        return [*(marked or ()), *(token for token in own if token not in known)]
-
-    return extra
+    return _spaced(_unigrams(making, 3), [*_charsmap(making), _ONE_SPACE], scheme=_scheme(making))

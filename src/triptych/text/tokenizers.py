@@ -11,7 +11,7 @@ from typing import TypeVar, final
 import tokenizers
 from pydantic import BaseModel, ValidationError
 
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, TriptychError, UsageError
 from triptych.files import write_text
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.lines import SURROGATE, as_lines
@@ -144,7 +144,7 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
     """What the tokenizers library makes of a file."""
     try:
         return make()
-    except (DataError, ValueError):
+    except (TriptychError, ValueError):
         raise
     # The library raises bare Exception for whatever is wrong, and PanicException, which is not one.
     except BaseException as error:

@@ -1,118 +1,126 @@
-"""Vocabularies of tokenizers out of `tokenizer.json`, or the files that came before it."""
+"""Vocabulary files from before `tokenizer.json`, converted by `transformers` (the extra `run`)."""
 
-import base64
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-VOCABULARY_FILES = (
-    *("vocab.json", "vocab.txt"),
-    *("tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model"),
+from triptych.errors import DataError
+from triptych.extras import require_extra
+from triptych.text.sentencepiece import load_sentencepiece
+from triptych.text.tokenizer_classes import CLASSES, class_of
+from triptych.text.tokenizer_making import LARGEST_ID, Kind, Token, TokenizerSettings, require_added
+
+_FILES = (
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
 )
-NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-
-Kind = Literal["pairs", "words", "unigrams"]
-Pieces = tuple[tuple[str, float], ...]
-"""Every piece by id with its score."""
 
 
-@final
-@dataclass(frozen=True)
-class TokenizerSettings:
-    """What a checkpoint says of its tokenizer besides the vocabulary."""
-
-    record: Mapping[str, Any]  # `tokenizer_config.json`, with what `special_tokens_map.json` adds
-    tokenizer_class: str | None  # the class that it names, without "Fast"; None where it names none
-    model_type: str | None  # of `config.json`
-    # The named special tokens of the files; plain text where a file says no more of one.
-    given: Mapping[str, str | AddedToken]
-    # Further special tokens; None where the files do not speak of any.
-    extra: tuple[str | AddedToken, ...] | None
-    added: Mapping[int, AddedToken]  # tokens outside the vocabulary, by id
-    where: str  # the file, for messages
-
-    def flag(self, name: str, default: bool) -> bool:
-        """A setting that is true or false."""
-        found = self.record.get(name)
-        return default if found is None else bool(found)
+def find_vocabulary(folder: Path) -> Path:
+    """The vocabulary file of a checkpoint that has no `tokenizer.json`."""
+    for name in _FILES:
+        if (folder / name).exists() and (name != "vocab.json" or (folder / "merges.txt").exists()):
+            return folder / name
+    raise DataError(
+        f"{folder} has no tokenizer: none of tokenizer.json, vocab.json with merges.txt, "
+        f"{', '.join(_FILES[1:])}; copy it from where the checkpoint comes from"
+    )
 
 
-@final
-@dataclass(frozen=True)
-class Vocabulary:
-    """The tokens of a tokenizer, and the little else that is taken from the file that has them."""
+def convert_vocabulary(
+    files: dict[str, bytes], settings: TokenizerSettings
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer that `transformers` makes of a vocabulary file, and its named special tokens.
 
-    kind: Kind  # how text is cut into them
-    ids: Mapping[str, int]  # of every token; for unigrams, see `pieces`
-    merges: tuple[tuple[str, str], ...] = ()  # of byte pairs, the most important first
-    pieces: Pieces = ()  # of unigrams
-    charsmap: bytes = b""  # SentencePiece's rules of normalization; empty for none
-    unk_id: int | None = None  # of what no piece covers, where the file of a SentencePiece model says it
-    # Tokens that a SentencePiece model marks; None for other files.
-    marked: tuple[AddedToken, ...] | None = None
-    # What a `tokenizer.json` puts around a text; None for other files, and where it puts nothing.
-    surrounding: Any = None
-    is_whole: bool = False  # whether it is from a `tokenizer.json`
+    `files` are the contents by name, the vocabulary first.
+    """
+    name = class_of(settings, is_byte_level=False)
+    if name is None:
+        stated = settings.tokenizer_class or settings.model_type or "no class of tokenizers"
+        raise ValueError(
+            f"the files name {stated}, which is known by its tokenizer.json alone; fetch that file"
+        )
+    vocabulary, content = next(iter(files.items()))
+    is_model = vocabulary.endswith(".model")
+    libraries = ["transformers", *(["sentencepiece", "google.protobuf"] if is_model else [])]
+    require_extra("run", *libraries, what=f"a checkpoint with {vocabulary} and without tokenizer.json")
+    kind, size = _look_at(vocabulary, content)
+    if kind != (wanted := CLASSES[name].kind):
+        raise ValueError(
+            f"{name} has a vocabulary of {wanted}, and it is one of {kind}; fetch tokenizer.json"
+        )
+    import transformers  # large, and only needed here
+
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    # It sees nothing else of the checkpoint: settings may name files elsewhere.
+    with TemporaryDirectory() as folder:
+        for file, copied in files.items():
+            (Path(folder) / file).write_bytes(copied)
+        config = json.dumps(_plain(settings))
+        (Path(folder) / "tokenizer_config.json").write_text(config, encoding="utf-8")
+        made = getattr(transformers, name).from_pretrained(folder, local_files_only=True)
+    inner: tokenizers.Tokenizer = made.backend_tokenizer
+    if 2 * inner.get_vocab_size() < size:
+        raise ValueError(f"{name} does not read it; fetch tokenizer.json")
+    require_added(inner, settings)
+    return inner, {key: token for key, token in made.special_tokens_map.items() if isinstance(token, str)}
 
 
-def read_vocabulary(name: str, content: bytes, merges: bytes) -> Vocabulary:
-    """The vocabulary of `vocab.json` or `vocab.txt`, which came before `tokenizer.json`."""
+def _look_at(name: str, content: bytes) -> tuple[Kind, int]:
+    """What kind of vocabulary a file has, and how many tokens, once it is seen to be sound."""
+    if name == "vocab.txt":
+        return "words", content.count(b"\n")
     if name == "vocab.json":
-        ids, pairs = _read_ids(content), _read_merges(merges)
-        unknown = [pair for pair in pairs if pair[0] + pair[1] not in ids or {*pair} - ids.keys()]
-        if unknown:
-            raise ValueError(f"merges.txt merges {' and '.join(unknown[0])}, which are not all in vocab.json")
-        return Vocabulary("pairs", ids, pairs)
-    lines = content.decode("utf-8").removesuffix("\n").split("\n")
-    return Vocabulary("words", {line.removesuffix("\r"): number for number, line in enumerate(lines)})
+        ids = json.loads(content)
+        if not isinstance(ids, dict) or not all(
+            isinstance(number, int) and 0 <= number <= LARGEST_ID for number in ids.values()
+        ):
+            raise ValueError("it is not a record of tokens and their ids")
+        return "pairs", len(ids)
+    processor = load_sentencepiece(content)
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    match proto.ModelProto.FromString(content).trainer_spec.model_type:
+        case 1:
+            return "unigrams", len(processor)
+        case 2:
+            return "pairs", len(processor)
+        case _:
+            raise ValueError("it cuts text into words or characters, not by unigram or bpe")
 
 
-def vocabulary_of_whole(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> Vocabulary:
-    """The vocabulary of a `tokenizer.json`."""
-    model = record["model"]
-    rules = record.get("normalizer") or {}
-    charsmaps = [rule for rule in rules.get("normalizers", [rules]) if rule.get("type") == "Precompiled"]
-    charsmap = base64.b64decode(charsmaps[0]["precompiled_charsmap"]) if charsmaps else b""
-    common: dict[str, Any] = {"charsmap": charsmap, "surrounding": inner.post_processor, "is_whole": True}
-    match inner.model:
-        case tokenizers.models.BPE():
-            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-            merges = tuple((left, right) for left, right in pairs)
-            return Vocabulary("pairs", model["vocab"], merges, **common)
-        case tokenizers.models.WordPiece():
-            return Vocabulary("words", model["vocab"], **common)
-        case tokenizers.models.Unigram():
-            pieces = tuple((str(piece), float(score)) for piece, score in model["vocab"])
-            ids = {piece: number for number, (piece, _) in enumerate(pieces)}
-            return Vocabulary("unigrams", ids, pieces=pieces, **common)
-        case other:
-            raise ValueError(f"its model is a {type(other).__name__}, which no class of tokenizers has")
+def _plain(settings: TokenizerSettings) -> dict[str, object]:
+    """The settings as `tokenizer_config.json` has them: flags, numbers and tokens, and no paths."""
+    for name in ("extra_ids", "offset"):
+        settings.count(name, 0)
+
+    def plain(token: Token) -> object:
+        return token if isinstance(token, str) else {"__type": "AddedToken", **_flags(token)}
+
+    found: dict[str, object] = {
+        name: value
+        for name, value in settings.record.items()
+        if value is None or isinstance(value, int | float) or name in ("src_lang", "mask_token_sent")
+    }
+    given = {name: plain(token) for name, token in settings.given.items()}
+    found |= {name: token for name, token in given.items() if name.endswith("_token")}
+    own = {name: token for name, token in given.items() if not name.endswith("_token")}
+    if own or settings.extra is not None:
+        found["extra_special_tokens"] = own or [plain(token) for token in settings.extra or ()]
+    if settings.added:
+        found["added_tokens_decoder"] = {str(i): _flags(token) for i, token in settings.added.items()}
+    return found
 
 
-def _read_ids(content: bytes) -> dict[str, int]:
-    try:
-        ids = json.loads(content.decode("utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    if not isinstance(ids, dict) or not all(
-        isinstance(number, int) and 0 <= number < 2 * len(ids) + 1000 for number in ids.values()
-    ):
-        raise ValueError("it is not a record of tokens and their ids")
-    return ids
-
-
-def _read_merges(content: bytes) -> tuple[tuple[str, str], ...]:
-    merges = []
-    for number, line in enumerate(content.decode("utf-8").split("\n"), start=1):
-        line = line.removesuffix("\r")
-        if not line or (number == 1 and line.startswith("#version")):
-            continue
-        parts = line.split(" ")
-        if len(parts) != 2:
-            raise ValueError(f"merges.txt, line {number}: not two tokens")
-        merges.append((parts[0], parts[1]))
-    return tuple(merges)
+def _flags(token: AddedToken) -> dict[str, object]:
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return {name: getattr(token, name) for name in names}

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from triptych.models.language_model import LanguageModelHead
 from triptych.thresholds import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+from triptych.training.machine import in_any_order
 
 
 class Loss(NamedTuple):
@@ -138,10 +139,9 @@ def _loss_and_gradients(
     wide = torch.promote_types(x.dtype, torch.float32)
     share = epsilon / weight.shape[0]
     total_weight = weight.sum(dim=0, dtype=wide)
-    smoothed = torch.zeros((), dtype=wide, device=x.device)
-    likelihood = torch.zeros_like(smoothed)
     of_x = torch.empty_like(x)
     of_weight = torch.zeros_like(weight, dtype=wide)
+    top, top_p, chosen = (x.new_empty((len(x), 1)) for _ in range(3))
     pieces = chunks(x, weight)
     # The same memory for every chunk: fresh pages would cost as much as the softmax.
     size = pieces[0].stop if pieces else 0, weight.shape[0]
@@ -150,20 +150,22 @@ def _loss_and_gradients(
         num_rows = rows.stop - rows.start
         logits = torch.mm(x[rows], weight.T, out=logits_space[:num_rows])
         p = torch.softmax(logits, dim=-1, out=p_space[:num_rows])
-        # The largest logit and its probability give log Σ exp without another pass of exponentials.
-        top, top_p = logits.amax(dim=-1, keepdim=True).to(wide), p.amax(dim=-1, keepdim=True).to(wide)
-        chosen = logits.gather(1, targets[rows, None]).to(wide)
-        # In bfloat16 that carries the rounding of the probability, about 0.002 nats a token, unbiased.
-        log_total = top - top_p.log()
-        likelihood += (log_total - chosen).sum()
-        smoothed += (log_total - (1 - epsilon) * chosen).sum()
+        torch.amax(logits, dim=-1, keepdim=True, out=top[rows])
+        torch.amax(p, dim=-1, keepdim=True, out=top_p[rows])
+        torch.gather(logits, 1, targets[rows, None], out=chosen[rows])
         # Not scatter_add_, which in bfloat16 passes through copies of all of p.
-        p[torch.arange(len(p), device=p.device), targets[rows]] -= 1 - epsilon
+        with in_any_order():  # a row has one target
+            p[torch.arange(len(p), device=p.device), targets[rows]] -= 1 - epsilon
         torch.mm(p, weight, out=of_x[rows])
         if of_weight.dtype == p.dtype:
             of_weight.addmm_(p.T, x[rows])
         else:
             of_weight += p.T @ x[rows]
+    # The largest logit and its probability give log Σ exp without another pass of exponentials. In bfloat16
+    # that carries the rounding of the probability, about 0.002 nats a token, unbiased.
+    log_total, chosen = top.to(wide) - top_p.to(wide).log(), chosen.to(wide)
+    likelihood = (log_total - chosen).sum()
+    smoothed = (log_total - (1 - epsilon) * chosen).sum()
     total_x = x.sum(dim=0, dtype=wide)
     smoothed -= share * (total_x @ total_weight)
     of_x -= (share * total_weight).to(x.dtype)
@@ -231,7 +233,8 @@ def _rdrop_and_gradients(
             smoothed += share * divergence.sum() - ((1 - epsilon) * chosen + epsilon * uniform) / 2
             gradient = (away - divergence + 1).mul_(share).add_(0.5).mul_(one)
             gradient.sub_(other, alpha=share).sub_(epsilon / 2 / weight.shape[0])
-            gradient[at_target] -= (1 - epsilon) / 2
+            with in_any_order():
+                gradient[at_target] -= (1 - epsilon) / 2
             narrow = gradient.to(weight.dtype)
             torch.mm(narrow, weight, out=of_x[rows])
             of_weight += narrow.T @ x[rows]

@@ -97,6 +97,17 @@ def repeatable(device: torch.device) -> Iterator[None]:
         debugging.fill_uninitialized_memory = before[1]
 
 
+@contextmanager
+def in_any_order() -> Iterator[None]:
+    """Let a GPU write to places that all differ as it likes: in order, `index_put_` takes ten launches."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 _aten = torch.ops.aten
 # Of the matrices that are multiplied: large enough for the full rate, and over in some 50 ms on a CPU.
 _SIZE = {"cpu": 768, "cuda": 8192}

@@ -1,16 +1,17 @@
 """A recipe for a text, with the sizes that fit it and a comment on every key."""
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import BaseModel
 
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, read_recipe, resolve, value_at
-from triptych.training.reference import meanings_of
 from triptych.training.runs import prepare
 
 # What a person changes first. Of every other key the default is good, or follows from these.
@@ -42,12 +43,12 @@ def new_recipe(
     """Write a recipe for a text: its sizes fit how much text there is and this machine.
 
     Args:
-        path: the TOML file to write. A run of it is called by its name, without the ending.
-        source: of a translator, a text file with a sentence a line; goes with target.
+        path: the TOML file to write. Its name without the ending names the run.
+        source: for a translator, a text file with one sentence per line; needs target.
         target: the translations, line by line.
-        tsv: of a translator, one file with both sides: .tsv, .jsonl or .parquet.
-        text: of a language model, a text file or a folder of them.
-        force: replace a file that is there.
+        tsv: for a translator, one file with both sides: .tsv, .jsonl or .parquet.
+        text: for a language model, a text file or a folder of text files.
+        force: replace an existing file.
         display: told what is read; lines on standard error if None.
 
     Returns:
@@ -106,3 +107,13 @@ def _written(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
         lines += textwrap.wrap(meaning, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
         lines += [f"{key.removeprefix(f'{section}.')} = {tomli_w.dumps({'value': value})[8:].strip()}"]
     return "\n".join(lines) + "\n"
+
+
+def meanings_of(model: type[BaseModel]) -> dict[str, str]:
+    """What each key of a section means."""
+    meanings: dict[str, str] = {}
+    for one in reversed(model.__mro__):  # a section says what it adds to the one that it extends
+        _, _, text = (one.__doc__ or "").partition("Attributes:\n")
+        found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
+        meanings |= {name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found}
+    return meanings

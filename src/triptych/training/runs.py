@@ -14,7 +14,7 @@ from triptych.errors import UsageError
 from triptych.files import NewFolder, hold_folder, write_text
 from triptych.launch import num_restarts
 from triptych.models.device import find_device, to_device
-from triptych.models.initial import Draws, Later
+from triptych.models.initial import DeferredInit
 from triptych.models.storage import OwnModel, read_own_model
 from triptych.storage.copying import CERTIFICATE
 from triptych.threads import torch_threads
@@ -291,37 +291,37 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
     recipe = prepared.recipe
     if world.size == 1:
         return _objective(prepared, display), ONE_PROCESS
-    objective, later = world.on_all(lambda: _without_memory(prepared))
+    objective, deferred = world.on_all(lambda: _without_memory(prepared))
     kind, why = choose_parallel(recipe.training, objective.model, world)
     display.say(why)
     if kind == "ddp":
         return world.on_all(lambda: _objective(prepared, display)), Layout(world, kind)
-    if later is None:
+    if deferred is None:
         return objective, Layout(world, kind)
     values = (
         (name, prepared.vectors[name].into(value) if name in prepared.vectors else value)
-        for name, value in later.values(objective.model, _seed_by_name(recipe))
+        for name, value in deferred.values(objective.model, _seed_by_name(recipe))
     )
     return objective, Layout(world, kind, LazyParameters(find_device(recipe.training.device), values))
 
 
-def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], Later | None]:
+def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredInit | None]:
     """With a model whose values are made later; with one that is mapped from its files if it is read."""
     if isinstance(prepared.recipe, ContinuedRecipe):
         return prepared.objective(), None
-    with Later() as later:
-        return prepared.objective(), later
+    with DeferredInit() as deferred:
+        return prepared.objective(), deferred
 
 
 def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
     """With a model that has its first values, in memory of its own."""
-    by_name = _seed_by_name(prepared.recipe)
-    if by_name is None:
-        objective = prepared.objective()
-    else:
-        with Draws() as draws:
-            objective = prepared.objective()
-        draws.again_by_name(objective.model, by_name)
+    objective, by_name = prepared.objective(), _seed_by_name(prepared.recipe)
+    if by_name is not None:
+        with DeferredInit() as deferred:
+            twin = prepared.objective().model
+        with torch.no_grad():
+            for name, value in deferred.values(twin, by_name):
+                objective.model.get_parameter(name).copy_(value)
         torch.manual_seed(by_name)  # dropout begins alike, too
     if isinstance(prepared.recipe, ContinuedRecipe):
         for parameter in objective.model.parameters():

@@ -23,7 +23,7 @@ from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 @final
 class DropKeyBias(LayerRewrite):
-    """Leave out the key bias, to which the softmax is blind."""
+    """Drop the key bias, which the softmax cancels."""
 
     name = "drop_key_bias"
     tier = "rounding-exact"

@@ -43,9 +43,9 @@ class Fold(LayerRewrite):
     why_here = "products of maps are folded while they are products"
     resizes = True
 
-    sides: tuple[FoldedSide, ...] = Field(SIDES, description="whose maps; qk is W_Q W_Kᵀ as one matrix")
-    keep: Keep = Field("cheaper", description="cheaper folds what then costs less, folded everything")
-    by: FoldingCost = Field("parameters", description="what is to be cheap")
+    sides: tuple[FoldedSide, ...] = Field(SIDES, description="which sides; qk makes W_Q W_Kᵀ one matrix")
+    keep: Keep = Field("cheaper", description="cheaper: fold where it costs less; folded: fold everything")
+    by: FoldingCost = Field("parameters", description="the cost that decides: parameters, flops or bytes")
     tokens: int = Field(1, ge=1, description="length of the sequence, for flops and bytes")
 
     def apply(self, layer: Layer) -> Rewritten:
@@ -54,7 +54,7 @@ class Fold(LayerRewrite):
 
 @final
 class Expand(LayerRewrite):
-    """Give everything that shares a map a map of its own."""
+    """Give every user of a shared map its own copy."""
 
     name = "expand"
     tier = "bit-exact"
@@ -69,7 +69,7 @@ class Expand(LayerRewrite):
 
 @final
 class Factor(LayerRewrite):
-    """Take W_QK that is written as one matrix apart into W_Q and W_K."""
+    """Factor a W_QK that is one matrix into W_Q and W_K."""
 
     name = "factor"
     tier = "rounding-exact, bounded if `bounded`"
@@ -164,7 +164,7 @@ def fold(
         sides: whose chains to look at; "qk" only if named, and before "q" and "k".
         keep: the cheaper of the two writings (the product if they cost the same), or the one named
             whatever it costs.
-        by: what is to be cheap: the parameters; the FLOPs of self-attention over `tokens` tokens, their
+        by: the cost that decides: the parameters; the FLOPs of self-attention over `tokens` tokens, their
             pairs included; or the bytes of the parameters and of a cache of `tokens` tokens.
         tokens: length of the sequence, for the last two.
         number_bytes: size of a parameter where the weights are kept, for the last; that of their dtype if

@@ -34,7 +34,7 @@ from triptych.algebra.weights import AttentionWeights
 
 @final
 class GaugeFix(LayerRewrite):
-    """Bring heads into their canonical basis, the same for every writing of a head."""
+    """Bring heads into their canonical basis, which does not depend on how a head was written."""
 
     name = "gauge_fix"
     tier = "rounding-exact"
@@ -44,7 +44,7 @@ class GaugeFix(LayerRewrite):
     why_here = "the order of heads is that of what is left"
 
     forms: tuple[Form, ...] | None = Field(
-        None, description="which of the two; those that have a gauge by default"
+        None, description="qk, ov or both; by default the forms that have a gauge"
     )
 
     def apply(self, layer: Layer) -> Rewritten:

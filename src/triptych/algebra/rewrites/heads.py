@@ -70,7 +70,7 @@ class RepeatKVHeads(LayerRewrite):
     resizes = True
 
     num_kv_heads: int | None = Field(
-        None, ge=1, description="how many there are then; one for every query head by default"
+        None, ge=1, description="number of key-value heads afterwards; by default one per query head"
     )
 
     def apply(self, layer: Layer) -> Rewritten:

@@ -49,12 +49,12 @@ class ToLatent(LayerRewrite):
     place = 9
     resizes = True
 
-    rank: int | None = Field(None, ge=1, description="of the latent; as many as it takes by default")
+    rank: int | None = Field(None, ge=1, description="width of the latent; by default as large as it must be")
     format: Literal["deepseek_v3"] | None = Field(
-        None, description="whose latent it is to be: the file becomes one of that format"
+        None, description="the format whose latent is made; the file gets this format"
     )
 
-    on_text: bool = Field(False, description="keep what the text makes of the latent, for a `rank`")
+    on_text: bool = Field(False, description="with `rank`: keep the directions that matter on the text")
 
     @model_validator(mode="after")
     def _text_for_a_rank(self) -> "ToLatent":

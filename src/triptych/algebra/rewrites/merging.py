@@ -51,7 +51,7 @@ class MergeKVHeads(LayerRewrite):
     why_here = "heads are merged while all their channels are there"
     resizes = True
 
-    num_kv_heads: int = Field(ge=1, description="how many are left")
+    num_kv_heads: int = Field(ge=1, description="number of key-value heads afterwards")
     bounded: bool = Field(
         True, description="whether heads that differ by more than their basis may be merged"
     )

@@ -24,7 +24,7 @@ _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 @final
 class FoldNorm(LayerRewrite):
-    """Fold the norm's weight and bias into the maps that read it, a parallel MLP's too.
+    """Fold the norm's weight and bias into the maps that read it, also of a parallel MLP.
 
     The weights of norms of latents go into the maps from the latents to the heads.
     """

@@ -35,7 +35,7 @@ _NORMED = "√(d_v / d_model) ‖W_O‖"
 
 @final
 class PruneHeads(LayerRewrite):
-    """Leave heads out: those named, those that do least, or dead ones."""
+    """Remove heads: the given ones, the ones that do least, or dead ones."""
 
     name = "prune_heads"
     tier = "bounded unless the heads are dead"
@@ -44,11 +44,11 @@ class PruneHeads(LayerRewrite):
     why_here = "heads that go should not take part in what is shared out"
     resizes = True
 
-    heads: tuple[int, ...] | None = Field(None, description="which, by number; dead ones by default")
-    number: int | None = Field(None, ge=1, description="how many of each layer, those that do least")
+    heads: tuple[int, ...] | None = Field(None, description="numbers of the heads; by default the dead ones")
+    number: int | None = Field(None, ge=1, description="how many heads of each layer: the ones that do least")
     on_text: bool = Field(False, description="measure what heads do on the text")
     by_loss: bool = Field(
-        False, description="those do least whose absence raises the model's loss on the text least"
+        False, description="order heads by how much the loss on the text rises without them"
     )
     losses: dict[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)
 

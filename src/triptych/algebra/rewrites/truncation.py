@@ -23,7 +23,7 @@ _SHARE_ROUNDING = 1e-10
 
 @final
 class Truncate(LayerRewrite):
-    """Lower the rank of W_QK and W_OV; of rotary heads, that of W_Q and W_K before they are rotated.
+    """Lower the rank of W_QK and W_OV; of rotary heads, the rank of W_Q and W_K before the rotation.
 
     Attributes:
         ranks: of every form of every layer and group of heads, once `prepare` has shared them out.
@@ -36,8 +36,8 @@ class Truncate(LayerRewrite):
     why_here = "the basis and the order of heads depend on what is left"
     resizes = True
 
-    forms: tuple[Form, ...] = Field(("qk", "ov"), description="which of the two")
-    rank: int | None = Field(None, ge=1, description="of every form; a rotary pair counts two")
+    forms: tuple[Form, ...] = Field(("qk", "ov"), description="qk, ov or both")
+    rank: int | None = Field(None, ge=1, description="rank of every form; a rotary pair counts as two")
     energy: float | None = Field(
         None, gt=0, le=1, description="share of every form's energy that each head keeps at least"
     )
@@ -46,10 +46,10 @@ class Truncate(LayerRewrite):
     )
     criterion: Criterion = Field(
         "free",
-        description="keep the forms themselves, or what they do on the text, means counted or taken off",
+        description="keep the forms (free), or their work on a text with means (uncentred) or not (centred)",
     )
     rotary: Rotary = Field(
-        "maps", description="what rotary heads lose of W_QK: rank of their maps, or whole rotary pairs"
+        "maps", description="cut from W_QK of rotary heads: the rank of the maps, or whole rotary pairs"
     )
     ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(default_factory=dict, exclude=True)
 

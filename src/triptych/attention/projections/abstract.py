@@ -6,26 +6,29 @@ layer asks its projections for queries, for what to cache of each token, for key
 for the output: it never knows which parameterisation it holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from triptych import thresholds
 from triptych.algebra.cost import Route
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, Semantics, alike
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
 from triptych.attention.projections.maps import (
-    Beside,
+    ConcatenatedHeads,
     FromHeads,
     HeadMap,
-    Held,
-    HeldLink,
     LinkMap,
+    Stored,
+    StoredLink,
     ToHeads,
+    split_heads,
     through_own_map,
 )
 
@@ -216,10 +219,10 @@ class Projections(nn.Module):
         d_model: width of input and output.
         num_heads: number of query heads.
         d_k: the width whose root the scores are divided by.
-        o_proj: W^O, from the heads side by side to the model's width: `nn.Linear`, or `Beside`.
+        o_proj: W^O, from the heads side by side to the model's width: `nn.Linear`, or `ConcatenatedHeads`.
     """
 
-    o_proj: nn.Linear | Beside
+    o_proj: nn.Linear | ConcatenatedHeads
 
     def __init__(self, parameterisation: Parameterisation, d_model: int, num_heads: int) -> None:
         """Make the maps and draw their numbers."""
@@ -229,11 +232,11 @@ class Projections(nn.Module):
         self.d_k, self._maps = parameterisation.sizes(d_model, num_heads)
         self._chains = {side: parameterisation.chain(side) for side in SIDES}
         for name, own in self._maps.items():
-            held = own.make()
-            if held is not None:
-                setattr(self, name, held)
+            stored = own.make()
+            if stored is not None:
+                setattr(self, name, stored)
         for name, own in self._maps.items():
-            own.initialise(self._held(name))
+            own.initialise(self._stored(name))
         k, v = self._chains["k"], self._chains["v"]
         shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
         self._shared = k[:shared]
@@ -259,7 +262,7 @@ class Projections(nn.Module):
         )
         return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
 
-    def turned_when_stored(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
+    def rotate_cached_keys(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
         """The rotation of what is stored first that turns keys; None where keys turn when they are made."""
         if self.caches_keys:
             return rotary
@@ -283,7 +286,7 @@ class Projections(nn.Module):
         for name in {*self._chains["k"], *self._chains["v"]}:
             setattr(self, name, getattr(lender, name))
 
-    def remember(
+    def project_kv(
         self,
         key_input: Float[Tensor, "batch key_len d_memory"],
         value_input: Float[Tensor, "batch key_len d_memory"],
@@ -295,25 +298,29 @@ class Projections(nn.Module):
         """
         if self._shared:
             return (self._through(self._shared, key_input[:, None]),)
+        if value_input is key_input:
+            return tuple(self._through_all(self._of_shared, key_input[:, None]))
         keys, values = self._of_shared
         return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
 
-    def keys_values(self, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def keys_values(self, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
         if not self._shared:
-            k, v = remembered
+            k, v = cached
             return k, v
         keys, values = self._of_shared
-        return self._through(keys, remembered[0]), self._through(values, remembered[0])
+        return self._through(keys, cached[0]), self._through(values, cached[0])
 
     def of_one_sequence(
         self, x: Float[Tensor, "batch length d_model"]
     ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
-        """`queries(x)` and `remember(x, x)`, for self-attention; what both need is computed once."""
-        remembered = self.remember(x, x)
-        if self._chains["q"] == (self._shared or self._of_shared[0]):
-            return remembered[0], remembered
-        return self.queries(x), remembered
+        """`queries(x)` and `project_kv(x, x)`, for self-attention; what both need is computed once."""
+        cached = (self._shared,) if self._shared else self._of_shared
+        if self._chains["q"] == cached[0]:
+            keys, *values = self._through_all(cached, x[:, None])
+            return keys, (keys, *values)
+        q, *keys_values = self._through_all((self._chains["q"], *cached), x[:, None])
+        return q, tuple(keys_values)
 
     def output(
         self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route = "expanded"
@@ -330,7 +337,7 @@ class Projections(nn.Module):
     def weights(self) -> AttentionWeights:
         """The matrices as chains of maps: views of the parameters, sharing included."""
         like = next(self.parameters())
-        links = {name: own.link(self._held(name), like) for name, own in self._maps.items()}
+        links = {name: own.link(self._stored(name), like) for name, own in self._maps.items()}
         chains: dict[tuple[str, ...], Chain] = {}
         for names in self._chains.values():
             chains.setdefault(names, tuple(links[name] for name in names))
@@ -361,13 +368,13 @@ class Projections(nn.Module):
         """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated)."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
-    def absorbed(self, q: Tensor, remembered: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the absorbed route: what was remembered serves as it is.
+    def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the absorbed route: what was cached serves as it is.
 
         The key bias is left out: it adds the same to every score of a query.
         """
         assert self._ups is not None
-        ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = self._ups, remembered
+        ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = self._ups, cached
         moved = through_own_map(q[..., :written], self._matrices(name)[0])
         keys = kept if read + passed == kept.shape[3] else kept[..., : read + passed]
         values = keys if of_values == keys.shape[3] else kept[..., :of_values]
@@ -381,16 +388,16 @@ class Projections(nn.Module):
             own = self._maps[names[0]] if len(names) == 1 else None
             if own is None or own.channels is None:
                 return None
-            if own.link(self._held(names[0]), like).copies != self.num_heads:
+            if own.link(self._stored(names[0]), like).copies != self.num_heads:
                 return None
             found.append((names[0], own.channels))
-        one_stream = all(self._maps[name].link(self._held(name), like).copies == 1 for name in self._shared)
+        one_stream = all(self._maps[name].link(self._stored(name), like).copies == 1 for name in self._shared)
         if len(found) != 2 or found[1][1][2] or not one_stream:
             return None
         return found[0], found[1]
 
     def _matrices(self, name: str) -> tuple[Tensor, Tensor | None]:
-        return self._maps[name].matrices(self._held(name))
+        return self._maps[name].matrices(self._stored(name))
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
@@ -427,20 +434,20 @@ class Projections(nn.Module):
         for view, numbers in pairs:
             if view is None:
                 continue
-            held = view if view._base is None else view._base
-            module, _, name = names[id(held)].rpartition(".")
+            stored = view if view._base is None else view._base
+            module, _, name = names[id(stored)].rpartition(".")
             if numbers is None:
                 numbers = torch.zeros(view.shape, dtype=weights.dtype, device=weights.device)
             strides = view.stride()
             order = sorted(range(view.ndim), key=strides.__getitem__, reverse=True)
-            new = nn.Parameter(numbers.permute(order).reshape(held.shape))
+            new = nn.Parameter(numbers.permute(order).reshape(stored.shape))
             setattr(self.get_submodule(module), name, new)
 
     def _load_link(self, name: str, own: Link, given: Link) -> None:
         """Copy the numbers of one map; `own` is what there is of it, by name."""
-        held = self._held(name)
-        if isinstance(held, HeldLink):
-            held.load(given)
+        stored = self._stored(name)
+        if isinstance(stored, StoredLink):
+            stored.load(given)
             return
         if own.learned:
             own.weight.copy_(given.weight)
@@ -449,13 +456,28 @@ class Projections(nn.Module):
         if own.bias is not None:
             own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
 
-    def _held(self, name: str) -> Held:
+    def _stored(self, name: str) -> Stored:
         return getattr(self, name, None)
 
     def _through(self, names: tuple[str, ...], x: Tensor) -> Tensor:
         for name in names:
-            x = self._maps[name].apply(self._held(name), x)
+            x = self._maps[name].apply(self._stored(name), x)
         return x
+
+    def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
+        """One stream through several chains; where that is faster, their first maps are one product."""
+        names = [chain[0] for chain in chains if chain]
+        # Without :=, at which torch.compile breaks its graph.
+        first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
+        biased = {own.bias for own in first}
+        if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
+            return [self._through(chain, x) for chain in chains]
+        weight = torch.cat([self.get_parameter(f"{name}.weight") for name in names])
+        bias = torch.cat([self.get_parameter(f"{name}.bias") for name in names]) if biased == {True} else None
+        widths = [own.copies * own.d_out for own in first]
+        parts = torch.split(F.linear(x[:, 0], weight, bias), widths, dim=-1)
+        streams = [split_heads(part, own.copies) for part, own in zip(parts, first, strict=True)]
+        return [self._through(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:

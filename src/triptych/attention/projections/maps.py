@@ -17,25 +17,25 @@ from torch.nn import functional as F
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import Link
 
-Held = nn.Module | nn.Parameter | None
+Stored = nn.Module | nn.Parameter | None
 
 
 class HeadMap(ABC):
     """One map of a chain."""
 
-    def make(self) -> Held:
+    def make(self) -> Stored:
         """What a layer stores; None if the map has no numbers of its own."""
         return None
 
-    def initialise(self, held: Held) -> None:  # noqa: B027 - nothing to draw where there are none
+    def initialise(self, stored: Stored) -> None:  # noqa: B027 - nothing to draw where there are none
         """Draw the numbers."""
 
     @abstractmethod
-    def apply(self, held: Held, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
+    def apply(self, stored: Stored, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
         """The stream after the map, `[batch, copies, length, d_out]`."""
 
     @abstractmethod
-    def link(self, held: Held, like: Tensor) -> Link:
+    def link(self, stored: Stored, like: Tensor) -> Link:
         """The map as a link of a chain, a view of what is stored; a fixed map has the dtype of `like`."""
 
     @property
@@ -46,7 +46,7 @@ class HeadMap(ABC):
         """
         return None
 
-    def matrices(self, held: Held) -> tuple[Tensor, Tensor | None]:
+    def matrices(self, stored: Stored) -> tuple[Tensor, Tensor | None]:
         """Those matrices, `[copies, written, read]`, and biases, `[copies, d_out]`."""
         raise NotImplementedError
 
@@ -79,19 +79,19 @@ class ToHeads(HeadMap):
     def channels(self) -> tuple[int, int, int]:
         return self.d_in, self.d_out, 0
 
-    def matrices(self, held: Held) -> tuple[Tensor, Tensor | None]:
-        weight, bias = _linear(held).weight, _linear(held).bias
+    def matrices(self, stored: Stored) -> tuple[Tensor, Tensor | None]:
+        weight, bias = _linear(stored).weight, _linear(stored).bias
         matrices = weight.view(self.copies, self.d_out, self.d_in)
         return matrices, None if bias is None else bias.view(self.copies, -1)
 
-    def initialise(self, held: Held) -> None:
-        _draw(_linear(held), self.variance or 1 / (self.d_in + self.copies * self.d_out))
+    def initialise(self, stored: Stored) -> None:
+        _draw(_linear(stored), self.variance or 1 / (self.d_in + self.copies * self.d_out))
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
-        return split_heads(_linear(held)(x[:, 0]), self.copies)
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
+        return split_heads(_linear(stored)(x[:, 0]), self.copies)
 
-    def link(self, held: Held, like: Tensor) -> Link:
-        matrices, bias = self.matrices(held)
+    def link(self, stored: Stored, like: Tensor) -> Link:
+        matrices, bias = self.matrices(stored)
         return Link(matrices.mT, bias)
 
 
@@ -117,16 +117,16 @@ class FromHeads(HeadMap):
     def make(self) -> nn.Linear:
         return nn.Linear(self.num_heads * self.d_in, self.d_out, self.bias)
 
-    def initialise(self, held: Held) -> None:
-        _draw(_linear(held), self.variance)
+    def initialise(self, stored: Stored) -> None:
+        _draw(_linear(stored), self.variance)
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
         if (sharing := x.shape[1] // self.num_heads) > 1:
             x = x.unflatten(1, (self.num_heads, sharing)).sum(2)  # type: ignore[no-untyped-call]
-        return _linear(held)(join_heads(x))[:, None]  # type: ignore[no-any-return]
+        return _linear(stored)(join_heads(x))[:, None]  # type: ignore[no-any-return]
 
-    def link(self, held: Held, like: Tensor) -> Link:
-        return Link(_linear(held).weight.view(self.d_out, self.num_heads, self.d_in).permute(1, 2, 0))
+    def link(self, stored: Stored, like: Tensor) -> Link:
+        return Link(_linear(stored).weight.view(self.d_out, self.num_heads, self.d_in).permute(1, 2, 0))
 
 
 @final
@@ -147,14 +147,14 @@ class PerHead(HeadMap):
     def make(self) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.num_heads, self.width, self.width))
 
-    def initialise(self, held: Held) -> None:
-        draw_evenly(_parameter(held), self.variance)
+    def initialise(self, stored: Stored) -> None:
+        draw_evenly(_parameter(stored), self.variance)
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
-        return through_own_map(x, _parameter(held).mT)
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
+        return through_own_map(x, _parameter(stored).mT)
 
-    def link(self, held: Held, like: Tensor) -> Link:
-        return Link(_parameter(held).mT)
+    def link(self, stored: Stored, like: Tensor) -> Link:
+        return Link(_parameter(stored).mT)
 
 
 @final
@@ -169,14 +169,14 @@ class Mixing(HeadMap):
     def make(self) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.num_heads, self.width))
 
-    def initialise(self, held: Held) -> None:
-        nn.init.normal_(_parameter(held), std=self.variance**0.5)
+    def initialise(self, stored: Stored) -> None:
+        nn.init.normal_(_parameter(stored), std=self.variance**0.5)
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
-        return x * _parameter(held)[:, None, :]
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
+        return x * _parameter(stored)[:, None, :]
 
-    def link(self, held: Held, like: Tensor) -> Link:
-        return Link(_parameter(held))
+    def link(self, stored: Stored, like: Tensor) -> Link:
+        return Link(_parameter(stored))
 
 
 @final
@@ -187,10 +187,10 @@ class ConstantFactor(HeadMap):
     factor: float
     width: int  # of each head
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
         return x * self.factor
 
-    def link(self, held: Held, like: Tensor) -> Link:
+    def link(self, stored: Stored, like: Tensor) -> Link:
         return Link(like.new_full((1, self.width), self.factor), learned=False)
 
 
@@ -202,17 +202,17 @@ class Slices(HeadMap):
     num_heads: int  # how many there are
     width: int  # of each slice
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
         return split_heads(x[:, 0], self.num_heads)
 
-    def link(self, held: Held, like: Tensor) -> Link:
+    def link(self, stored: Stored, like: Tensor) -> Link:
         joined = self.num_heads * self.width
         eye = torch.eye(joined, dtype=like.dtype, device=like.device)
         return Link(eye.view(self.num_heads, self.width, joined).mT, learned=False)
 
 
 @final
-class Beside(nn.Module):
+class ConcatenatedHeads(nn.Module):
     """The heads next to each other, as an output map would read them, and a bias where there is one.
 
     Attributes:
@@ -238,20 +238,20 @@ class Joined(HeadMap):
     width: int  # of each slice
     bias: bool  # whether the output has one. It belongs to all heads together and is not part of the link.
 
-    def make(self) -> Beside:
-        return Beside(self.num_heads * self.width, self.bias)
+    def make(self) -> ConcatenatedHeads:
+        return ConcatenatedHeads(self.num_heads * self.width, self.bias)
 
-    def initialise(self, held: Held) -> None:
-        assert isinstance(held, Beside)
-        if held.bias is not None:
-            nn.init.zeros_(held.bias)
+    def initialise(self, stored: Stored) -> None:
+        assert isinstance(stored, ConcatenatedHeads)
+        if stored.bias is not None:
+            nn.init.zeros_(stored.bias)
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
-        assert isinstance(held, Beside)
-        joined: Tensor = held(join_heads(x))
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
+        assert isinstance(stored, ConcatenatedHeads)
+        joined: Tensor = stored(join_heads(x))
         return joined[:, None]
 
-    def link(self, held: Held, like: Tensor) -> Link:
+    def link(self, stored: Stored, like: Tensor) -> Link:
         joined = self.num_heads * self.width
         eye = torch.eye(joined, dtype=like.dtype, device=like.device)
         return Link(eye.view(self.num_heads, self.width, joined), learned=False)
@@ -303,35 +303,35 @@ class LinkMap(HeadMap):
         plain = self.learned and not self.diagonal and self.norm is None
         return (self.read, self.written, self.passed) if plain else None
 
-    def matrices(self, held: Held) -> tuple[Tensor, Tensor | None]:
-        assert isinstance(held, HeldLink)
-        return held.weight, held.bias
+    def matrices(self, stored: Stored) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(stored, StoredLink)
+        return stored.weight, stored.bias
 
-    def make(self) -> "HeldLink":
-        return HeldLink(self)
+    def make(self) -> "StoredLink":
+        return StoredLink(self)
 
-    def initialise(self, held: Held) -> None:
-        assert isinstance(held, HeldLink)
+    def initialise(self, stored: Stored) -> None:
+        assert isinstance(stored, StoredLink)
         with torch.no_grad():
             if self.diagonal or not self.learned:
-                held.weight.fill_(1.0)
+                stored.weight.fill_(1.0)
             else:
-                draw_evenly(held.weight, 1 / (self.read + self.written))
-            for name, parameter in held.named_parameters():
+                draw_evenly(stored.weight, 1 / (self.read + self.written))
+            for name, parameter in stored.named_parameters():
                 if name != "weight":
                     parameter.fill_(1.0 if name == "norm_weight" else 0.0)
 
-    def apply(self, held: Held, x: Tensor) -> Tensor:
-        assert isinstance(held, HeldLink)
-        return held(x)  # type: ignore[no-any-return]
+    def apply(self, stored: Stored, x: Tensor) -> Tensor:
+        assert isinstance(stored, StoredLink)
+        return stored(x)  # type: ignore[no-any-return]
 
-    def link(self, held: Held, like: Tensor) -> Link:
-        assert isinstance(held, HeldLink)
-        return held.link()
+    def link(self, stored: Stored, like: Tensor) -> Link:
+        assert isinstance(stored, StoredLink)
+        return stored.link()
 
 
 @final
-class HeldLink(nn.Module):
+class StoredLink(nn.Module):
     """The numbers of a `LinkMap`."""
 
     # `[copies, written, read]`, or `[copies, width]` of a diagonal map; a buffer where it is fixed
@@ -450,14 +450,14 @@ def draw_evenly(numbers: Tensor, variance: float) -> None:
     nn.init.uniform_(numbers, -bound, bound)
 
 
-def _linear(held: Held) -> nn.Linear:
-    assert isinstance(held, nn.Linear)
-    return held
+def _linear(stored: Stored) -> nn.Linear:
+    assert isinstance(stored, nn.Linear)
+    return stored
 
 
-def _parameter(held: Held) -> nn.Parameter:
-    assert isinstance(held, nn.Parameter)
-    return held
+def _parameter(stored: Stored) -> nn.Parameter:
+    assert isinstance(stored, nn.Parameter)
+    return stored
 
 
 def _passing(link: Link) -> tuple[int, int]:

@@ -299,7 +299,7 @@ class Differential(_OfGroups):
 class Latent(_OfFourSides):
     """Multi-head latent attention: `W_QK = W_i^Q (W^D U_i^K)ᵀ`, `W_OV = W^D U_i^V W_i^O`.
 
-    A token is remembered as its latent `y W^D`, `d_latent` numbers for all heads (2 d_model / num_heads if
+    A token is cached as its latent `y W^D`, `d_latent` numbers for all heads (2 d_model / num_heads if
     None). Decoding need not rebuild a key: `q_i k_iᵀ = (q_i U_i^Kᵀ) (y W^D)ᵀ` (the absorbed route). `k_bias`
     and `v_bias` are of U_i^K and U_i^V, `down_bias` of W^D.
 

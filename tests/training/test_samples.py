@@ -1,54 +1,21 @@
-"""The samples of docs/how-to/text.md, and the tables of docs/reference/recipes.md."""
+"""The samples of docs/how-to/text.md."""
 
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
 
 from triptych.errors import UsageError
 from triptych.text import generate_pairs, read_parallel
 from triptych.training import read_recipe, resolve
-from triptych.training.recipe import ContinuedRecipe, LanguageRecipe, Recipe
-from triptych.training.reference import keys, with_keys
+from triptych.training.recipe import LanguageRecipe
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
-PAGE, TEXT = DOCS / "reference" / "recipes.md", (DOCS / "how-to" / "text.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[2] / "docs" / "how-to" / "text.md").read_text(encoding="utf-8")
 *_PARALLEL, PLAIN = re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 SAMPLES = {tomllib.loads(text)["name"]: text for text in _PARALLEL}
 PAIRS = generate_pairs(5, "train", seed=1)
-
-
-def test_the_page_is_up_to_date() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_keys(page) == page, "make docs brings it up to date"
-
-
-def _leaves(model: type[BaseModel]) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        kinds = [field.annotation, *get_args(field.annotation)]
-        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if sections and get_origin(field.annotation) is not dict:
-            yield from _leaves(sections[0])
-        else:
-            yield name
-
-
-def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
-    lines = [line for line in keys().splitlines() if line.startswith("| `")]
-    rows = [line.strip("| ").split(" | ") for line in lines]
-    assert {row[0].strip("`") for row in rows} == {
-        *_leaves(Recipe),
-        *_leaves(LanguageRecipe),
-        *_leaves(ContinuedRecipe),
-    }
-    for row in rows:
-        assert len(row) == 4, row
-        assert all(cell.strip() for cell in row), row
 
 
 def _write(path: Path) -> None:
