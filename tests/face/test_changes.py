@@ -193,7 +193,7 @@ def test_without_positions_is_one_position_for_all_tokens() -> None:
         assert (found.logits - model.run(TEXT).logits).abs().max() > 1
         text = plain.generate(TEXT, max_new_tokens=6)
         assert found.logits[-1].argmax() == text.ids[0]
-        with pytest.raises(UsageError, match="no weights say"):
+        with pytest.raises(UsageError, match="weights cannot express"):
             plain.save("nowhere")
         with pytest.raises(UsageError, match="no positions"):
             plain.without_positions()

@@ -41,7 +41,7 @@ class Change(ABC):
     Attributes:
         words: what it is, for reprs and messages: "ablate(3.2)".
         layers: numbers in order of the layers whose weights it changes.
-        unsayable: why weights cannot say it, so that it cannot be saved; "" if they can.
+        unsayable: why weights cannot express it, so that it cannot be saved; "" if they can.
     """
 
     words: str
@@ -60,7 +60,11 @@ class Change(ABC):
                 self.of_weights(number, site.layer.weights(site.kind)), site.layer.dropout
             )
             new.tap = site.layer.tap
-            put_layer(model, site, new.train(site.layer.training))
+            new.train(site.layer.training)
+            for there in attention_sites(model):  # of every block that shares it
+                if there.layer is site.layer:
+                    name = "cross_attention" if there.stack == "cross" else "self_attention"
+                    setattr(blocks_of(model, there.stack)[there.block], name, new)
 
 
 @final
@@ -86,7 +90,7 @@ class ValueChange(Change):
 
     @property
     def unsayable(self) -> str:  # type: ignore[override]
-        return f"it changes {self.what} while the model runs, which no weights say"
+        return f"it changes {self.what} while the model runs, which weights cannot express"
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         for number, edits in self.heads.items():
@@ -165,7 +169,7 @@ class PositionsOff(Change):
 
     words: str
     layers: tuple[int, ...]  # that know positions themselves
-    unsayable: str = "it leaves out positions, which no weights say"
+    unsayable: str = "it leaves out positions, which weights cannot express"
 
     def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         if layer not in self.layers:
@@ -195,14 +199,6 @@ def changed_copy(
     for change in changes:
         change.apply(copied, order(copied))
     return copied
-
-
-def put_layer(model: LanguageModel | EncoderDecoder, site: AttentionSite, layer: MultiHeadAttention) -> None:
-    """Put a layer in the place of another one, for every block that shares it."""
-    for there in attention_sites(model):
-        if there.layer is site.layer:
-            name = "cross_attention" if there.stack == "cross" else "self_attention"
-            setattr(blocks_of(model, there.stack)[there.block], name, layer)
 
 
 # Weights.

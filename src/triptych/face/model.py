@@ -308,7 +308,7 @@ class Model:
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: a run of triptych, or a change that weights cannot say; or there is no `transformers`.
+            UsageError: a run of triptych, or a change that weights cannot express; or no `transformers`.
             DataError: one of the two does not run it.
         """
         with self._files() as source:
@@ -876,7 +876,7 @@ class Model:
         if what not in ACTIVATIONS:
             raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
         edits: dict[int, dict[Part, Edit]] = {
-            number: {part: _ignoring_position(with_) for part in ([tuple(own)] if together else own)}
+            number: dict.fromkeys([tuple(own)] if together else own, lambda value, first: with_(value))
             for number, own in self._heads(heads).items()
         }
         return self._changed(ValueChange(f"edit({_said(heads)}, {what})", what, edits))
@@ -1073,7 +1073,7 @@ class Model:
             path: the folder to make.
 
         Raises:
-            UsageError: the folder exists, or weights cannot say a change, by name.
+            UsageError: the folder exists, or weights cannot express a change, which is named.
             DataError: the format has no place for it.
         """
         target = Path(path)
@@ -1217,7 +1217,3 @@ class Model:
 
 def _said(places: str | Sequence[str]) -> str:
     return places if isinstance(places, str) else ", ".join(places)
-
-
-def _ignoring_position(function: Callable[[Tensor], Tensor]) -> Edit:
-    return lambda value, first: function(value)

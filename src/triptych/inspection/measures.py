@@ -112,11 +112,7 @@ def _of_pair(pair: str) -> Iterator[Measure]:
             f"cosine of {both} after rotation",
             "Of the entries after the best rotation of one of them, 0 to 1; lengths still count.",
         ),
-        (
-            "cka",
-            f"CKA of {both}",
-            "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1.",
-        ),
+        ("cka", f"CKA of {both}", "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1."),
     ):
         yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS, of_basis=True)
 
@@ -143,8 +139,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "qkv_apart",
         "distance of W_Q, W_K and W_V from one",
-        "Share of the three's energy that is lost if their mean stands for each: 0 if they are one matrix, "
-        "⅔ if their entries are unrelated.",
+        "Share of the energy of the three that is lost if their mean replaces each: 0 if they are one "
+        "matrix, ⅔ if their entries are unrelated.",
         _LIKENESS,
         of_basis=True,
     ),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, first_line
 from triptych.extras import is_installed
 from triptych.opening.opened import NotFiniteError, open_model
 from triptych.opening.reader import Reader
@@ -25,7 +25,6 @@ from triptych.opening.text_model import (
     TextKind,
     TextModel,
     Window,
-    first_line,
 )
 from triptych.storage.untrusted import LONGEST_TOKENIZER, require_regular
 
@@ -259,8 +258,8 @@ def _own(source: Source) -> Reader:
     """A model that triptych runs."""
     dtype = None if _is_run_by_us_alone(source) else torch.float32
     opened = open_model(source, "cpu", dtype)
-    if not (opened.has_tokenizer or source.is_own):
-        raise opened.no_tokenizer
+    if not source.is_own:
+        opened.tokenizer  # noqa: B018 (an error where there is none)
     if opened.translates:
         if opened.unsearched is not None:
             raise opened.unsearched
