@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from triptych.cli.options import open_model
+from triptych.cli.options import numbers, open_model
 from triptych.cli.outputs import Output, begins_with, require_free
-from triptych.cli.selection import numbers
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_written, progress_bar
 from triptych.face import Model, load

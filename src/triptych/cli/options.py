@@ -1,7 +1,8 @@
 """What several commands do with their options."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ def refuse(options: Mapping[str, Any], why: str) -> None:
 def number_of_workers(given: int | None) -> int:
     """The workers asked for, or one for each core that this process may use and shares with no other rank."""
     return max(num_cores() // num_on_machine(), 1) if given is None else given
+
+
+def numbers(text: str | None, option: str) -> Sequence[int] | None:
+    """`0,3` and `0-5` as numbers; None for None."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        if match is None:
+            raise UsageError(f"{option} {text}: write numbers from 0 like 0,3 or 0-5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UsageError(f"{option} {text}: {first} comes after {last}")
+        found += range(first, last + 1)
+    return sorted({*found})
 
 
 def plain(value: Any) -> Any:

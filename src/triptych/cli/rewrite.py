@@ -16,8 +16,7 @@ from triptych.algebra.rewrites.registry import (
     summary,
 )
 from triptych.algebra.rewrites.rewrite import Rewrite
-from triptych.cli.options import open_model
-from triptych.cli.selection import numbers
+from triptych.cli.options import numbers, open_model
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError

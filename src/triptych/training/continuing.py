@@ -30,7 +30,7 @@ from triptych.storage.tensors import SAFETENSORS
 from triptych.storage.untrusted import LONGEST_JSON, read_json, read_limited
 from triptych.text import load_tokenizer
 from triptych.training import ContinuedRecipe
-from triptych.training.fitting import choices, fit_continued_training
+from triptych.training.fitting import fit_continued_training, say_choices
 from triptych.training.folder import Prepared, holds_run, settings
 from triptych.training.language import TextOfRun, prepared_text
 from triptych.training.progress import Display
@@ -90,8 +90,7 @@ def _fitted(
     """What the recipe leaves out, chosen for the text and the model."""
     given, device, longest = recipe, find_device(recipe.training.device).type, loaded.model.max_tokens
     recipe = fit_continued_training(recipe, num_tokens, device, loaded.model.architecture.d_model, longest)
-    if chosen := ", ".join(choices(given, recipe)):
-        display.say(f"left out of the recipe, chosen for {num_tokens:,} tokens: {chosen}")
+    say_choices(given, recipe, f"{num_tokens:,} tokens", display)
     if longest is not None and recipe.model.context > longest:
         given_context = f"model.context is {recipe.model.context}"
         raise UsageError(f"{given_context}, and {loaded.name} has {longest} positions: give no more")

@@ -9,7 +9,6 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from sacrebleu.metrics.bleu import BLEU
 
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
-from triptych.files import file_hash, hold_folder, write_atomically, write_text
+from triptych.files import file_hash, hold_folder, write_text
 from triptych.progress import Progress
 from triptych.storage.untrusted import read_json
 from triptych.text import ParallelCorpus
@@ -201,7 +200,8 @@ def _write(
         data["valid"] = {"file": str(folder / _VALID)}
         files[_VALID] = [{"source": s, "target": t} for s, t in zip(valid.source, valid.target, strict=True)]
     for name, records in files.items():
-        write_atomically(folder / name, partial(_write_records, records=records))
+        lines = (f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
+        write_text(folder / name, "".join(lines))
     tree = recipe.model_dump(mode="json", exclude_unset=True)
     tree["data"] |= data
     resolve(tree)
@@ -213,8 +213,3 @@ def _write(
         "teacher_bleu": round(measure_bleu(best, train.target), 2),
         "sha256": {name: file_hash(folder / name) for name in files},
     }
-
-
-def _write_records(path: Path, records: Sequence[Mapping[str, str]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from triptych.models import PRESETS
+from triptych.training.progress import Display
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe, TextRecipe
 
 _OfWhole = TypeVar("_OfWhole", Recipe, LanguageRecipe)
@@ -147,6 +148,12 @@ def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, in
 
 def _validate_every(steps: int) -> int:
     return min(max(steps // 10, 1), 1000)
+
+
+def say_choices(before: AnyRecipe, after: AnyRecipe, text: str, display: Display) -> None:
+    """Say what was chosen for a text."""
+    if chosen := ", ".join(choices(before, after)):
+        display.say(f"left out of the recipe, chosen for {text}: {chosen}")
 
 
 def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:

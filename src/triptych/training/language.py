@@ -32,7 +32,7 @@ from triptych.text import (
 )
 from triptych.text.documents import fingerprint, require_text
 from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
-from triptych.training.fitting import choices, fit_language_training, fit_tokenizer
+from triptych.training.fitting import fit_language_training, fit_tokenizer, say_choices
 from triptych.training.folder import Prepared, digests, word_vectors
 from triptych.training.objectives import TokensOfText
 from triptych.training.progress import Display
@@ -58,8 +58,7 @@ def prepare_language(
         shards = text.shards(tokenizer, display)
         num_tokens = shards[0].num_tokens
         recipe = fit_language_training(recipe, num_tokens, device)
-        if chosen := ", ".join(choices(given, recipe)):
-            display.say(f"left out of the recipe, chosen for {num_tokens:,} tokens on {device}: {chosen}")
+        say_choices(given, recipe, f"{num_tokens:,} tokens on {device}", display)
 
     def begin(model: OwnModel, folder: Path) -> None:
         tokenizer.save(folder / TOKENIZER)

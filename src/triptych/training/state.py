@@ -203,22 +203,17 @@ def read_state(
     place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
 ) -> Counters:
     """Put a saved state into model, optimizer and random-number generators."""
-    counters = _counters_of(folder / _LAST)
+    path = folder / _LAST
+    counters = _counters_of(path)
     try:
-        require_regular(folder / _LAST)
-        tensors = load_file(folder / _LAST)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{folder / _LAST} is damaged ({error}): train again") from None
-    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-    load_tensors(model, weights, str(folder / _LAST), place)
-    try:
+        require_regular(path)
+        tensors = load_file(path)
+        weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+        load_tensors(model, weights, str(path), place)
         optimizer.load(tensors, place)
-    except ValueError as error:
-        raise DataError(f"{folder / _LAST} is damaged ({error}): train again") from None
-    try:
         torch.set_rng_state(tensors["random.cpu"])
-    except (KeyError, TypeError, RuntimeError):
-        raise DataError(f"{folder / _LAST} is damaged (random.cpu): train again") from None
+    except (SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged ({error}): train again") from None
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
     return counters

@@ -23,7 +23,7 @@ from triptych.text import (
     trained_once,
 )
 from triptych.training import Recipe
-from triptych.training.fitting import choices, fit_tokenizer, fit_training
+from triptych.training.fitting import fit_tokenizer, fit_training, say_choices
 from triptych.training.folder import Prepared, check_tokenizers, digests, word_vectors
 from triptych.training.objectives import Bleu, Scorer, Translation
 from triptych.training.progress import Display
@@ -50,10 +50,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
             return -(-batches // recipe.training.accumulate_batches)
 
         recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
-        if chosen := ", ".join(choices(given, recipe)):
-            display.say(
-                f"left out of the recipe, chosen for {num_tokens:,} target tokens on {device}: {chosen}"
-            )
+        say_choices(given, recipe, f"{num_tokens:,} target tokens on {device}", display)
 
     def objective() -> Translation:
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
