@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.rewrites.registry import read_rewrite
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
-from triptych.errors import TriptychError
-from triptych.opening import Seen, first_line, open_text_model
+from triptych.errors import TriptychError, first_line
+from triptych.opening import Seen, open_text_model
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, Measured, NormRecord, StepRecord
 from triptych.rewriting.formats import format_of

@@ -9,13 +9,12 @@ import torch
 from triptych.algebra.forms import are_finite
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.source import find_source
-from triptych.errors import TriptychError
+from triptych.errors import TriptychError, first_line
 from triptych.files import file_hash
 from triptych.opening import (
     NotFiniteError,
     TextModel,
     Window,
-    first_line,
     open_text_model,
     require_finite_tensors,
     why_not_run,

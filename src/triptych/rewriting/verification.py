@@ -7,9 +7,9 @@ from pathlib import Path
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
-from triptych.errors import DataError, TriptychError, UsageError
+from triptych.errors import DataError, TriptychError, UsageError, first_line
 from triptych.files import file_hash, leads_to
-from triptych.opening import first_line, open_text_model, read_whole_text, why_not_run
+from triptych.opening import open_text_model, read_whole_text, why_not_run
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     MODEL_CARD,
