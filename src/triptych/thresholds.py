@@ -39,9 +39,18 @@ SCORES_AT_A_TIME = 1 << 22
 PACKED_ROWS = 32
 # Packed weights are a copy. They are made of models whose weights take at most this share of the memory.
 SHARE_PACKED = 0.125
+# To see which pages of files are in memory takes 30 to 50 ms each time that a model is made ready. Models
+# smaller than this give none back.
+BYTES_GIVEN_BACK = 1 << 26
 # Finished sentences are taken out of the batch when they are this share of it: each time, the caches of the
 # others are copied.
 SHARE_DONE = 0.2
+# As many new rows of beams begin a batch of their own. A step of it reads the weights once more (4.3 ms of a
+# small translator); joining others, each new text would read as many slots as the longest text has.
+ROWS_APART = 48
+# A step of a model with fewer weights takes a server longer with two threads than with one (7 million: 6.5 ms
+# against 3.8; 35 million: 11 to 18 against 14).
+WEIGHTS_WORTH_THREADS = 1 << 24
 # A worker takes seconds to start: with fewer sentences to do, none is.
 SENTENCES_WORTH_A_WORKER = 100
 

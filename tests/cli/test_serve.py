@@ -355,7 +355,7 @@ def test_processes_share_the_work_and_one_that_dies_is_replaced(
         assert [*parts.values()] == [own.text] * 2
         serving.abort(served.port, Random(0), ({**fields, "q": lines[:4]}, None))
         running = served.state.models["en-de"].queue.lanes[1].running
-        while running:  # a client that goes away leaves nothing behind
+        while served.state.num_requests or running:  # a client that goes away leaves nothing behind
             time.sleep(0.01)
         os.kill(pid, signal.SIGSTOP)
         lost = pool.submit(served.ask, "/translate", fields)
@@ -373,6 +373,7 @@ def test_processes_share_the_work_and_one_that_dies_is_replaced(
 
 REFUSED: list[tuple[str, Any, int, str]] = [
     ("/translate", {"source": "en", "target": "de"}, 400, "missing q"),
+    ("/translate", {"q": "twelve", "target": "de"}, 400, "Invalid request: missing source parameter"),
     ("/translate", {"q": "twelve", "source": "en", "target": "fr"}, 400, "what is: en-de"),
     ("/translate", {"q": "twelve", "source": "auto", "target": "fr"}, 400, "auto to fr"),
     ("/translate", {"q": "twelve", "source": "en", "target": "de", "alternatives": 99}, 400, "alternatives"),
@@ -428,8 +429,10 @@ def test_without_its_key_nothing_is_answered(translator: Model) -> None:
 
 
 def test_a_page_of_another_host_cannot_ask(served: Served) -> None:
-    assert served.ask("/health", Host="evil.example").status == 400
-    assert served.ask("/health", Host="localhost:1234").status == 200
+    found = served.ask("/health", Host="evil.example")
+    assert (found.status, found.body["error"][:35]) == (400, "Host: evil.example is not this mach")
+    assert served.ask("/v1/models", Host="evil.example").body["error"]["type"] == "invalid_request_error"
+    assert [served.ask("/health", Host=host).status for host in ("localhost:1", "[::1]:1")] == [200, 200]
 
 
 def test_tokens_of_translations_are_counted(served: Served, translator: Model) -> None:

@@ -120,6 +120,26 @@ def test_a_small_translator_translates_a_sentence_as_if_it_were_alone(
     assert [text.best[:beam_size] for text in sentences[1:]] == found(texts)[1:]
 
 
+def test_many_sentences_that_join_are_a_batch_of_their_own() -> None:
+    engine, rules = Engine(make_model(vocab=301).float()), OutputRules((1,), 2, (0, 1))
+    options = SearchOptions(max_extra_tokens=8)
+
+    def begun() -> list[Text]:
+        return [sentence_text(engine, [*ids, 2], options, rules) for ids in texts_of(15, 19, 30)]
+
+    texts, loop = begun(), Loop(engine)
+    for part in (texts[:2], texts[2:14], texts[14:]):
+        loop.waiting.extend(part)
+        for _ in range(3):
+            loop.step()
+    assert [len(batch.texts) for batch in loop.batches] == [2, 13]
+    loop.run([])
+    alone = begun()
+    for text in alone:
+        Loop(engine).run([text])
+    assert [text.best for text in texts] == [text.best for text in alone]  # type: ignore[attr-defined]
+
+
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("precision", TRAINED)

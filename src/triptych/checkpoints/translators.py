@@ -19,7 +19,8 @@ from triptych.attention import sinusoidal
 from triptych.checkpoints.marian_tokenizers import MarianIds, longest_source, read_tokenizers
 from triptych.checkpoints.models import Undrawn, load_encoder_decoder, off_meta
 from triptych.errors import DataError, UsageError
-from triptych.models import EncoderDecoder, ModelConfig
+from triptych.models import EncoderDecoder, ModelConfig, attention_sites
+from triptych.models.architecture import FeedForwardConfig
 from triptych.storage.untrusted import read_json, validated
 from triptych.text import (
     Frame,
@@ -56,36 +57,17 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guidance_scale": (1.0,),
 }
 
-# As recipes and as Marian call them.
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 _ROUNDING = 2**-8  # of a table in bfloat16 it is 2⁻⁹
 
 
 class _Settings(MarianIds):
-    """What is read of `config.json`; fields without a default must be there."""
+    """What is read of `config.json` besides what the family file says."""
 
-    d_model: int = Field(ge=2)
-    encoder_layers: int = Field(ge=1)
-    decoder_layers: int = Field(ge=1)
-    encoder_attention_heads: int = Field(ge=1)
-    decoder_attention_heads: int = Field(ge=1)
-    encoder_ffn_dim: int = Field(ge=1)
-    decoder_ffn_dim: int = Field(ge=1)
     max_position_embeddings: int = Field(ge=2)
-    activation_function: str
     scale_embedding: bool = False
-    tie_word_embeddings: bool = True
     dropout: float = Field(0.1, ge=0, lt=1)
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     activation_dropout: float = Field(0.0, ge=0, lt=1)
-
-    @property
-    def has_recipe(self) -> bool:
-        return (
-            self.scale_embedding
-            and self.encoder_ffn_dim == self.decoder_ffn_dim
-            and self.activation_function in ACTIVATIONS
-        )
 
 
 def read_marian(folder: Path, device: torch.device | str = "cpu") -> tuple[EncoderDecoder, TokenizerPair]:
@@ -99,16 +81,21 @@ def read_marian(folder: Path, device: torch.device | str = "cpu") -> tuple[Encod
                 f"{path}: {name} {getattr(settings, name)} is outside the vocabulary of {smallest}"
             )
     longest = longest_source(folder)
-    model = load_encoder_decoder(folder)
-    if settings.has_recipe:
-        model = _with_recipe(model, settings, longest, path)
+    model = _with_recipe(load_encoder_decoder(folder), settings, longest, path)
     return model.to(device), read_tokenizers(folder, settings)
 
 
 def _with_recipe(
     model: EncoderDecoder, settings: _Settings, longest: int | float | None, path: Path
 ) -> EncoderDecoder:
-    """The model as a recipe makes it, of the same tensors; as it is if it has positions of its own."""
+    """The model as a recipe makes it, of the same tensors; as it is if no recipe says it."""
+    first, *others = (
+        block.feed_forward for stack in model.stacks.values() for block in stack.architecture.blocks
+    )
+    if not settings.scale_embedding or any(other != first for other in others):
+        return model
+    if not isinstance(first, FeedForwardConfig) or first.activation not in ("relu", "gelu", "swish"):
+        return model
     found, bias = dict(model.named_parameters(remove_duplicate=False)), "decoder.head.output.bias"
     for half in model.stacks:
         rows = found.pop(f"{half}.embeddings.positions.weight", None)
@@ -121,11 +108,11 @@ def _with_recipe(
     positions = settings.max_position_embeddings
     most = positions if longest is None else int(min(positions, longest))
     try:
-        config = _recipe(settings, most - 1, bias in found)  # the end takes a position too
+        config = _recipe(settings, model, first, most - 1, bias in found)  # the end takes a position too
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"{path}: {message}") from None
-    if config.tie_embeddings == "none" and settings.share_encoder_decoder_embeddings:
+    if config.tie_embeddings == "none" and model.architecture.shared:
         # No recipe ties the tables of both sides without the output: each has its own copy.
         table = "encoder.embeddings.table.weight"
         found[table] = nn.Parameter(found[table].detach().clone())
@@ -140,29 +127,37 @@ def _with_recipe(
     return off_meta(ours).eval()
 
 
-def _recipe(settings: _Settings, max_source_tokens: int, output_bias: bool) -> ModelConfig:
+def _recipe(
+    settings: _Settings,
+    model: EncoderDecoder,
+    feed_forward: FeedForwardConfig,
+    max_source_tokens: int,
+    output_bias: bool,
+) -> ModelConfig:
     biases = dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True)
     encoder, decoder = (
-        {"num_heads": heads, "dropout": settings.attention_dropout, **biases}
-        for heads in (settings.encoder_attention_heads, settings.decoder_attention_heads)
+        {"num_heads": sites[0].layer.num_heads, "dropout": settings.attention_dropout, **biases}
+        for sites in (
+            [site for site in attention_sites(model) if site.stack == stack] for stack in model.stacks
+        )
     )
-    tie = "all" if settings.share_encoder_decoder_embeddings else "target"
+    tie = "all" if model.architecture.shared else "target"
     return ModelConfig.model_validate(
         {
-            "d_model": settings.d_model,
-            "d_ff": settings.encoder_ffn_dim,
-            "num_heads": settings.encoder_attention_heads,
+            "d_model": model.architecture.decoder.d_model,
+            "d_ff": feed_forward.d_ff,
+            "num_heads": encoder["num_heads"],
             "dropout": settings.dropout,
             "activation_dropout": settings.activation_dropout,
-            "activation": ACTIVATIONS[settings.activation_function],
+            "activation": feed_forward.activation,
             "norm": "post",
-            "tie_embeddings": tie if settings.tie_word_embeddings else "none",
+            "tie_embeddings": tie if model.head.config.tied else "none",
             "output_bias": output_bias,
             "max_source_tokens": max_source_tokens,
             "positions": {"scheme": "sinusoidal", "sinusoidal_layout": "halves"},
-            "encoder": {"num_layers": settings.encoder_layers, "attention": encoder},
+            "encoder": {"num_layers": len(model.encoder.blocks), "attention": encoder},
             "decoder": {
-                "num_layers": settings.decoder_layers,
+                "num_layers": len(model.decoder.blocks),
                 "attention": decoder,
                 "cross_attention": decoder,
             },

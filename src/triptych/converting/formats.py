@@ -17,7 +17,6 @@ from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.family import family_of
 from triptych.checkpoints.model_parts import ACTIVATIONS
 from triptych.checkpoints.models import new_tensors
-from triptych.checkpoints.translators import ACTIVATIONS as MARIAN_ACTIVATIONS
 from triptych.converting.plain import (
     HeadSizes,
     PlainModel,
@@ -109,14 +108,13 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     length, shared = max_positions(model, max_extra_tokens), config.tie_embeddings == "all"
     # Marian's switch is about target and output, Pegasus's about all tables.
     tied = shared or (kind == "marian" and config.tie_embeddings == "target")
-    names = {our: their for their, our in reversed(MARIAN_ACTIVATIONS.items())}
     facts: dict[str, Any] = {
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "dropout", "activation_dropout")},
         **{f"{name}_id": getattr(target, f"{name}_id") for name in ("bos", "eos")},
         **{f"{stack}_layers": len(half.blocks) for stack, half in model.stacks.items()},
         **{f"{stack}_heads": count for stack, count in plain.num_heads.items()},
         "heads_size": config.d_model,
-        "activation": names[config.activation],
+        "activation": config.activation,
         "attention_dropout": config.sites("encoder")[0].dropout,
         "num_positions": length,
         "source_size": model.src_vocab_size,

@@ -79,17 +79,15 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
         )
     before = attention_weights(model)
     plain: dict[str, AttentionWeights] = {}
-    steps: dict[str, list[str]] = {}
+    sites_of: dict[str, list[str]] = {}
     num_heads = {}
     for stack, kinds in _STACKS.items():
         sites = {name: found for name, found in before.items() if name.split(".")[0] in kinds}
         num_heads[stack] = _number_of_heads(model.config.d_model, sites, target)
         for name, weights in sites.items():
-            plain[name], steps[name] = _plain_site(name, weights, num_heads[stack], target)
-    sites_of: dict[str, list[str]] = {}
-    for name, taken in steps.items():
-        for step in taken:
-            sites_of.setdefault(step, []).append(name)
+            plain[name], steps = _plain_site(name, weights, num_heads[stack], target)
+            for step in steps:
+                sites_of.setdefault(step, []).append(name)
     done = tuple(f"{step}: {', '.join(names)}" for step, names in sites_of.items())
     return PlainModel(with_attention(model, plain).eval(), num_heads, done)
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych import thresholds
 from triptych.attention import MultiHeadAttention
 from triptych.decoding.cache import TextCache, even_length
 from triptych.decoding.fused import FusedAttention, call_directly, cast_parameters, evaluating_copy, fuse
@@ -94,7 +95,9 @@ class Engine(DecodingEngine):
         # Products of int8 give float32 alone. A traced model keeps maps that every runtime knows.
         dtype = torch.float32 if precision == "int8" else table.dtype
         maps = Maps(precision, dtype, packed=direct and has_room_for_another(model))
-        self.dtype, self.model, files = maps.dtype, evaluating_copy(model), MappedFiles()
+        self.dtype, self.model = maps.dtype, evaluating_copy(model)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        files = MappedFiles() if size >= thresholds.BYTES_GIVEN_BACK else None
         *_, self._decoder = self.model.stacks.values()
         self._num_layers = len(self._decoder.new_cache().own)
         if isinstance(model, EncoderDecoder):
@@ -227,7 +230,7 @@ class Engine(DecodingEngine):
         return logits.float() if logits.dtype == torch.bfloat16 else logits
 
 
-def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles) -> None:
+def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles | None) -> None:
     """The table and the maps around the blocks, of a precision."""
     head, table = own.head, own.embeddings.table
     assert head is not None
@@ -239,7 +242,8 @@ def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles) -> None:
         layer = getattr(parent, name)
         if layer is not None:
             setattr(parent, name, maps.linear(layer.weight, layer.bias))
-            files.let_go(layer.parameters())
+            if files is not None:
+                files.let_go(layer.parameters())
 
 
 # Runs before a recording, in which libraries set themselves up.

@@ -192,7 +192,7 @@ class Samples(Batch[Sample]):
     """Texts of which each next token is chosen by itself."""
 
     def __init__(self, engine: Engine, kind: SampleKind) -> None:
-        super().__init__(engine, 1, joins=kind.closed is None)
+        super().__init__(engine, kind, 1, joins=kind.closed is None)
         self._sampling = kind.sampling
 
     def open(self, texts: Sequence[Sample]) -> tuple[TextCache, Tensor]:

@@ -1,8 +1,9 @@
 """Texts that are decoded side by side: each joins a batch, takes steps with it and leaves when it is done."""
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
@@ -54,13 +55,17 @@ class Batch(ABC, Generic[TextT]):
     """Texts of one kind that take their steps together.
 
     Attributes:
+        kind: of its texts.
         texts: in the order of their rows; None for one that is read again elsewhere. Some are over and still
             there, because to take rows out is to copy the others.
         joins: whether texts join it when it has taken steps.
+        rows_apart: as many new rows, or more, begin a batch of their own.
     """
 
-    def __init__(self, engine: Any, width: int, *, joins: bool) -> None:
-        self.engine, self.width, self.joins = engine, width, joins
+    rows_apart = math.inf
+
+    def __init__(self, engine: Any, kind: Hashable, width: int, *, joins: bool) -> None:
+        self.engine, self.kind, self.width, self.joins = engine, kind, width, joins
         self.texts: list[TextT | None] = []
         self.cache: Any = None
         self.logits = torch.empty(0)
@@ -120,17 +125,14 @@ class Loop:
     def __init__(self, engine: Any, *, most_rows: int | None = None, most_tokens: int | None = None) -> None:
         """With room for this number of rows, and of tokens: texts times the size of the longest."""
         self.waiting: deque[Text] = deque()
-        self.batches: dict[Hashable, Batch[Any]] = {}
+        self.batches: list[Batch[Any]] = []  # of each kind, the last is the one that is joined
         self._engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens
 
     @property
     def running(self) -> list[Text]:
         """Texts in batches that are not over."""
         return [
-            text
-            for batch in self.batches.values()
-            for text in batch.texts
-            if text is not None and not text.is_over
+            text for batch in self.batches for text in batch.texts if text is not None and not text.is_over
         ]
 
     def run(self, texts: Sequence[Text]) -> None:
@@ -149,19 +151,20 @@ class Loop:
     @torch.inference_mode()
     def step(self) -> bool:
         """Let waiting texts in and lengthen every text by a token; whether there is more to do."""
-        entering = self._entering()
+        joined = {batch.kind: batch for batch in self.batches}
+        entering = self._entering(joined)
+        for kind, new in entering.items():
+            if kind not in joined or len(new) * joined[kind].width >= joined[kind].rows_apart:
+                joined[kind] = new[0].batch(self._engine)
+                self.batches.append(joined[kind])
         again = list[Text]()
-        for kind in [*dict.fromkeys([*self.batches, *entering])]:
-            new = entering.get(kind, [])
-            if kind not in self.batches:
-                self.batches[kind] = new[0].batch(self._engine)
-            again += self.batches[kind].step(new)
-            if not self.batches[kind].open_places:
-                del self.batches[kind]
+        for batch in self.batches:
+            again += batch.step(entering.get(batch.kind, []) if batch is joined[batch.kind] else [])
+        self.batches = [batch for batch in self.batches if batch.open_places]
         self.waiting.extendleft(reversed(again))
         return bool(self.waiting or self.batches)
 
-    def _entering(self) -> dict[Hashable, list[Text]]:
+    def _entering(self, joined: Mapping[Hashable, Batch[Any]]) -> dict[Hashable, list[Text]]:
         """The waiting texts that there is room for, by kind.
 
         Each time, the caches of a batch are copied: they wait until they are many, or all.
@@ -172,7 +175,7 @@ class Loop:
         entering, left = dict[Hashable, list[Text]](), list[Text]()
         waiting, is_full = [text for text in self.waiting if not text.is_over], False
         for text in waiting:
-            batch = self.batches.get(text.kind)
+            batch = joined.get(text.kind)
             if not is_full and (batch is None or batch.joins):
                 rows, count, longest = rows + text.num_rows, count + 1, max(longest, text.size)
                 is_full = self._most_rows is not None and rows > self._most_rows

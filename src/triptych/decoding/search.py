@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from triptych import thresholds
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.glossary import Terms
 from triptych.decoding.loop import Batch, Text, require_finite_logits
@@ -226,9 +227,11 @@ def sentence_text(
 class Beams(Batch[BeamText]):
     """Texts that are searched together, `size` rows for each."""
 
+    kind: BeamKind
+    rows_apart = thresholds.ROWS_APART
+
     def __init__(self, engine: Any, kind: BeamKind) -> None:
-        super().__init__(engine, kind.size, joins=engine.joins and kind.closed is None)
-        self.kind = kind
+        super().__init__(engine, kind, kind.size, joins=engine.joins and kind.closed is None)
 
     def open(self, texts: Sequence[BeamText]) -> tuple[Any, Tensor]:
         given, k = [text.given for text in texts], self.kind.size

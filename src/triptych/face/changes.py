@@ -60,7 +60,11 @@ class Change(ABC):
                 self.of_weights(number, site.layer.weights(site.kind)), site.layer.dropout
             )
             new.tap = site.layer.tap
-            put_layer(model, site, new.train(site.layer.training))
+            new.train(site.layer.training)
+            for there in attention_sites(model):  # of every block that shares it
+                if there.layer is site.layer:
+                    name = "cross_attention" if there.stack == "cross" else "self_attention"
+                    setattr(blocks_of(model, there.stack)[there.block], name, new)
 
 
 @final
@@ -195,14 +199,6 @@ def changed_copy(
     for change in changes:
         change.apply(copied, order(copied))
     return copied
-
-
-def put_layer(model: LanguageModel | EncoderDecoder, site: AttentionSite, layer: MultiHeadAttention) -> None:
-    """Put a layer in the place of another one, for every block that shares it."""
-    for there in attention_sites(model):
-        if there.layer is site.layer:
-            name = "cross_attention" if there.stack == "cross" else "self_attention"
-            setattr(blocks_of(model, there.stack)[there.block], name, layer)
 
 
 # Weights.

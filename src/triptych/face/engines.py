@@ -418,14 +418,13 @@ def make_translator(opened: OpenedModel, search: SearchOptions, options: Options
 
 
 def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
-    precision = options.precision
     if options.engine == "triptych":
-        return opened.generator(precision=precision)
+        return opened.generator(precision=options.precision)
     require_ctranslate2()
     model, tokenizer = opened.language_model, opened.tokenizer
     check_vocabulary(model, tokenizer)
-    other = CTranslate2Generator(model, precision, options.device, tokenizer.vocab_size)
-    return TextGenerator(model, tokenizer, precision=precision, end_ids=opened.end_ids, other=other)
+    other = CTranslate2Generator(model, options.precision, options.device, tokenizer.vocab_size)
+    return TextGenerator(model, tokenizer, precision=options.precision, end_ids=opened.end_ids, other=other)
 
 
 def evaluate_text(

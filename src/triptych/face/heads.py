@@ -255,7 +255,7 @@ class Head:
 
     def _shapes(self) -> list[tuple[str, str]]:
         maps = ((side, self._outline.multiplied(side).weight[0]) for side in SIDES)
-        return [(f"W_{side.upper()}", _shape(part)) for side, part in maps]
+        return [(f"W_{side.upper()}", str([*part.shape])) for side, part in maps]
 
 
 _SIDES: tuple[Side, ...] = ("q", "k", "v")
@@ -490,10 +490,6 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
 
 def _borrowed(lender: str | None) -> str:
     return "" if lender is None else f", keys and values of layer {lender}"
-
-
-def _shape(tensor: Tensor) -> str:
-    return str([*tensor.shape])
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -876,7 +876,7 @@ class Model:
         if what not in ACTIVATIONS:
             raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
         edits: dict[int, dict[Part, Edit]] = {
-            number: {part: _ignoring_position(with_) for part in ([tuple(own)] if together else own)}
+            number: dict.fromkeys([tuple(own)] if together else own, lambda value, first: with_(value))
             for number, own in self._heads(heads).items()
         }
         return self._changed(ValueChange(f"edit({_said(heads)}, {what})", what, edits))
@@ -1217,7 +1217,3 @@ class Model:
 
 def _said(places: str | Sequence[str]) -> str:
     return places if isinstance(places, str) else ", ".join(places)
-
-
-def _ignoring_position(function: Callable[[Tensor], Tensor]) -> Edit:
-    return lambda value, first: function(value)

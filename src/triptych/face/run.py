@@ -132,7 +132,9 @@ class Run:
                 f"layer {self._places.names[number]} has no head {head}: its heads are 0 to "
                 f"{call.layer.num_heads - 1}"
             )
-        return Activations(str(place), _steps(call), call.layer.weights(), head)
+        with torch.set_grad_enabled(call.x.requires_grad):
+            steps = call.steps()
+        return Activations(str(place), steps, call.layer.weights(), head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length d_model"]:
         """The residual stream before a block (`3`, `"encoder.3"`), or at the end of a stack.
@@ -202,11 +204,6 @@ class Run:
             rows.append(("loss", f"{float(self.loss.detach()):.4f} nats per token"))
         rows.append(("layers", ", ".join(self._places.names[:32])))
         return table_html(f"Run of {self.model}", rows)
-
-
-def _steps(call: LayerCall) -> LayerSteps:
-    with torch.set_grad_enabled(call.x.requires_grad):
-        return call.steps()
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from triptych.opening.reader import Reader as Reader
 from triptych.opening.reader import Recording as Recording
 from triptych.opening.reader import TextIds as TextIds
 from triptych.opening.reader import record_calls as record_calls
-from triptych.opening.reader import require_text as require_text
 from triptych.opening.text_model import Seen as Seen
 from triptych.opening.text_model import TextModel as TextModel
 from triptych.opening.text_model import Window as Window

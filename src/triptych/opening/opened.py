@@ -59,12 +59,6 @@ class OpenedModel:
         return not isinstance(self._tokenizers, DataError)
 
     @property
-    def no_tokenizer(self) -> DataError:
-        """Why the model can read no text, only token ids."""
-        assert isinstance(self._tokenizers, DataError), "it has a tokenizer"
-        return self._tokenizers
-
-    @property
     def tokenizer(self) -> Tokenizer:
         """Of what the model reads and predicts; of an encoder-decoder the target's."""
         if isinstance(self._tokenizers, DataError):
@@ -257,10 +251,7 @@ def open_language_model(
     source: str | Path, device: str = "auto", dtype: torch.dtype | None = None
 ) -> OpenedModel:
     """As `open_model`; the model must have one stack."""
-    found = find_source(source)
-    if found.translates:
-        raise UsageError(f"{found.name} translates: it has no language model; see triptych translate")
-    opened = open_model(found, device, dtype)
+    opened = open_model(source, device, dtype)
     check_vocabulary(opened.language_model, opened.tokenizer)
     return opened
 

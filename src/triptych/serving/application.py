@@ -11,8 +11,6 @@ from typing import Any
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,7 +20,7 @@ from triptych.serving.limits import RequestError
 from triptych.serving.server import Endpoint, Server, log
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LOOPBACK = ["localhost", "127.0.0.1", "[::1]"]
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 # What needs no key.
 _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 
@@ -30,7 +28,7 @@ _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 def application(server: Server, *, public: bool = False) -> Starlette:
     """An ASGI application that serves models; if `public`, under any host name."""
     routes = [
-        Route(path, _answering(server, path, endpoint), methods=[method])
+        Route(path, _answering(server, path, endpoint, public), methods=[method])
         for method, path, endpoint in (
             ("GET", "/health", _health),
             ("GET", "/metrics", _metrics),
@@ -49,14 +47,11 @@ def application(server: Server, *, public: bool = False) -> Starlette:
         for model in server.models.values():
             await asyncio.to_thread(model.worker.close)
 
-    hosts = [] if public else [Middleware(TrustedHostMiddleware, allowed_hosts=_LOOPBACK, www_redirect=False)]
-    return Starlette(
-        routes=routes, middleware=hosts, lifespan=lifespan, exception_handlers={HTTPException: _no_route}
-    )
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
 
 
 def _answering(
-    server: Server, path: str, endpoint: Endpoint
+    server: Server, path: str, endpoint: Endpoint, public: bool
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """An endpoint with a key, a limit in time, errors as JSON, a line in the log, and its figures."""
 
@@ -66,6 +61,10 @@ def _answering(
         number = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         server.num_requests += 1
         try:
+            # A page that a browser takes for this machine's, by the name of another.
+            host = request.headers.get("host", "")
+            if not public and re.sub(r":\d+$", "", host) not in _LOOPBACK:
+                raise RequestError(400, f"Host: {host} is not this machine: ask localhost or 127.0.0.1")
             if server.is_stopping and path != "/metrics":
                 raise RequestError(503, "the server is stopping", retry_after=5)
             if request.method == "POST" and server.num_requests > server.limits.max_requests:

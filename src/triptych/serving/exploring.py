@@ -142,6 +142,7 @@ class Explorer:
         self._changed = lru_cache(_MOST_MODELS)(self._change)
         self._attention = lru_cache(_MOST_TEXTS)(self._attend)
         self._run = lru_cache(_MOST_TEXTS)(self._runs)
+        self._inspection = lru_cache(_MOST_TEXTS)(self._inspect)
 
     def _change(self, changes: tuple[str, ...]) -> Model:
         return change_model(self._changed(changes[:-1]), changes[-1]) if changes else self.model
@@ -164,6 +165,17 @@ class Explorer:
         text, target = self._read(asked)
         with torch.no_grad():
             return self._changed(asked.changes).run(text, target=target)
+
+    def _inspect(self, changes: tuple[str, ...], layer: str) -> Any:
+        """The measures of all heads of a layer, which take as long as those of one."""
+        model = self._changed(changes)
+        stack, _, number = layer.rpartition(".")
+        is_cross = model[layer].kind == "cross"
+        return next(
+            one
+            for one in model.inspect(layers=[int(number)], ignore_rotary=True).layers
+            if (one.kind == "cross") == is_cross and (not stack or stack in ("cross", one.stack))
+        )
 
     def about(self) -> dict[str, Any]:
         """What the model is made of, for the controls of the page."""
@@ -280,14 +292,7 @@ class Explorer:
     def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
         """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
         model = self._changed(changes)
-        stack, _, number = layer.rpartition(".")
-        found = model.inspect(layers=[int(number)], heads=[head], ignore_rotary=True)
-        kind = model[layer].kind
-        own = next(
-            one
-            for one in found.layers
-            if (one.kind == "cross") == (kind == "cross") and (not stack or stack in ("cross", one.stack))
-        )
+        one, own = model[layer][head], self._inspection(changes, layer)
         widths = {"qk": own.d_k, "ov": own.d_v}
         figures = (
             "qk_effective_rank",
@@ -298,14 +303,14 @@ class Explorer:
         )
         return {
             "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *model[layer].between],
-            "pictures": {name: rows[0] for name, rows in own.pictures.items()},
-            "spectra": {name: values[0] for name, values in own.spectra.items()},
+            "pictures": {name: rows[head] for name, rows in own.pictures.items()},
+            "spectra": {name: values[head] for name, values in own.spectra.items()},
             "chance": {
                 form: random_spectra(own.d_model, width).values.mean(dim=0).tolist()
                 for form, width in widths.items()
             },
-            "figures": {name: own.figures[name][0] for name in figures},
-            "directions": [*_directions(model, layer, model[layer][head])],
+            "figures": {name: own.figures[name][head] for name in figures},
+            "directions": [*_directions(model, layer, one)],
         }
 
 
@@ -329,7 +334,7 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
     halves = ("decoder", "encoder") if stack == "cross" else (stack, stack)
     tokenizers = [reader.source_tokenizer if half == "encoder" else reader.tokenizer for half in halves]
     by_half = {str(half): of.embeddings.table.weight for half, of in reader.model.stacks.items()}
-    tables = [by_half[half] for half in halves]
+    tables = [by_half[half].float() for half in halves]
     if tables[0].shape[1] != head.W_Q.shape[0] or tables[1].shape[1] != head.W_V.shape[0]:
         return  # embeddings of another width than the stream
 
@@ -337,10 +342,10 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         top = scores[: tokenizer.vocab_size].topk(min(_NEAREST, len(scores)))
         return [*map(readable, tokenizer.pieces(top.indices.tolist()))]
 
+    norms = [table.norm(dim=1).clamp(min=1e-9) for table in tables]
+
     def nearest(side: int, direction: Tensor) -> list[str]:
-        rows = tables[side].float()
-        cosines = (rows @ direction.to(rows)) / rows.norm(dim=1).clamp(min=1e-9)
-        return best(cosines, tokenizers[side])
+        return best(tables[side] @ direction.to(tables[side]) / norms[side], tokenizers[side])
 
     for name in ("qk", "ov"):
         try:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import torch
 from torch import Tensor
 
+from triptych import thresholds
 from triptych.attending.alignment import AlignedWords
 from triptych.decoding import (
     Asked,
@@ -77,7 +78,9 @@ class ServedModel:
         self.limits = limits
         self.explorer = Explorer(model)
         self.queue = Queue(limits)
-        self.worker = Worker(name, self.queue)
+        size = sum(parameter.numel() for parameter in model.opened.model.parameters())
+        threads = 1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()
+        self.worker = Worker(name, self.queue, threads)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return served_here, (self.name,)
@@ -98,6 +101,11 @@ class ServedModel:
 
     def check_batches(self) -> None:
         """Compare texts alone with the same texts in batches, on this machine: `is_batch_invariant`."""
+        item = Item(Asking(self), ServedModel._compare)
+        self.queue.submit([item])
+        item.result.result()
+
+    def _compare(self) -> None:
         job: Translating | Continuing
         if "translate" in self.can:
             job, given = Translating(self, 1), list[Any](_PROBES)

@@ -77,22 +77,19 @@ def serve(
         except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
             why = f"other processes cannot have the models ({error}): leave out workers, or load them anew"
             raise UsageError(why) from None
-    served = [ServedModel(name, model, limits) for name, model in models.items()]
-    for model in served:
-        if "translate" in model.can and model.languages is None and not page_only:
-            raise UsageError(
-                f"{model.name} translates, and its name ends in no two languages: write de-en={model.name} "
-                "(the languages that it translates from and to)"
-            )
-        if over is not None:
-            model.explorer.over = model.model.attend_over(over)
-        if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
-            raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
-    with (
-        _listening(host, port) as listening,
-        torch_threads(1 if workers > 1 else None),
-        ExitStack() as stack,
-    ):
+    with torch_threads(1 if workers > 1 else None), ExitStack() as stack:
+        served = [ServedModel(name, model, limits) for name, model in models.items()]
+        for model in served:
+            if "translate" in model.can and model.languages is None and not page_only:
+                raise UsageError(
+                    f"{model.name} translates, and its name ends in no two languages: write "
+                    f"de-en={model.name} (the languages that it translates from and to)"
+                )
+            if over is not None:
+                model.explorer.over = model.model.attend_over(over)
+            if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
+                raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
+        listening = stack.enter_context(_listening(host, port))
         others = [running.ServingProcess(served, arguments) for _ in range(workers - 1)]
         for process in others:
             stack.enter_context(closing(process))

@@ -25,7 +25,7 @@ async def translate(server: Server, request: Request) -> Response:
     log-probability and tokens of each translation of a line; `alignments` adds the source word of each word.
     """
     fields = await server.fields(request)
-    texts, source, target = _texts(fields), fields.text("source"), fields.text("target")
+    texts, source, target = _texts(fields), _language(fields, "source"), _language(fields, "target")
     server.check_texts(texts)
     kind, alternatives = fields.get("format") or "text", _alternatives(fields)
     glossary = _glossary(server, fields)
@@ -156,6 +156,12 @@ def _texts(fields: Fields) -> list[str]:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(400, "Invalid request: missing q parameter (a text, or a list of texts)")
     return texts
+
+
+def _language(fields: Fields, name: str) -> str:
+    if not isinstance(given := fields.get(name), str) or not given:
+        raise RequestError(400, f"Invalid request: missing {name} parameter")
+    return given
 
 
 def _alternatives(fields: Fields) -> int:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, final
 
+import torch
+
 from triptych.decoding import Asked, Loop
 from triptych.serving.limits import Limits, RequestError
 
@@ -213,8 +215,9 @@ class Worker:
     which items are computed together: the models promise it (`ServedModel.check_batches` tries it).
     """
 
-    def __init__(self, name: str, queue: Queue) -> None:
-        self._queue, self._lane = queue, Lane()
+    def __init__(self, name: str, queue: Queue, threads: int = 1) -> None:
+        """Start it; torch computes with this number of threads."""
+        self._queue, self._lane, self._num_threads = queue, Lane(), threads
         queue.add(self._lane)
         self._loops: dict[type[Decoding], Loop] = {}
         self._decoding: dict[Item, Asked[Any]] = {}
@@ -227,6 +230,7 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)  # of this thread alone
         while (items := self._queue.take(self._lane, waits=not self._loops)) is not None:
             if batch := [item for item in items if not self._is_decoded(item)]:
                 self._compute(batch)
