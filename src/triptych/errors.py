@@ -49,6 +49,12 @@ class ConfigurationWarning(UserWarning):
     """A field of a checkpoint's configuration that is set and not followed, as `transformers` does not."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that is not empty, or the name of its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that a mistyped one is nearest to, if one is near."""
     return next(iter(get_close_matches(word, list(known), n=1)), None)

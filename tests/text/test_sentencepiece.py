@@ -74,23 +74,28 @@ def test_a_damaged_trie_is_refused_or_at_least_ends(at: int, byte: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "options", "message"),
+    ("data", "message"),
     [
-        ([*WORDS, ("", 0.0, "normal")], {}, "piece must not be empty"),
-        ([*WORDS, ("a", 0.0, "normal")], {}, "a is already defined"),
-        ([*WORDS, ("z" * 200_000, 0.0, "normal")], {}, "piece is too long"),
-        (WORDS[1:], {}, "unk is not defined"),
-        ([*WORDS, ("?", 0.0, "unknown")], {}, "unk is already defined"),
-        (WORDS, {"byte_fallback": True}, "there are not 256 byte pieces"),
-        ([*WORDS, *BYTE_PIECES], {}, "`byte_fallback` is false"),
-        ([*WORDS, *BYTE_PIECES[1:]], {"byte_fallback": True}, "there are not 256 byte pieces"),
+        (b"", "unk is not defined"),
+        (b"\xff" * 30, "ParseFromArray"),
+        (spm(WORDS)[:-1], "ParseFromArray"),
+        (spm(WORDS) + b"\x80", "ParseFromArray"),
+        (spm(WORDS) + block(1, block(1, b"\xff")), "'utf-8' codec can't decode byte 0xff"),
+        (spm(WORDS) + block(5, block(2, b"\1")), "normalization rule is broken"),
+        (spm([*WORDS, ("", 0.0, "normal")]), "piece must not be empty"),
+        (spm([*WORDS, ("a", 0.0, "normal")]), "a is already defined"),
+        (spm([*WORDS, ("z" * 200_000, 0.0, "normal")]), "piece is too long"),
+        (spm([*WORDS, ("z", float("nan"), "normal")], "unigram"), "score is NaN or Inf"),
+        (spm(WORDS[1:]), "unk is not defined"),
+        (spm([*WORDS, ("?", 0.0, "unknown")]), "unk is already defined"),
+        (spm(WORDS, byte_fallback=True), "there are not 256 byte pieces"),
+        (spm([*WORDS, *BYTE_PIECES]), "`byte_fallback` is false"),
+        (spm([*WORDS, *BYTE_PIECES[1:]], byte_fallback=True), "there are not 256 byte pieces"),
     ],
 )
-def test_pieces_that_do_not_belong_together_are_refused(
-    pieces: list[Piece], options: dict[str, bool], message: str
-) -> None:
+def test_a_damaged_model_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_sentencepiece(spm(pieces, **options))
+        load_sentencepiece(data)
 
 
 def test_a_missing_or_too_old_library_is_one_line_that_says_what_to_install(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from triptych import user_code
-from triptych.errors import DataError
+from triptych.errors import DataError, first_line
 from triptych.files import write_bytes, write_text
 from triptych.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
@@ -121,8 +121,7 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path} is not a triptych configuration: model.{where}: {first['msg']}") from None
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        said = str(error).splitlines() or [type(error).__name__]
-        raise DataError(f"{path} is not a triptych configuration: {said[0][:300]}") from None
+        raise DataError(f"{path} is not a triptych configuration: {first_line(error)}") from None
 
 
 def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path) -> OwnModel:

@@ -21,7 +21,6 @@ from triptych.opening.reader import record_calls as record_calls
 from triptych.opening.text_model import Seen as Seen
 from triptych.opening.text_model import TextModel as TextModel
 from triptych.opening.text_model import Window as Window
-from triptych.opening.text_model import first_line as first_line
 from triptych.opening.text_model import read_pairs as read_pairs
 from triptych.opening.text_model import read_whole_text as read_whole_text
 from triptych.opening.transformers_models import TransformersModel as TransformersModel

@@ -143,9 +143,3 @@ def read_whole_text(path: Path) -> str:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: it is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error that is not empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.checkpoints.source import Source, find_source
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, first_line
 from triptych.extras import is_installed
 from triptych.opening.opened import NotFiniteError, open_model
 from triptych.opening.reader import Reader
@@ -25,7 +25,6 @@ from triptych.opening.text_model import (
     TextKind,
     TextModel,
     Window,
-    first_line,
 )
 from triptych.storage.untrusted import LONGEST_TOKENIZER, require_regular
 

@@ -8,26 +8,16 @@ from typing import Any, Literal, final
 
 import tokenizers
 from pydantic import BaseModel, ConfigDict
-from tokenizers import AddedToken
 from tokenizers.models import BPE, WordPiece
 
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, first_line
 from triptych.files import write_text
-from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.chat import render_chat
 from triptych.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
 from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizer_classes import CLASSES, class_of
-from triptych.text.tokenizer_making import (
-    LARGEST_ID,
-    NAMED_TOKENS,
-    Token,
-    TokenizerSettings,
-    add_tokens,
-    content_of,
-    read_vocabulary,
-    require_added,
-)
+from triptych.text.tokenizer_making import LARGEST_ID, add_tokens, read_vocabulary, require_added
+from triptych.text.tokenizer_settings import Token, TokenizerSettings, content_of
 from triptych.text.tokenizers import (
     Tokenizer,
     by_library,
@@ -173,22 +163,19 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
     """The tokenizer of a checkpoint in Hugging Face's format."""
     path = folder / "tokenizer.json"
     if path.exists():
-        text = _read_text(path)
+        text = read_saved(path)
         _require_moderate_ids(text, str(path))
         whole = json.loads(text)
-        settings = _read_settings(folder, whole)
+        settings = TokenizerSettings.read(folder, whole)
         make = partial(_of_whole, text, whole, settings, vocab_size)
     else:
         path = find_vocabulary(folder)
-        merges = [folder / "merges.txt"] if path.name == "vocab.json" else []
-        settings = _read_settings(folder, {})
-        make = partial(
-            convert_vocabulary, {file.name: _read_bytes(file) for file in (path, *merges)}, settings
-        )
+        settings = TokenizerSettings.read(folder, {})
+        make = partial(convert_vocabulary, path, settings)
     try:
         inner, tokens = by_library(make, str(path), _FETCH_AGAIN)
     except ValueError as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+        raise DataError(f"{path} cannot be read: {first_line(error)}") from None
     if isinstance(inner.model, WordPiece) and inner.model.token_to_id(inner.model.unk_token) is None:
         raise DataError(
             f"{path} cannot be read: the token for unknown words, {inner.model.unk_token!r}, is not in it"
@@ -226,72 +213,10 @@ def _of_whole(
     return inner, {name: content_of(token) for name, token in named.items()}
 
 
-def _read_settings(folder: Path, whole: Mapping[str, Any]) -> TokenizerSettings:
-    """What the files say besides the vocabulary; `whole` is the content of `tokenizer.json`."""
-    path = folder / "tokenizer_config.json"
-    record = _read_record(path) if path.exists() else {}
-    config = _read_record(folder / "config.json") if (folder / "config.json").exists() else {}
-    where = str(path)
-    added: dict[int, AddedToken] = {}
-    if "added_tokens_decoder" in record:
-        if not isinstance(record["added_tokens_decoder"], dict):
-            raise DataError(f"{where}: added_tokens_decoder is not a record; correct it")
-        for number, entry in record["added_tokens_decoder"].items():
-            added[_id_of(number, where)] = _token(entry, where)
-    else:
-        path = folder / "special_tokens_map.json"
-        record = {**record, **(_read_record(path) if path.exists() else {})}
-        path = folder / "added_tokens.json"
-        special = {_content(record[name], where) for name in NAMED_TOKENS if record.get(name)}
-        special |= {_content(value, where) for value in _extra_of(record, where)[0] or ()}
-        for content, number in (_read_record(path) if path.exists() else {}).items():
-            known = content in special
-            added[_id_of(number, str(path))] = AddedToken(content, normalized=not known, special=known)
-        for entry in whole.get("added_tokens") or ():
-            added[_id_of(entry["id"], where)] = _token(entry, where)
-    made = {token.content: token for token in added.values()}
-
-    def known_as(value: object) -> str | AddedToken:
-        token = value if isinstance(value, str) else _token(value, where, special=True)
-        return made.get(_content(value, where), token)
-
-    extra, own = _extra_of(record, where)
-    # Tokens of one model alone, such as `image_token`, are named too.
-    named = {
-        name: value
-        for name, value in record.items()
-        if (value and name in NAMED_TOKENS) or (name.endswith("_token") and isinstance(value, str))
-    }
-    name, model_type = (
-        record.get("tokenizer_class") or config.get("tokenizer_class"),
-        config.get("model_type"),
-    )
-    return TokenizerSettings(
-        record=record,
-        tokenizer_class=name.removesuffix("Fast") if isinstance(name, str) else None,
-        model_type=model_type if isinstance(model_type, str) else None,
-        given={key: known_as(value) for key, value in {**named, **own}.items()},
-        extra=None if extra is None else tuple(known_as(value) for value in extra),
-        added=dict(sorted(added.items())),
-        where=where,
-    )
-
-
-def _extra_of(record: Mapping[str, Any], where: str) -> tuple[list[object] | None, dict[str, object]]:
-    """The further special tokens of a record, a list without names or some with; None for neither."""
-    said = [record[name] for name in ("extra_special_tokens", "additional_special_tokens") if name in record]
-    found: object = next((value for value in said if value), [])
-    if isinstance(found, dict):
-        return None, found
-    if not isinstance(found, list):
-        raise DataError(f"{where}: additional_special_tokens is not a list; correct it")
-    return (list(found) if said else None), {}
-
-
 def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return {"default": _read_text(path)}
+        return {"default": read_saved(path)}
     found = settings.record.get("chat_template")
     if found is None:
         return {}
@@ -310,53 +235,3 @@ def _require_moderate_ids(text: str, origin: str) -> None:
     ids, _ = ids_of(text, origin, _FETCH_AGAIN)
     if max(ids, default=0) > LARGEST_ID:
         raise DataError(f"{origin} is damaged: a token has the id {max(ids)}; fetch it again")
-
-
-def _id_of(number: object, where: str) -> int:
-    if isinstance(number, str | int) and str(number).isascii() and str(number).isdigit():
-        return int(number)
-    raise DataError(f"{where}: {number!r} is no id of a token; correct it")
-
-
-def _content(value: object, where: str) -> str:
-    content = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(content, str):
-        raise DataError(f"{where}: a special token is neither text nor a record with content; correct it")
-    return content
-
-
-def _token(value: object, where: str, *, special: bool | None = None) -> AddedToken:
-    content = _content(value, where)
-    flags = {
-        name: bool(value[name])
-        for name in ("single_word", "lstrip", "rstrip", "normalized", "special")
-        if isinstance(value, dict) and name in value
-    }
-    if special is not None:
-        flags["special"] = special
-    return AddedToken(content, **flags)
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(_read_text(path))
-        json.dumps(record, ensure_ascii=False).encode()  # UnicodeEncodeError for half of a surrogate pair
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON: {error}; fetch it again") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{path} is not a JSON object; fetch it again")
-    return record
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start + 1} is not UTF-8; fetch it again") from None
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return read_limited(path, LONGEST_TOKENIZER)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, UsageError, first_line
 from triptych.extras import require_extra
 from triptych.text.lines import PARQUET, SURROGATE, check_content, iterate_file, open_file
 
@@ -67,7 +67,7 @@ def read_parquet(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
             yield from _texts_of(records, fields, str(path))
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(
-                f"{path} is a damaged Parquet file ({_first_line(error)}); fetch it again"
+                f"{path} is a damaged Parquet file ({first_line(error)}); fetch it again"
             ) from error
 
 
@@ -105,7 +105,7 @@ def _load_hub(dataset: str, config_name: str | None, split: str, base: Path) -> 
         rows = datasets.load_dataset(dataset, config_name, split=split)
     except (DatasetsError, OSError, ValueError) as error:
         raise UsageError(
-            f"dataset {dataset}, split {split!r}, cannot be loaded: {_first_line(error)}"
+            f"dataset {dataset}, split {split!r}, cannot be loaded: {first_line(error)}"
         ) from error
     return rows, f"dataset {dataset}, split {split!r}"
 
@@ -172,7 +172,3 @@ def _paths_in(record: Mapping[str, object]) -> list[str]:
     for key, value in record.items():
         paths += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
     return paths
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -10,7 +10,8 @@ from functools import partial
 from tokenizers import normalizers
 
 from triptych.text import tokenizer_parts as parts
-from triptych.text.tokenizer_making import TokenizerClass, TokenizerSettings
+from triptych.text.tokenizer_making import TokenizerClass
+from triptych.text.tokenizer_settings import TokenizerSettings
 
 _WHOLE = "TokenizersBackend"  # the tokenizer is its `tokenizer.json`
 

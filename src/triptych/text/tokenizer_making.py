@@ -9,9 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from triptych.errors import DataError
-
-Token = str | AddedToken
-NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+from triptych.text.tokenizer_settings import NAMED_TOKENS, Token, TokenizerSettings, content_of
 
 Kind = Literal["pairs", "words", "unigrams"]
 Pieces = tuple[tuple[str, float], ...]
@@ -19,38 +17,6 @@ Pieces = tuple[tuple[str, float], ...]
 # The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
 # largest one.
 LARGEST_ID = 1 << 22
-# The most tokens that are made because a setting names their number.
-_MOST_COUNTED = 10_000
-
-
-@final
-@dataclass(frozen=True)
-class TokenizerSettings:
-    """What a checkpoint says of its tokenizer besides the vocabulary."""
-
-    record: Mapping[str, Any]  # `tokenizer_config.json`, with what `special_tokens_map.json` adds
-    tokenizer_class: str | None  # the class that it names, without "Fast"; None where it names none
-    model_type: str | None  # of `config.json`
-    # The named special tokens of the files; plain text where a file says no more of one.
-    given: Mapping[str, str | AddedToken]
-    # Further special tokens; None where the files do not speak of any.
-    extra: tuple[str | AddedToken, ...] | None
-    added: Mapping[int, AddedToken]  # tokens outside the vocabulary, by id
-    where: str  # the file, for messages
-
-    def flag(self, name: str, default: bool) -> bool:
-        """A setting that is true or false."""
-        found = self.record.get(name)
-        return default if found is None else bool(found)
-
-    def count(self, name: str, default: int) -> int:
-        """A setting that numbers tokens, which are made for it."""
-        number = self.record.get(name, default)
-        if not isinstance(number, int) or not 0 <= number <= _MOST_COUNTED:
-            raise ValueError(
-                f"{self.where}: {name} is {number!r}: a number up to {_MOST_COUNTED:,} is needed"
-            )
-        return number
 
 
 @final
@@ -191,11 +157,6 @@ class TokenizerClass:
             inner.post_processor = processors.TemplateProcessing(
                 single=[*template], special_tokens=[(token, inner.token_to_id(token)) for token in around]
             )
-
-
-def content_of(token: Token) -> str:
-    """The text of a token."""
-    return token if isinstance(token, str) else token.content
 
 
 def require_added(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:

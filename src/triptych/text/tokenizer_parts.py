@@ -7,7 +7,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from triptych.text.sentencepiece import SPACE_MARK
-from triptych.text.tokenizer_making import Making, TokenizerSettings
+from triptych.text.tokenizer_making import Making
+from triptych.text.tokenizer_settings import TokenizerSettings
 
 _MBART_LANGUAGES = """
 ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV my_MM

@@ -11,7 +11,7 @@ from typing import TypeVar, final
 import tokenizers
 from pydantic import BaseModel, ValidationError
 
-from triptych.errors import DataError, TriptychError, UsageError
+from triptych.errors import DataError, TriptychError, UsageError, first_line
 from triptych.files import write_text
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.lines import SURROGATE, as_lines
@@ -150,7 +150,7 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         if "Oniguruma" in first and "limit" in first:
             raise DataError(
                 f"{origin} has a regular expression that the tokenizers library does not run ({first}): it "

@@ -10,9 +10,11 @@ from tokenizers import AddedToken
 
 from triptych.errors import DataError
 from triptych.extras import require_extra
+from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.sentencepiece import load_sentencepiece
 from triptych.text.tokenizer_classes import CLASSES, class_of
-from triptych.text.tokenizer_making import LARGEST_ID, Kind, Token, TokenizerSettings, require_added
+from triptych.text.tokenizer_making import LARGEST_ID, Kind, require_added
+from triptych.text.tokenizer_settings import Token, TokenizerSettings
 
 _FILES = (
     "vocab.json",
@@ -36,23 +38,23 @@ def find_vocabulary(folder: Path) -> Path:
 
 
 def convert_vocabulary(
-    files: dict[str, bytes], settings: TokenizerSettings
+    path: Path, settings: TokenizerSettings
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer that `transformers` makes of a vocabulary file, and its named special tokens.
-
-    `files` are the contents by name, the vocabulary first.
-    """
+    """The tokenizer that `transformers` makes of a vocabulary file, and its named special tokens."""
     name = class_of(settings, is_byte_level=False)
     if name is None:
         stated = settings.tokenizer_class or settings.model_type or "no class of tokenizers"
         raise ValueError(
             f"the files name {stated}, which is known by its tokenizer.json alone; fetch that file"
         )
-    vocabulary, content = next(iter(files.items()))
-    is_model = vocabulary.endswith(".model")
-    libraries = ["transformers", *(["sentencepiece", "google.protobuf"] if is_model else [])]
-    require_extra("run", *libraries, what=f"a checkpoint with {vocabulary} and without tokenizer.json")
-    kind, size = _look_at(vocabulary, content)
+    libraries = ("transformers", "sentencepiece", "google.protobuf")[: 3 if path.suffix == ".model" else 1]
+    require_extra("run", *libraries, what=f"a checkpoint with {path.name} and without tokenizer.json")
+    merges = [path.with_name("merges.txt")] if path.name == "vocab.json" else []
+    try:
+        files = {file.name: read_limited(file, LONGEST_TOKENIZER) for file in (path, *merges)}
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    kind, size = _look_at(path.name, files[path.name])
     if kind != (wanted := CLASSES[name].kind):
         raise ValueError(
             f"{name} has a vocabulary of {wanted}, and it is one of {kind}; fetch tokenizer.json"

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from triptych.errors import DataError, TriptychError
+from triptych.errors import DataError, TriptychError, first_line
 from triptych.models.storage import OwnModel, model_tensors
 from triptych.training.optimizers import Optimizer
 from triptych.training.processes import World
@@ -136,4 +136,4 @@ def _reason(error: BaseException) -> str:
             return f"rank {rank}: {_reason(inner)}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return first_line(error)
