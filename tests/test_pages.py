@@ -19,8 +19,6 @@ from triptych.reports import (
     Bar,
     BarChart,
     CurveChart,
-    CurvePoint,
-    Dot,
     Interval,
     IntervalChart,
     MetricPoint,
@@ -32,11 +30,11 @@ from triptych.reports import (
 from triptych.reports.html import render_report
 
 LONG = "/home/somebody/" + "a-folder-with-a-long-name/" * 6 + "model"
-POINTS = tuple(CurvePoint(x, 4 / x, 3 / x, 5 / x) for x in (1.0, 2.0, 3.0))
+POINTS = tuple(Interval(4 / x, 3 / x, 5 / x, x=x) for x in (1.0, 2.0, 3.0))
 CHARTS = (
     CurveChart("Loss", "updates", "loss", (("factored", POINTS), ("shared", POINTS)), is_log=True),
-    ScatterChart("Loss and cost", "cost", "loss", (Dot("shared", 1.0, 2.0, 1.5, 2.5),)),
-    IntervalChart("Differences", "difference", (Interval("shared", 1.0, 0.5, 1.5),)),
+    ScatterChart("Loss and cost", "cost", "loss", (Interval(2.0, 1.5, 2.5, "shared", 1.0),)),
+    IntervalChart("Differences", "difference", (Interval(1.0, 0.5, 1.5, "shared"),)),
 )
 TEXTS = tuple(replace(text, title=LONG) for text in translation_page().texts)
 LONG_NAMES = AttentionPage(LONG, TEXTS, (("a", LONG),), (LONG,))

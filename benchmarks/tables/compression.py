@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness.command import Command, NotHereError
 from benchmarks.harness.page import Page
-from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, Rewritten, Truncate
+from triptych.algebra.rewrites import Layer, Rewrite, Rewritten, Truncate
 from triptych.algebra.rewrites.record import rewritten
 from triptych.algebra.weights import AttentionWeights, Side
 from triptych.checkpoints.checkpoint import open_checkpoint
@@ -161,7 +161,7 @@ def _judged(command: Command, folder: Path, model: Model, form: _Form, way: str,
     return model.judge(out)
 
 
-class EachMatrix(LayerRewrite):
+class EachMatrix(Rewrite):
     """The way that does not know of forms: W_Q and W_K (W_V and W_O) cut each by itself."""
 
     name = "each_matrix"

@@ -9,7 +9,7 @@ import torch
 from benchmarks.workers.protocol import Answer, Options, Prepared, serve
 from triptych import CostSpec, MultiHeadAttention, cost, measure_times
 from triptych.attention import Stacked
-from triptych.rewriting import fold
+from triptych.rewriting import rewrite
 
 
 def prepare(options: Options) -> Prepared:
@@ -19,7 +19,7 @@ def prepare(options: Options) -> Prepared:
     def work(request: Options) -> Answer:
         if "fold" in request:
             layer = MultiHeadAttention(request["fold"], request["heads"], Stacked())
-            return {"folded": fold(layer).parameterisation.name}
+            return {"folded": rewrite(layer, "fold").result.parameterisation.name}
         given = {**request["spec"], "parameterisations": tuple(request["spec"]["parameterisations"])}
         report = cost(CostSpec(**given))
         times = measure_times(report, seconds=request["seconds"])

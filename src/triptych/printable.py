@@ -21,7 +21,17 @@ def printable(text: str, *, lines: bool = False) -> str:
     return kept.sub(lambda found: _SHORT.get(found[0], f"\\u{ord(found[0]):04x}"), text)
 
 
-def table_html(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A small table with a heading, for a notebook."""
-    body = "".join(f"<tr><th scope='row'>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
-    return f"<table><caption>{escape(title)}</caption>{body}</table>"
+def shortened(text: str, most: int) -> str:
+    """A text made safe to show, of at most `most` characters."""
+    text = printable(text)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def table_html(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
+    """A small table with a heading, for a notebook; the first cell of a row names it."""
+    head = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>" if columns else ""
+    body = "".join(
+        f"<tr><th scope='row'>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for name, *cells in rows
+    )
+    return f"<table><caption>{escape(title)}</caption>{head}{body}</table>"

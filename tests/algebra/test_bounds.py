@@ -72,9 +72,7 @@ def test_a_tiny_change_has_a_tiny_bound() -> None:
     weights = make("grouped", biased=True)
     (q,), (o,) = weights.q, weights.o
     nudged = replace(
-        weights,
-        q=(replace(q, weight=q.weight * (1 + 1e-9)),),
-        o=(replace(o, weight=o.weight * (1 + 1e-9)),),
+        weights, q=(replace(q, weight=q.weight * (1 + 1e-9)),), o=(replace(o, weight=o.weight * (1 + 1e-9)),)
     )
     bounds = score_bound(weights, nudged), output_bound(weights, nudged)
     for found, form in zip(bounds, (weights.qk, weights.ov), strict=True):
@@ -124,13 +122,7 @@ def test_under_rotary_positions_the_bound_holds_at_every_distance(
 
 def one_head(q: Link, k: Link, v: Link, o: Tensor) -> AttentionWeights:
     return AttentionWeights(
-        d_model=D_MODEL,
-        num_heads=1,
-        q=(q,),
-        k=(k,),
-        v=(v,),
-        o=(Link(o),),
-        semantics=Semantics(0.7),
+        d_model=D_MODEL, num_heads=1, q=(q,), k=(k,), v=(v,), o=(Link(o),), semantics=Semantics(0.7)
     )
 
 

@@ -91,10 +91,7 @@ def test_every_form_keeps_a_channel_whatever_the_budget() -> None:
         ({"share": 1.5}, "share is 1.5: it must be above 0 and at most 1"),
         ({"energy": 0.5, "costs": [1.0, 2.0]}, "there are 1 spectra and 2 costs"),
         ({"energy": 0.5, "costs": [0.0]}, "cost 0 is 0.0: it must be above 0"),
-        (
-            {"energy": 0.5, "spectra": [torch.tensor([1.0, 2.0])]},
-            "spectrum 0 is not one: .* descending",
-        ),
+        ({"energy": 0.5, "spectra": [torch.tensor([1.0, 2.0])]}, "spectrum 0 is not one: .* descending"),
         ({"energy": 0.5, "spectra": [torch.tensor([1.0, -1.0])]}, "spectrum 0 is not one"),
         ({"energy": 0.5, "spectra": [torch.tensor([torch.inf, 1.0])]}, "spectrum 0 is not finite"),
     ],

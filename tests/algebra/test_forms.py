@@ -562,11 +562,7 @@ def test_weights_that_are_not_finite_are_counted_and_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [
-        lambda form: form.energy(1),
-        lambda form: form.truncate(1),
-        lambda form: form.difference_norm(form),
-    ],
+    [lambda form: form.energy(1), lambda form: form.truncate(1), lambda form: form.difference_norm(form)],
 )
 def test_weights_that_are_not_finite_are_refused_with_arguments_too(
     call: Callable[[BilinearForm], object],

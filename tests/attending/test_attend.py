@@ -53,9 +53,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_the_output_of_a_model_is_the_same_bit_for_bit_while_its_calls_are_recorded(
-    decoder: Reader,
-) -> None:
+def test_the_output_of_a_model_is_the_same_bit_for_bit_while_its_calls_are_recorded(decoder: Reader) -> None:
     ids = torch.tensor(decoder.tokenizer.encode([TEXT]))
     before = decoder.model(ids).logits
     with record_calls(decoder.model) as calls:
@@ -184,16 +182,8 @@ def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
         ("encoder", {"text": "a", "max_new_tokens": 1}, "encoder is an encoder, which does not continue"),
         ("encoder", {"text": "a" * 41}, "the text has 41 tokens, but the model has positions for 40"),
         ("encoder", {"text": ["a", "a" * 41]}, "text 2 has 41 tokens"),
-        (
-            "encoder",
-            {"text": "a" * 5, "max_tokens": 4},
-            "the text has 5 tokens, and at most 4 are read",
-        ),
-        (
-            "decoder",
-            {"text": "a" * 8193},
-            "at most 8,192 are read at once: shorten it, or raise max_tokens",
-        ),
+        ("encoder", {"text": "a" * 5, "max_tokens": 4}, "the text has 5 tokens, and at most 4 are read"),
+        ("decoder", {"text": "a" * 8193}, "at most 8,192 are read at once: shorten it, or raise max_tokens"),
         ("decoder", {"text": "aaa", "max_new_tokens": 2, "max_tokens": 4}, "has 5 tokens, and at most 4"),
         ("pairs", {"text": "a", "target": "b" * 8193}, "the target has 8,193 tokens, and at most 8,192"),
         ("pairs", {"text": "a"}, r"pairs is not searched for a translation here: .*\(--target\)"),

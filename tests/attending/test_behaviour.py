@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.resampling import ratio_intervals
-from triptych.attending.behaviour import (
-    Kind,
-    LayerFigures,
-    RowFigures,
-    figures_of,
-    key_classes,
-)
+from triptych.attending.behaviour import Kind, LayerFigures, RowFigures, figures_of, key_classes
 from triptych.attending.over import OverText
 from triptych.attending.windows import UnitSums
 

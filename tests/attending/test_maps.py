@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.attending.maps import HeadMap, RowKeeper
+from triptych.attending.maps import HeadWeights, RowKeeper
 
 
 def weights(num_heads: int, num_queries: int, num_keys: int) -> torch.Tensor:
@@ -23,17 +23,17 @@ def test_rows_in_blocks_are_kept_as_rows_at_once(block: int) -> None:
         np.testing.assert_array_equal(found.weights, expected[:, :4])
         np.testing.assert_array_equal(np.take_along_axis(head, found.keys.astype(np.int64), 1), found.weights)
         np.testing.assert_allclose(found.left_out, expected[:, 4:].sum(1), atol=1e-6)
-        np.testing.assert_allclose(found.overview, HeadMap.whole(head).overview, atol=1e-6)
+        np.testing.assert_allclose(found.overview, HeadWeights.whole(head).overview, atol=1e-6)
 
 
 def test_a_row_of_an_overview_holds_all_the_weight() -> None:
-    overview = HeadMap.whole(weights(1, 300, 1000)[0].numpy()).overview
+    overview = HeadWeights.whole(weights(1, 300, 1000)[0].numpy()).overview
     assert overview.shape == (75, 91)
     np.testing.assert_allclose(overview.sum(1), 1, atol=1e-5)
 
 
 def test_fewer_weights_leave_out_more() -> None:
-    head = HeadMap.whole(weights(1, 20, 30)[0].numpy())
+    head = HeadWeights.whole(weights(1, 20, 30)[0].numpy())
     few, again = head.largest(3), head.largest(8).largest(3)
     np.testing.assert_array_equal(few.keys, again.keys)
     np.testing.assert_allclose(few.left_out, again.left_out, atol=1e-6)
@@ -50,4 +50,4 @@ def test_missing_rows_are_an_error() -> None:
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan")])
 def test_a_weight_outside_0_to_1_is_an_error(wrong: float) -> None:
     with pytest.raises(ValueError, match="0–1"):
-        HeadMap.whole(np.full((2, 2), wrong, np.float32))
+        HeadWeights.whole(np.full((2, 2), wrong, np.float32))

@@ -4,7 +4,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from attending.viewed import layers_of, long_page, previous
-from triptych.attending.maps import HeadMap
+from triptych.attending.maps import HeadWeights
 from triptych.attending.page import ViewedKind
 from triptych.attending.picture import head_svg, is_picture
 
@@ -12,7 +12,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def small(tokens: tuple[str, ...] = ("a", " <b>", "\n")) -> ViewedKind:
-    return ViewedKind("decoder", tokens, tokens, layers_of([[HeadMap.whole(previous(3, 3))]]), 2, 2)
+    return ViewedKind("decoder", tokens, tokens, layers_of([[HeadWeights.whole(previous(3, 3))]]), 2, 2)
 
 
 def test_a_picture_has_every_token_twice_and_a_cell_for_every_weight() -> None:

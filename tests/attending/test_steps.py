@@ -44,11 +44,7 @@ def differences(attention: Attention, rows: tuple[int, ...] = (0, 3, -1)) -> Dif
             call = layer.call
             with torch.no_grad():
                 expected = call.layer(
-                    call.x,
-                    memory=call.memory,
-                    mask=call.mask,
-                    causal=call.causal,
-                    positions=call.positions,
+                    call.x, memory=call.memory, mask=call.mask, causal=call.causal, positions=call.positions
                 ).output[0]
                 added = call.site.residual.added(expected)
                 nothing = call.site.residual.added(torch.zeros_like(expected))

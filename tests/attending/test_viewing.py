@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attending.viewed import first, layers_of, long_page, previous, translation_page
-from triptych.attending.maps import HeadMap
+from triptych.attending.maps import HeadWeights
 from triptych.attending.page import (
     AttentionPage,
     ViewedKind,
@@ -34,7 +34,7 @@ def numbers(packed: str, start: int, count: int, num_bytes: int) -> np.ndarray[A
 
 def test_weights_on_a_page_are_off_by_less_than_a_quarter_of_a_thousandth() -> None:
     weights = np.random.default_rng(0).dirichlet(np.full(40, 0.1), 30).astype(np.float32)
-    kind = ViewedKind("cross", ("q",) * 30, ("k",) * 40, layers_of([[HeadMap.whole(weights)]]))
+    kind = ViewedKind("cross", ("q",) * 30, ("k",) * 40, layers_of([[HeadWeights.whole(weights)]]))
     (packed,) = viewer_data(AttentionPage("p", (ViewedText("t", (kind,)),)))["maps"]
     found = (numbers(packed["data"], 0, 1200, 2).reshape(30, 40) / 4095) ** 2
     assert packed["form"] == "dense"
@@ -59,7 +59,7 @@ def test_a_page_keeps_as_many_weights_of_a_row_as_fit(limit: int) -> None:
 
 @pytest.mark.parametrize("weights", [first(300, 300), previous(300, 300)])
 def test_keys_are_stored_as_places_or_distances_and_come_back(weights: Any) -> None:
-    top = HeadMap.whole(weights).largest(2)
+    top = HeadWeights.whole(weights).largest(2)
     kind = ViewedKind("encoder", ("q",) * 300, ("k",) * 300, layers_of([[top]]))
     (packed,) = viewer_data(AttentionPage("p", (ViewedText("t", (kind,)),)))["maps"]
     stored = numbers(packed["keys"], 0, 600, 4).reshape(2, 300)
@@ -71,7 +71,9 @@ def test_keys_are_stored_as_places_or_distances_and_come_back(weights: Any) -> N
 def test_the_head_that_tells_most_is_the_one_whose_looks_follow_the_token_that_looks() -> None:
     own = np.eye(4, dtype=np.float32)
     even = np.full((4, 4), 0.25, np.float32)
-    heads = [[HeadMap.whole(one) for one in ones] for ones in ((first(4, 4), own), (even, previous(4, 4)))]
+    heads = [
+        [HeadWeights.whole(one) for one in ones] for ones in ((first(4, 4), own), (even, previous(4, 4)))
+    ]
     kinds = (ViewedKind(kind, ("a",) * 4, ("a",) * 4, layers_of(heads)) for kind in ("decoder", "cross"))
     data = viewer_data(AttentionPage("p", (ViewedText("t", tuple(kinds)),)))
     # A token that looks at itself tells nothing, unless it is the word of another language.
@@ -89,7 +91,7 @@ class Scripts(HTMLParser):
 
 
 def test_the_page_loads_nothing_and_text_cannot_break_out_of_its_place() -> None:
-    kind = ViewedKind("encoder", (ATTACK,), ("<!--<script>",), layers_of([[HeadMap.whole(first(1, 1))]]))
+    kind = ViewedKind("encoder", (ATTACK,), ("<!--<script>",), layers_of([[HeadWeights.whole(first(1, 1))]]))
     page = AttentionPage(ATTACK, (ViewedText(ATTACK, (kind,)),), ((ATTACK, ATTACK),), (ATTACK,))
     text = attention_html(page)
     elements = Scripts(text).elements

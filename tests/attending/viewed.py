@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.attending.maps import HeadMap, RowKeeper
+from triptych.attending.maps import HeadWeights, RowKeeper
 from triptych.attending.page import AttentionPage, HeadNote, ViewedHead, ViewedKind, ViewedLayer, ViewedText
 
 
-def layers_of(maps: Sequence[Sequence[HeadMap]]) -> tuple[ViewedLayer, ...]:
+def layers_of(maps: Sequence[Sequence[HeadWeights]]) -> tuple[ViewedLayer, ...]:
     """Layers of unlabelled heads from the maps of every layer's heads."""
     return tuple(
         ViewedLayer(layer, tuple(ViewedHead(head, one, HeadNote()) for head, one in enumerate(heads)))
@@ -43,7 +43,7 @@ def translation_page() -> AttentionPage:
         made = []
         for kind, queries, keys in kinds:
             shape = len(queries), len(keys)
-            looks_first, looks_before = HeadMap.whole(first(*shape)), HeadMap.whole(previous(*shape))
+            looks_first, looks_before = HeadWeights.whole(first(*shape)), HeadWeights.whole(previous(*shape))
             plain, last = layers_of([[looks_first, looks_first], [looks_before, looks_first]])
             noted = replace(last.heads[0], note=HeadNote("previous token", (("previous", "0.75"),)))
             layers = plain, replace(last, heads=(noted, last.heads[1]))
@@ -54,7 +54,7 @@ def translation_page() -> AttentionPage:
     return AttentionPage("two texts", (viewed(0), viewed(1)), (("model", "tiny"),), ("A note.",))
 
 
-def long_maps(num_heads: int, length: int, keep: int) -> tuple[HeadMap, ...]:
+def long_maps(num_heads: int, length: int, keep: int) -> tuple[HeadWeights, ...]:
     """Causal heads with weights of every size."""
     generator = torch.Generator().manual_seed(0)
     keeper = RowKeeper(num_heads, length, length, keep)

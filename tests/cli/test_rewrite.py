@@ -217,7 +217,6 @@ def test_a_refused_step_is_one_line_and_leaves_nothing(triptych: Command, tmp_pa
         (["--recipe", "nothing.toml"], "nothing.toml: No such file"),
         (["--do", "melt"], "there is no rewrite melt: there are fold, expand"),
         (["--do", "truncate"], "truncate: give one of rank, energy and budget"),
-        (["--do", "truncate(rank=4, rotary='planes')"], 'truncate.rotary: "planes" is now "pairs"'),
         (["--do", "truncat(rank=3)"], "there is no rewrite truncat (did you mean truncate?): there are fold"),
         (["--do", "truncate(rnk=3)"], "truncate has no option rnk (did you mean rank?): there are forms, "),
         (["--do", "truncate(rank='3')"], "truncate.rank: Input should be a valid integer"),

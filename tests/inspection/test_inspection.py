@@ -153,11 +153,7 @@ def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) ->
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3", "head_dim": WIDTH}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = inspected(tmp_path)
-    assert [layer.broken for layer in found.layers] == [
-        {},
-        {"model.layers.1.self_attn.q_norm.weight": 1},
-        {},
-    ]
+    assert [layer.broken for layer in found.layers] == [{}, {"model.layers.1.self_attn.q_norm.weight": 1}, {}]
     said = " ".join(summary(found))
     assert f"In {LAYERS} of {LAYERS} layers queries and keys are normalised before they meet" in said
 

@@ -9,15 +9,8 @@ import altair as alt
 import pytest
 import vl_convert
 
-from triptych.reports import (
-    Bar,
-    BarChart,
-    MetricPoint,
-    Report,
-    Table,
-    TranslationSample,
-    write_report,
-)
+from triptych.reports import Bar, BarChart, MetricPoint, Report, Table, TranslationSample, write_report
+from triptych.reports.charts import bar_chart
 from triptych.reports.html import render_report
 
 ATTACK = "<script>alert(1)</script>"
@@ -65,7 +58,17 @@ VIEWER = {
     "maps": [{"form": "dense", "kept": 1, "data": ""}],
     "texts": [{"title": "die Bank", "notes": [], "kinds": []}],
 }
-BARS = BarChart("bytes", (Bar("one", 2.0, "two"),))
+SINGLE = BarChart("Parameters", (Bar("zebra", 3, "three"), Bar("apple", 0, "none")), caption="of a layer")
+PAIRED = BarChart(
+    "FLOPs",
+    (
+        Bar("zebra", 3.0, "3M", "prefill"),
+        Bar("zebra", 9.0, "9M", "decode"),
+        Bar("apple", 2.0, "2M", "prefill"),
+        Bar("apple", 1.0, "1M", "decode"),
+    ),
+    unit="FLOPs",
+)
 METRICS = (
     MetricPoint(0, train_loss=6.0, learning_rate=0.0),
     MetricPoint(100, train_loss=2.0, valid_loss=2.5, bleu=30.0, learning_rate=1e-3),
@@ -78,14 +81,14 @@ FULL = Report(
     metrics=METRICS,
     samples=(TranslationSample("eins", "one", "one"), TranslationSample("zwei", "too", "two")),
     viewer=VIEWER,
-    tables=(Table("Certificate", ("claim", "bound"), (("logits", "1e-4"),)),),
+    tables=(Table("Certificate", ("claim", "bound"), (("logits", "1e-4"),), numeric=(1,)),),
     commands=("triptych translate run",),
 )
 
 
 def test_the_file_holds_everything_it_was_given(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_report(FULL, path)
+    write_report(replace(FULL, charts=(SINGLE,)), path)
     page = Page(path.read_text(encoding="utf-8"))
     for text in (
         "It learned.",
@@ -99,8 +102,9 @@ def test_the_file_holds_everything_it_was_given(tmp_path: Path) -> None:
         "1 of 2",
     ):
         assert text in page.text
-    for text in ("Certificate", "logits", "1e-4", "triptych translate run", "✓", "✗"):
+    for text in ("Certificate", "logits", "triptych translate run", "✓", "✗", "of a layer"):
         assert text in page.text
+    assert '<td class="number">1e-4</td>' in path.read_text(encoding="utf-8")
     assert VIEWER in page.specs
 
 
@@ -121,7 +125,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 
 
 def test_vega_is_on_the_page_once_however_many_charts() -> None:
-    one, four = (Report("r", charts=(BARS,) * count) for count in (1, 4))
+    one, four = (Report("r", charts=(SINGLE,) * count) for count in (1, 4))
     pages = [render_report(report) for report in (one, four)]
     assert [len(Page(page).specs) for page in pages] == [1, 4]
     assert [sum(kind == "module" for kind, _ in Page(page).scripts) for page in pages] == [2, 2]
@@ -129,7 +133,7 @@ def test_vega_is_on_the_page_once_however_many_charts() -> None:
 
 
 def test_charts_are_valid_and_drawable() -> None:
-    specs = Page(render_report(replace(FULL, viewer=None, charts=(BARS,)))).specs
+    specs = Page(render_report(replace(FULL, viewer=None, charts=(SINGLE,)))).specs
     assert len(specs) == 3 + 1
     for spec in specs:
         alt.Chart.from_dict(spec)
@@ -142,15 +146,49 @@ def test_data_cannot_break_out_of_its_place() -> None:
         title=ATTACK,
         summary=ATTACK,
         facts=((ATTACK, ATTACK),),
+        charts=(BarChart(ATTACK, (Bar(ATTACK, 1.0, ATTACK),), ATTACK, ATTACK),),
         samples=(TranslationSample(ATTACK, ATTACK, ATTACK),),
         viewer={"texts": [{"title": "<!--<script>" + ATTACK}]},
         tables=(Table(ATTACK, (ATTACK,), ((ATTACK,),), ATTACK),),
         commands=(ATTACK,),
     )
     page = Page(render_report(report))
-    assert [kind for kind, _ in page.scripts] == [None, "application/json", "module"]
-    assert page.text.count(ATTACK) == 13
-    assert page.specs == [report.viewer]
+    assert sorted(str(kind) for kind, _ in page.scripts) == [
+        "None",
+        *["application/json"] * 2,
+        *["module"] * 2,
+    ]
+    assert page.text.count(ATTACK) == 15
+    assert report.viewer in page.specs
+    assert all(ATTACK in json.dumps(spec) for spec in page.specs)
+
+
+def drawn(chart: BarChart) -> str:
+    spec = bar_chart(chart)
+    assert spec
+    alt.LayerChart.from_dict(spec)
+    svg: str = vl_convert.vegalite_to_svg({**spec, "width": 400})
+    return svg
+
+
+def test_bars_keep_their_order_and_say_their_length() -> None:
+    assert re.findall(r">(zebra|apple|three|none)</text>", drawn(SINGLE)) == [
+        "zebra",
+        "apple",
+        "three",
+        "none",
+    ]
+
+
+def test_bars_of_two_series_stand_together_with_a_legend() -> None:
+    svg = drawn(PAIRED)
+    assert re.findall(r">(zebra|apple)</text>", svg) == ["zebra", "apple"]
+    assert {"prefill", "decode", "3M", "9M", "2M", "1M"} <= set(re.findall(r">([^<>]+)</text>", svg))
+
+
+def test_no_bars_make_no_chart() -> None:
+    assert bar_chart(BarChart("none", ())) is None
+    assert "<h2>" not in render_report(Report("r", charts=(BarChart("none", ()),)))
 
 
 def test_values_that_are_not_finite_are_left_out_of_the_curves() -> None:
@@ -171,7 +209,7 @@ def test_losses_are_on_a_logarithmic_axis_unless_one_is_0(lowest: float, scale: 
         (Report("empty"), 0),
         (Report("one point", metrics=(MetricPoint(1, train_loss=2.0),)), 1),
         (Report("steps without values", metrics=(MetricPoint(1), MetricPoint(2))), 0),
-        (Report("no samples", charts=(BARS,)), 1),
+        (Report("no samples", charts=(SINGLE,)), 1),
         (Report("no curves", samples=(TranslationSample("a", "b"),)), 0),
     ],
 )
@@ -187,3 +225,8 @@ def test_writing_again_gives_the_same_bytes(tmp_path: Path) -> None:
     write_report(FULL, tmp_path / "b.html")
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "b.html"}
+
+
+def test_the_page_gives_no_head_to_a_table_without_names_of_columns() -> None:
+    page = render_report(Report("r", tables=(Table("t", ("", ""), (("a", "b"),)),)))
+    assert "<table><tbody><tr><td>a</td><td>b</td></tr></tbody></table>" in page

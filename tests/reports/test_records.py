@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from triptych.reports import AttentionPicture, Table, TranslationSample
+from triptych.reports import AttentionPicture, Bar, BarChart, Table, TranslationSample
 
 
 def test_mean_over_heads_is_the_mean() -> None:
@@ -31,3 +31,14 @@ def test_exactness_is_unknown_without_a_reference() -> None:
     assert TranslationSample("a", "b").is_exact is None
     assert TranslationSample("a", "b", "b").is_exact is True
     assert TranslationSample("a", "b", "B").is_exact is False
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_bar_that_cannot_be_drawn_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="'P': the bar of x is"):
+        BarChart("P", (Bar("x", value, "?"),))
+
+
+def test_a_part_of_a_table_keeps_what_is_numeric() -> None:
+    table = Table("t", ("a", "b", "c"), (("1", "2", "3"),), "said", numeric=(0, 2))
+    assert table.part((2, 1)) == Table("t", ("c", "b"), (("3", "2"),), "said", numeric=(0,))

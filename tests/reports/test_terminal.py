@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from triptych.reports import AttentionPicture, TranslationSample, render_attention, render_samples
+from triptych.reports import (
+    AttentionPicture,
+    Table,
+    TranslationSample,
+    render_attention,
+    render_samples,
+    render_table,
+)
 
 
 def printed(renderable: RenderableType, width: int = 80) -> str:
@@ -64,3 +71,14 @@ def test_a_picture_without_tokens_makes_an_empty_map() -> None:
     shown = printed(render_attention(AttentionPicture("p", (), (), np.zeros((1, 0, 0)))))
     assert "p" in shown
     assert "│" not in shown
+
+
+def test_a_table_sets_numbers_flush_right() -> None:
+    table = Table("Cost", ("", "number of\nthings"), (("a name", "1.05M"), ("b", "786K")), numeric=(1,))
+    lines = printed(render_table(table)).split("\n")
+    assert [line.strip() for line in lines if line.strip()][-2:] == ["a name      1.05M", "b            786K"]
+    assert any("things" in line for line in lines)
+
+
+def test_a_table_without_names_of_columns_has_no_head() -> None:
+    assert printed(render_table(Table("t", ("", ""), (("a", "b"),)))).split() == ["a", "b"]

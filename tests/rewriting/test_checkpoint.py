@@ -252,10 +252,7 @@ def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_i
     with_tokenizer(folder)
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
-    steps = (
-        PruneHeads(number=1, on_text=True),
-        Truncate(forms=("ov",), rank=3, criterion="uncentred"),
-    )
+    steps = (PruneHeads(number=1, on_text=True), Truncate(forms=("ov",), rank=3, criterion="uncentred"))
     rewriting = Rewriting(source, folder, recipe(*steps, calibration=text))
     for site in source.sites:
         first, second = (moments[site.name] for moments in rewriting.driver.moments)

@@ -14,7 +14,7 @@ import triptych
 from decoding.plain_search import search
 from heads import with_semantics
 from tolerances import assert_same
-from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention, rewriting
+from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention
 from triptych.algebra import rewrites
 from triptych.algebra.function import attend
 from triptych.algebra.positions import RotaryEmbedding
@@ -38,18 +38,25 @@ from triptych.text import OutputRules
 VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
 RULES = OutputRules((BOS,), EOS, (PAD, BOS))
 BIASES = {"q_bias": True, "k_bias": True, "v_bias": True, "o_bias": True}
+
+
+def changed(name: str, target: Any, **options: Any) -> Any:
+    """Weights, a layer or a model after one function of weights."""
+    return triptych.rewrite(target, partial(getattr(rewrites, name), **options)).result
+
+
 LIFTED: dict[str, Callable[[Any], Any]] = {
-    "fold": rewriting.fold,
-    "fold, whatever it costs": partial(rewriting.fold, keep="folded"),
-    "factor": rewriting.factor,
-    "expand": rewriting.expand,
-    "gauge_fix": rewriting.gauge_fix,
-    "drop_key_bias": rewriting.drop_key_bias,
-    "fold_value_bias": rewriting.fold_value_bias,
-    "fold_norm": rewriting.fold_norm,
-    "permute_heads": partial(rewriting.permute_heads, order=[2, 3, 1, 0]),
-    "repeat_kv_heads": rewriting.repeat_kv_heads,
-    "to_latent": rewriting.to_latent,
+    "fold": partial(changed, "fold"),
+    "fold, whatever it costs": partial(changed, "fold", keep="folded"),
+    "factor": partial(changed, "factor"),
+    "expand": partial(changed, "expand"),
+    "gauge_fix": partial(changed, "gauge_fix"),
+    "drop_key_bias": partial(changed, "drop_key_bias"),
+    "fold_value_bias": partial(changed, "fold_value_bias"),
+    "fold_norm": partial(changed, "fold_norm"),
+    "permute_heads": partial(changed, "permute_heads", order=[2, 3, 1, 0]),
+    "repeat_kv_heads": partial(changed, "repeat_kv_heads"),
+    "to_latent": partial(changed, "to_latent"),
 }
 # What each of these may rightly refuse on some of the models below, and why.
 REFUSED = {
@@ -172,14 +179,14 @@ def test_gates_that_are_no_numbers_are_refused_by_name() -> None:
     with torch.no_grad():
         layer.gate_weight[1, 3] = float("nan")
     with pytest.raises(RewriteRefusedError, match="1 of 16 numbers in gate_weight are NaN or infinite"):
-        rewriting.fold(layer)
+        changed("fold", layer)
 
 
 def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() -> None:
     model = make_model("mixed")
     src, _ = sentences()
     options = SearchOptions(beam_size=3, num_best=2)
-    folded = rewriting.fold(model)
+    folded = changed("fold", model)
     old, new = (
         [[found.ids for found in hypotheses] for hypotheses in search(Engine(m), src, options, RULES)]
         for m in (model, folded)
@@ -219,13 +226,13 @@ def test_every_site_has_its_records_in_the_order_of_the_steps() -> None:
 def test_a_refusal_names_the_site() -> None:
     model = make_model("mixed", positions={"scheme": "rotary"})
     with pytest.raises(RewriteRefusedError, match=r"drop_key_bias at encoder\.0 refused: .*rotary"):
-        rewriting.drop_key_bias(model)
+        changed("drop_key_bias", model)
     done = triptych.rewrite(model, rewrites.drop_key_bias, sites=["cross.0"])
     assert done.result.config.decoder.cross_attention_in_layer
 
 
 def test_folded_norms_have_gain_one_and_no_shift() -> None:
-    folded = rewriting.fold_norm(make_model("mixed"))
+    folded = changed("fold_norm", make_model("mixed"))
     norms = [site.residual.norm for site in attention_sites(folded)] + [folded.encoder.final_norm]
     for norm in norms:
         assert (norm.weight == 1).all()
@@ -242,9 +249,9 @@ def test_the_norm_of_the_memory_is_folded_everywhere_or_nowhere() -> None:
 def test_a_value_bias_stays_while_attention_weights_are_dropped() -> None:
     site = {"projections": "factored", "v_bias": True, "dropout": 0.2}
     model = make_model("mixed", encoder={"num_layers": 1, "attention": site})
-    assert not rewriting.fold_value_bias(model).config.encoder.attention.options.get("v_bias")
+    assert not changed("fold_value_bias", model).config.encoder.attention.options.get("v_bias")
     with pytest.raises(RewriteRefusedError, match=r"encoder\.0 .*dropout"):
-        rewriting.fold_value_bias(model.train())
+        changed("fold_value_bias", model.train())
 
 
 CALLS = {
@@ -258,7 +265,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_a_record_and_a_function_mean_the_same(name: str) -> None:
-    model = rewriting.expand(rewriting.fold(make_model("mixed"), keep="folded"))
+    model = changed("expand", changed("fold", make_model("mixed"), keep="folded"))
     record = rewrites.read_rewrite(CALLS[name])
     options = record.model_dump(exclude={"layers", "ranks"}, exclude_defaults=True)
     function = partial(getattr(rewrites, name), **options)
@@ -275,7 +282,7 @@ def test_a_call_a_record_and_a_function_mean_the_same(name: str) -> None:
 
 
 def test_a_budget_is_shared_out_over_the_layers_of_a_model() -> None:
-    model = rewriting.expand(rewriting.fold(make_model("mixed"), keep="folded"))
+    model = changed("expand", changed("fold", make_model("mixed"), keep="folded"))
     kept = triptych.rewrite(model, "truncate(budget=0.5)")
     widths = {weights.W_Q.shape[-1] for weights in attention_weights(kept.result).values()}
     assert len(widths) > 1
@@ -308,11 +315,6 @@ def test_a_call_that_a_model_cannot_take_is_refused(call: str, reason: str) -> N
         triptych.rewrite(make_model("mixed"), "melt(rank=3)")
 
 
-def test_every_function_of_the_face_is_that_of_a_rewrite_in_the_list() -> None:
-    names = {kind.name for kind in rewrites.REWRITES}
-    assert set(rewriting.__all__) - {"RewriteResult", "rewrite"} <= names
-
-
 def test_a_site_there_is_not_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"no attention site encoder\.7: there are encoder\.0"):
         triptych.rewrite(make_model("mixed"), rewrites.fold, sites=["encoder.7"])
@@ -328,10 +330,10 @@ def test_a_layer_is_rewritten_into_a_layer(name: str) -> None:
     x = torch.randn(2, 6, 24, dtype=torch.float64)
     expected = layer(x, causal=True).output.detach()
     for new in (
-        rewriting.fold(layer, keep="folded"),
-        rewriting.expand(layer),
-        rewriting.repeat_kv_heads(rewriting.expand(layer)),
-        rewriting.permute_heads(layer, [3, 2, 1, 0]),
+        changed("fold", layer, keep="folded"),
+        changed("expand", layer),
+        changed("repeat_kv_heads", changed("expand", layer)),
+        changed("permute_heads", layer, order=[3, 2, 1, 0]),
     ):
         assert isinstance(new, MultiHeadAttention)
         assert (new.dropout, new.semantics.rotary, new.training) == (0.1, layer.semantics.rotary, False)
@@ -341,13 +343,13 @@ def test_a_layer_is_rewritten_into_a_layer(name: str) -> None:
 def test_rewriting_leaves_the_random_numbers_alone() -> None:
     model = make_model("mixed")
     state = torch.get_rng_state()
-    rewriting.fold(model)
+    changed("fold", model)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_numbers_are_rounded_once() -> None:
     layer = MultiHeadAttention(24, 4, Stacked())
-    folded = rewriting.fold(layer)
+    folded = changed("fold", layer)
     q_first, q_proj = (layer.get_parameter(f"projections.{n}.weight").double() for n in ("q_first", "q_proj"))
     exact = (q_proj @ q_first).float()
     assert_same(folded.get_parameter("projections.q_proj.weight").detach(), exact.detach(), kind="exact")
@@ -355,7 +357,7 @@ def test_numbers_are_rounded_once() -> None:
 
 def test_weights_are_rewritten_into_weights() -> None:
     weights = attention_weights(make_model("mixed"))["encoder.0"]
-    folded = rewriting.fold(weights)
+    folded = changed("fold", weights)
     assert len(weights.q) == 2
     assert len(folded.q) == 1
     assert folded.dtype == weights.dtype
@@ -365,12 +367,12 @@ def test_weights_are_rewritten_into_weights() -> None:
 def test_bounded_rewrites_move_a_model_and_say_how_far(norm: str) -> None:
     model = make_model("mixed", norm=norm)
     src, tgt_in = sentences()
-    model = rewriting.fold(model, keep="folded")
-    outcome = rewriting.rewrite(model, partial(rewrites.truncate, qk_rank=3, ov_rank=4))
+    model = changed("fold", model, keep="folded")
+    outcome = triptych.rewrite(model, partial(rewrites.truncate, qk_rank=3, ov_rank=4))
     assert all(record.tier == "bounded" and record.bound > 0 for (record,) in outcome.records.values())
     assert not torch.allclose(outcome.result(src, tgt_in), model(src, tgt_in), rtol=1e-3)
     assert {weights.W_Q.shape[-1] for weights in attention_weights(outcome.result).values()} == {3}
-    merged = rewriting.merge_kv_heads(model, 1, bounded=True)
+    merged = changed("merge_kv_heads", model, num_kv_heads=1, bounded=True)
     assert merged.config.encoder.attention.projections == "grouped"
     prune = partial(rewrites.prune_heads, heads=[1], bounded=True)
     pruned = triptych.rewrite(model, prune, sites=["encoder.0"]).result
@@ -392,16 +394,16 @@ def test_frozen_parameters_stay_frozen() -> None:
     model = make_model("mixed")
     model.get_parameter("decoder.embeddings.table.weight").requires_grad_(False)
     attention_sites(model)[0].layer.requires_grad_(False)
-    folded = rewriting.fold(model)
+    folded = changed("fold", model)
     first, second = (site.layer for site in attention_sites(folded)[:2])
     assert not folded.get_parameter("decoder.embeddings.table.weight").requires_grad
     assert not any(parameter.requires_grad for parameter in first.parameters())
     assert all(parameter.requires_grad for parameter in second.parameters())
     frozen = MultiHeadAttention(8, 2, Stacked()).requires_grad_(False)
-    assert not any(parameter.requires_grad for parameter in rewriting.fold(frozen).parameters())
+    assert not any(parameter.requires_grad for parameter in changed("fold", frozen).parameters())
     frozen.projections.requires_grad_(True)
     next(frozen.parameters()).requires_grad_(False)  # one of several: what is made of them all is trained
-    assert all(parameter.requires_grad for parameter in rewriting.fold(frozen).parameters())
+    assert all(parameter.requires_grad for parameter in changed("fold", frozen).parameters())
 
 
 @pytest.mark.parametrize(
@@ -472,7 +474,7 @@ def test_what_stands_between_two_maps_is_not_lost() -> None:
 
 def test_a_fold_that_no_recipe_can_ask_for_makes_a_layer_but_no_model() -> None:
     layer = MultiHeadAttention(24, 2, Stacked()).double()
-    folded = rewriting.fold(layer, sides=("qk",), keep="folded")
+    folded = changed("fold", layer, sides=("qk",), keep="folded")
     assert folded.parameterisation.name == "as_written"
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     torch.testing.assert_close(folded(x).output, layer(x).output, rtol=1e-10, atol=1e-12)

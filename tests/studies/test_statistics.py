@@ -11,6 +11,7 @@ from triptych.studies.statistics import (
     effect_size,
     estimate,
     exact_p_value,
+    holm,
     least_seeds,
     paired_p_value,
     seeds_needed,
@@ -143,3 +144,15 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     found = compare({"v": {1: 2.0, 2: 3.0, 9: 100.0}, "other": {7: 1.0}}, {1: 1.0, 2: 1.0, 3: 0.0})
     assert found.keys() == {"v"}
     assert found["v"].difference.mean == pytest.approx(1.5)
+
+
+def test_holm_multiplies_by_the_tests_left_and_keeps_the_order() -> None:
+    a, b, c, d, e = holm([0.01, 0.04, 0.03, math.nan, 0.9])
+    assert (a, c) == pytest.approx((0.04, 0.09))
+    assert b == pytest.approx(0.09)  # 0.08 alone, but no less than the one before
+    assert e == pytest.approx(0.9)
+    assert math.isnan(d)
+
+
+def test_holm_gives_no_p_value_above_1() -> None:
+    assert holm([0.6, 0.7]) == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""How many channels each head keeps, where all of them together have so many."""
+"""How many channels each head keeps, within a budget for all heads."""
 
 import heapq
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ def random_spectra(d: int, width: int) -> Spectrum:
 @cache
 def random_closeness(d: int, width: int) -> float:
     """The mean cosine of the entries of two random maps after the best rotation of one of them."""
-    one, other, left_out = _pairs(d, width)
+    one, other, left_out = _random_pairs(d, width)
     norms = torch.linalg.matrix_norm(one) * (other.square().sum(dim=(-2, -1)) + left_out).sqrt()
     return float((torch.linalg.svdvals(one.mT @ other).sum(dim=-1) / norms).mean())
 
@@ -37,7 +37,7 @@ def random_closeness(d: int, width: int) -> float:
 @cache
 def random_copying_spread(d: int, width: int) -> float:
     """The standard deviation of Σ Re λ / Σ |λ| of one random W_OV of maps `[d, width]`; its mean is 0."""
-    one, other, _ = _pairs(d, width)
+    one, other, _ = _random_pairs(d, width)
     eigenvalues = torch.linalg.eigvals(other.mT @ one)
     traces = eigenvalues.real.sum(dim=-1).square()
     scores = traces / eigenvalues.abs().sum(dim=-1).square()
@@ -54,7 +54,7 @@ def _draws(width: int) -> int:
     return min(_MOST_DRAWS, max(_FEWEST_DRAWS, _SIZE_OF_DRAWS // width**2))
 
 
-def _pairs(d: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _random_pairs(d: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """R and QᵀB of pairs of random maps A = Q R and B, and ‖B‖² − ‖QᵀB‖²."""
     generator, draws = np.random.default_rng(0), _draws(width)
     rank = min(d, width)

@@ -5,7 +5,7 @@ here by name. Shapes are enough: weights on the "meta" device do.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from triptych.algebra.weights import AttentionWeights, Chain, Link
@@ -144,12 +144,7 @@ class _Pass:
     """Walks through one pass and adds up; what two chains have in common is made once."""
 
     def __init__(
-        self,
-        weights: AttentionWeights,
-        query_len: int,
-        cached: int,
-        memory_len: int | None,
-        route: Route,
+        self, weights: AttentionWeights, query_len: int, cached: int, memory_len: int | None, route: Route
     ) -> None:
         self.weights = weights
         self.query_len = query_len
@@ -172,7 +167,7 @@ class _Pass:
             _applied_before_storing(weights, chain) for chain in (weights.k, weights.v)
         )
         y = self._value((self.source,), self.key_len - self.cached, 1, weights.d_model)
-        k, v = (self._remembered(self._chain(y, made)) for made in (made_k, made_v))
+        k, v = (replace(self._chain(y, made), tokens=self.key_len) for made in (made_k, made_v))
         if self.route == "expanded":
             k, v = self._chain(k, rest_k), self._chain(v, rest_v)
         else:
@@ -209,10 +204,6 @@ class _Pass:
     def _value(self, key: tuple[object, ...], tokens: int, streams: int, width: int) -> _Value:
         self.numbers.setdefault(key, tokens * streams * width)
         return _Value(key, tokens, streams, width)
-
-    def _remembered(self, made: _Value) -> _Value:
-        """What is remembered of all tokens, those in the cache included."""
-        return _Value(made.key, self.key_len, made.streams, made.width)
 
     def _chain(self, value: _Value, chain: Chain) -> _Value:
         for link in chain:

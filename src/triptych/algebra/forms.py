@@ -147,7 +147,7 @@ class BilinearForm:
 
         Args:
             x: `[*batch, n, d_left]`; leading dimensions broadcast with the form's.
-            y: `[*batch, m, d_right]`, likewise.
+            y: `[*batch, m, d_right]`, with leading dimensions that broadcast too.
 
         Returns:
             `[*batch, n, m]`.
@@ -244,7 +244,7 @@ class BilinearForm:
         """The Frobenius norm, √Σ σ_i²."""
         core = self._core()
         largest = core.abs().amax(dim=(-2, -1))
-        # The squares of very small entries would vanish, those of very large ones overflow.
+        # Squares of very small entries would vanish, and squares of very large ones overflow.
         norm: Tensor = torch.linalg.matrix_norm(core / or_one(largest)[..., None, None])
         return norm * largest
 

@@ -1,4 +1,4 @@
-"""What an attention layer computes, written out: its maps, and what stands between them and the softmax.
+"""What an attention layer computes, written out: its maps, and what is between them and the softmax.
 
 `AttentionWeights` has everything to compute the output of a layer, slowly and in any dtype. That is how a
 reading of a checkpoint is checked against the model that wrote it, and a rewrite against the original.
@@ -43,7 +43,7 @@ def channels(
     x: Float[Tensor, "batch query_len d_model"],
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
 ) -> Channels:
-    """What the maps, and the norms after them, make of the inputs; arguments as those of `attend`."""
+    """What the maps, and the norms after them, make of the inputs; arguments as of `attend`."""
     y = x if memory is None else memory
     semantics = weights.semantics
     q = _through(weights, "q", x)

@@ -119,7 +119,7 @@ def _measured(
 
 
 def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
-    """The same of all heads: those of one chunk after those of another."""
+    """The measures of all heads, chunk after chunk."""
 
     def joined(of: Callable[[HeadMeasures], Tensor | None]) -> Tensor | None:
         parts = [of(chunk) for chunk in chunks]
@@ -175,7 +175,7 @@ def _with_rotary_pairs(parts: "_Parts", rotary_pairs: RotaryPairs) -> Tensor:
 
 
 class _Parts:
-    """The small matrices that stand for the maps of a few heads."""
+    """The small matrices that represent the maps of a few heads."""
 
     def __init__(self, chunk: "_Chunk") -> None:
         maps = {side: reduce(Link.then, chain).weight.double() for side, chain in chunk.chains.items()}

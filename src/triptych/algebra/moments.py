@@ -33,7 +33,7 @@ class Moments:
     x_square: float  # mean square of a number of the queries' input; `y_square` of the keys'
     y_square: float
     # E[bᵀb] of what a latent is to serve, b: the normalised latent of a layer that has one; else the channels
-    # of keys that positions do not turn and the values, of all heads. None where it was not asked for
+    # of keys that positions do not turn and the values, of all heads. None if it was not gathered
     served: Float[Tensor, "served served"] | None = None
 
     @property

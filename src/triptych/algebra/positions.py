@@ -40,36 +40,25 @@ def apply_rotary(
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
-class LongTexts(ABC):
-    """The rotation of texts longer than a limit."""
-
-    grows: ClassVar[bool]  # whether every length has a rotation of its own
-    limit: int  # length in tokens of the longest text that is rotated as all shorter ones
-    times: float  # what rotated channels are multiplied by besides
-
-    @abstractmethod
-    def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
-        """What `plain`, the rotation within the limit, becomes for a text of a length above it."""
-
-
 @final
 @dataclass(frozen=True, eq=False)
-class OtherFrequencies(LongTexts):
+class OtherFrequencies:
     """One other rotation for all longer texts (LongRoPE). Source: Ding et al. 2024, arXiv 2402.13753."""
 
-    grows = False
-    limit: int
+    grows = False  # whether every length has a rotation of its own
+    limit: int  # length in tokens of the longest text that is rotated as all shorter ones
     frequencies: Float[Tensor, " pairs"]
-    times: float = 1.0
+    times: float = 1.0  # what rotated channels are multiplied by as well
 
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
+        """What `plain`, the rotation within the limit, becomes for a text of a length above it."""
         del length
         return replace(plain, frequencies=self.frequencies, factor=plain.factor * self.times, long=None)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class GrowingBase(LongTexts):
+class GrowingBase:
     """A base that grows with the text: b · (s L / limit − s + 1)^(n / (n − 2)) for n channels (dynamic NTK).
 
     Source: "Dynamically Scaled RoPE", emozilla 2023, after "NTK-Aware Scaled RoPE", bloc97 2023;
@@ -88,6 +77,9 @@ class GrowingBase(LongTexts):
         powers = torch.arange(0, width, 2, dtype=torch.float64, device=plain.frequencies.device) / width
         frequencies = (self.base * times ** (width / (width - 2))) ** -powers
         return replace(plain, frequencies=frequencies, factor=plain.factor * self.times, long=None)
+
+
+LongTexts = OtherFrequencies | GrowingBase
 
 
 @final
@@ -138,11 +130,6 @@ class RotaryEmbedding:
     def limit(self) -> int | None:
         """Length of the longest text that is rotated as all shorter ones; None if all texts are."""
         return None if self.long is None else self.long.limit
-
-    @property
-    def largest_factor(self) -> float:
-        """The largest `factor` of texts of any length."""
-        return self.factor if self.long is None else self.factor * max(1.0, self.long.times)
 
     def of_length(self, length: int | None) -> "RotaryEmbedding":
         """The rotation of texts of a length; of those within the limit if None."""

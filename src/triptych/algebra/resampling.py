@@ -16,17 +16,13 @@ def ratio_intervals(
     # Source: Efron 1979, doi 10.1214/aos/1176344552.
     counts = counts.double().expand_as(sums)
     units, shape = sums.shape[0], sums.shape[1:]
-    drawn = _times_drawn(units)
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(units, (RESAMPLES, units), generator=generator)
+    # How often each resample draws each unit.
+    drawn = torch.zeros(RESAMPLES, units, dtype=torch.float64)
+    drawn.scatter_add_(1, places, torch.ones_like(places, dtype=torch.float64))
     totals = drawn @ counts.reshape(units, -1)
     ratios = drawn @ sums.double().reshape(units, -1) / totals.where(totals > 0, torch.nan)
     tail = (1 - COVERAGE) / 2
     low, high = ratios.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
     return low.reshape(shape), high.reshape(shape)
-
-
-def _times_drawn(units: int) -> Float[Tensor, "resamples units"]:
-    """How often each resample draws each unit."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(units, (RESAMPLES, units), generator=generator)
-    times = torch.zeros(RESAMPLES, units, dtype=torch.float64)
-    return times.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""`Semantics`: all that decides, beside the maps, what an attention layer computes.
+"""`Semantics`: everything besides the maps that decides what an attention layer computes.
 
 Layers, checkpoints, the plain formula (`algebra.function`), the legality of rewrites, costs and decoding
 read this one record. Whoever can do without a part of it has to look whether the part is there.
@@ -202,7 +202,7 @@ class HeadGate:
 @final
 @dataclass(frozen=True)
 class Temperature:
-    """Queries that count for more the further they stand in a text.
+    """Queries that are scaled up with their position in a text.
 
     That at position m is multiplied by 1 + strength · ln(1 + ⌊(m + first) / every⌋).
 
@@ -350,7 +350,7 @@ class Semantics:
     ) -> Bool[Tensor, "*seen query_len key_len"] | None:
         """Which keys the queries at these positions see, causal masks apart; None for all.
 
-        Where positions are those of each row of a batch, `[batch, 1, query_len, key_len]`.
+        Where each row of a batch has positions of its own, `[batch, 1, query_len, key_len]`.
         """
         seen = None
         if self.window is not None:

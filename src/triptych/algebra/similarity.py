@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether the columns of Q span what those of the map do."""
+        """Whether the columns of Q span the column space of the map."""
         return bool((self.rank == self.basis.shape[-2]).all())
 
 
@@ -157,7 +157,7 @@ def cosine_of_forms(
     other_left: Float[Tensor, "d s"],
     other_right: Float[Tensor, "other_d s"],
 ) -> float:
-    """⟨A, B⟩ / (‖A‖ ‖B‖) of A = left rightᵀ and B likewise, without forming either; 0 if one is zero."""
+    """⟨A, B⟩ / (‖A‖ ‖B‖) of two products of factors, without forming either; 0 if one is zero."""
     l, r, m, s = (factor.double() for factor in (left, right, other_left, other_right))  # noqa: E741
     norms = math.sqrt(_inner(l, r, l, r) * _inner(m, s, m, s))
     return _inner(l, r, m, s) / norms if norms else 0.0

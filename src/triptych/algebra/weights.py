@@ -9,6 +9,7 @@ W^Q = W^K has `weights.q is weights.k`.
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal, final
 
 import torch
@@ -87,9 +88,9 @@ class Link:
             other = Link(gain[None]).then(other)
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
-            # One product with all copies beside each other, instead of one with a copy of this map for each.
-            beside = other.weight.transpose(0, 1).flatten(1)
-            weight = (self.weight[0] @ beside).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+            # One product with all copies side by side, instead of one with a copy of this map for each.
+            joined = other.weight.transpose(0, 1).flatten(1)
+            weight = (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
             bias = None if self.bias is None else _row_times(self.bias.expand(copies, -1), other.weight)
             return Link(
                 weight, _add(bias, other.bias), norm=other.norm, learned=self.learned or other.learned
@@ -107,7 +108,7 @@ class Link:
         if self.diagonal:
             y = x * self.weight[:, None, :]
         else:
-            # The batch beside the length: otherwise there would be a copy of every map for each of the batch.
+            # Batch and length in one dimension: otherwise each text of the batch would copy every map.
             rows = x.transpose(0, 1).flatten(1, 2)
             y = _applied(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
         y = y if self.bias is None else y + self.bias[:, None, :]
@@ -198,7 +199,7 @@ class AttentionWeights:
 
     @property
     def norms_within(self) -> bool:
-        """Whether a norm stands between two maps of a side."""
+        """Whether there is a norm between two maps of a side."""
         return any(link.norm is not None for link in self.links())
 
     def tied(self, one: Side, other: Side) -> bool:
@@ -237,9 +238,7 @@ class AttentionWeights:
         if not chain:
             eye = torch.eye(self.d_model, dtype=self.dtype, device=self.device)
             return Link(eye[None], learned=False)
-        whole = chain[0]
-        for link in chain[1:]:
-            whole = whole.then(link)
+        whole = reduce(Link.then, chain)
         if whole.diagonal:
             whole = replace(whole, weight=torch.diag_embed(whole.weight))
         return whole
@@ -364,7 +363,7 @@ class AttentionWeights:
 
     @property
     def takes_up_scale(self) -> bool:
-        """Whether scores with another scale are those of another query map, which may be changed."""
+        """Whether the query map can take up another scale of the scores."""
         semantics, q = self.semantics, self.q
         read = semantics.bias is not None and semantics.bias.reads_content
         changes = semantics.q_norm is not None or semantics.clip is not None or read
@@ -394,7 +393,7 @@ class AttentionWeights:
     def multiplied_out(self) -> "AttentionWeights":
         """The same maps with one link a side, in at least float32; what was shared stays so.
 
-        As `multiplied`, it passes over what stands between two links.
+        As `multiplied`, it passes over what is between two links.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)

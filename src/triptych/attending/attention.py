@@ -32,6 +32,7 @@ from triptych.attending.writing import NEAREST, TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.opening import AttentionKind, Places, Reader, TextIds
+from triptych.printable import shortened
 from triptych.progress import Progress, untold
 from triptych.reports import short_name
 
@@ -230,13 +231,7 @@ class Attention:
         """
         AttentionBatch([self]).page(path, title, over=over)
 
-    def save(
-        self,
-        path: str | Path,
-        *,
-        heads: str | Sequence[str] = "*",
-        top: int | None = None,
-    ) -> None:
+    def save(self, path: str | Path, *, heads: str | Sequence[str] = "*", top: int | None = None) -> None:
         """Write weights: `.json`, `.csv`, `.npz`, or as a picture of one head `.svg`.
 
         Args:
@@ -313,7 +308,8 @@ class Attention:
             ]
             layers.setdefault(stack.kind, []).append(ViewedLayer(layer.number, tuple(viewed)))
         kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
-        text = ViewedText(_shown("".join(map(readable, self.source_tokens or self.tokens))), kinds)
+        line = " ".join("".join(map(readable, self.source_tokens or self.tokens)).split())
+        text = ViewedText(shortened(line, _TITLE), kinds)
         heading = title or f"Attention of {short_name(self.model)}"
         return AttentionPage(heading, (text,), (("model", self.model),))
 
@@ -321,7 +317,7 @@ class Attention:
         produced = self.source_ids is not None and stack.kind != "encoder"
         given = len(self.tokens) - self.num_generated
         marked = self.num_generated > 0 and (produced or self.source_ids is None)
-        # A decoder beside an encoder reads what it produced one place later.
+        # The decoder of an encoder-decoder reads what it produced one place later.
         first_key = given + 1 if produced else given
         return ViewedKind(
             stack.kind,
@@ -358,12 +354,6 @@ class Attention:
 def readable(token: str) -> str:
     """A token with SentencePiece's mark as the space that it is."""
     return token.replace("▁", " ")
-
-
-def _shown(text: str) -> str:
-    """A text as the title of itself."""
-    line = " ".join(text.split())
-    return line if len(line) <= _TITLE else f"{line[: _TITLE - 1]}…"
 
 
 @final
@@ -474,7 +464,7 @@ def attend(
     """Where every head of a model looks on a text.
 
     The model runs as it is, with its own kernels. The weights are computed afterwards from the inputs of its
-    layers, by the plain formula in float32 at least, when they are asked for:
+    layers, by the plain formula in float32 at least, when they are read:
     `softmax(q kᵀ · scale + bias + mask)`, `[heads, queries, keys]`.
 
     Row i of a language model is what token i looked at when it was read. Row i of an encoder-decoder's

@@ -212,13 +212,12 @@ class LayerFigures:
                 row |= {name + end: float(of[head]) for end, of in ends.items() if of is not None}
                 if figure.even is not None:
                     row[f"{name}_even"] = figure.even
-            found.append({name: None if _is_missing(value) else value for name, value in row.items()})
+            # JSON has no number for what is not finite.
+            missing = [
+                name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)
+            ]
+            found.append(row | dict.fromkeys(missing))
         return found
-
-
-def _is_missing(value: object) -> bool:
-    """Whether JSON has no number for it."""
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 @torch.no_grad()

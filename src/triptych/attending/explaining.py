@@ -17,7 +17,7 @@ from torch import Tensor
 from triptych.algebra.function import channels, of_heads, probabilities
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.algebra.weights import AttentionWeights
 from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.opening import LayerCall, Reader
 
@@ -56,7 +56,8 @@ def score_parts(call: LayerCall) -> ScoreParts:
     mixed = mixed or semantics.scores is not None
     content = before
     if not mixed and (weights.head_bias("q") is not None or weights.head_bias("k") is not None):
-        plain = channels(without_biases(weights), x, memory)
+        bare = weights.each_link(lambda link: replace(link, bias=None), ("q", "k"))
+        plain = channels(bare, x, memory)
         content = semantics.compare(plain.q, of_heads(plain.k, weights.num_heads))
     found = {"content": content[0]}
     if content is not before:
@@ -76,15 +77,6 @@ def in_float64(call: LayerCall) -> tuple[AttentionWeights, Tensor, Tensor | None
     """A layer's weights, and what queries and keys are made of."""
     weights = call.layer.weights(call.site.kind).to(torch.float64)
     return weights, call.x.double(), None if call.memory is None else call.memory.double()
-
-
-def without_biases(weights: AttentionWeights) -> AttentionWeights:
-    """The layer without the biases of queries and keys."""
-
-    def bare(chain: tuple[Link, ...]) -> tuple[Link, ...]:
-        return tuple(replace(link, bias=None) for link in chain)
-
-    return replace(weights, q=bare(weights.q), k=bare(weights.k))
 
 
 def centred_rows(

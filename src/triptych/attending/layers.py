@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.attending.maps import HeadMap, RowKeeper
+from triptych.attending.maps import HeadWeights, RowKeeper
 from triptych.attention import QueriesAndKeys, WeightBlock
 from triptych.errors import UsageError
 from triptych.opening import AttentionKind, LayerCall, Reader, TextIds
@@ -17,7 +17,7 @@ from triptych.opening import AttentionKind, LayerCall, Reader, TextIds
 @final
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """The attention of one layer on one text. Weights are computed when they are asked for."""
+    """The attention of one layer on one text. Weights are computed when they are read."""
 
     number: int  # of the layer in its stack; a layer that runs several times has a number for each
     call: LayerCall  # the layer and its inputs, batch size 1
@@ -56,11 +56,11 @@ class LayerAttention:
         for block in self.queries_and_keys().blocks(heads):
             yield WeightBlock(block.rows, block.weights[0])
 
-    def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadMap, ...]:
+    def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadWeights, ...]:
         """The weights of every head as a page or a file shows them."""
         if k is None:
             return tuple(
-                HeadMap.whole(weights.float().cpu().numpy()) for weights in self.weights(heads=heads)
+                HeadWeights.whole(weights.float().cpu().numpy()) for weights in self.weights(heads=heads)
             )
         compared = self.queries_and_keys()
         num_heads = self.num_heads if heads is None else len(heads)
@@ -106,7 +106,7 @@ class Stack:
         return self.layer(number).weights()
 
     def layer(self, number: int) -> LayerAttention:
-        """A layer, whose weights can be asked for in parts."""
+        """A layer, whose weights can be read in parts."""
         if not -len(self.layers) <= number < len(self.layers):
             raise UsageError(f"there is no {self.kind} layer {number}: they are 0 to {len(self.layers) - 1}")
         return self.layers[number]

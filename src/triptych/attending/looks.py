@@ -1,15 +1,16 @@
 """The strongest looks of every head, and what it writes, as records and tables."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from triptych.attending.layers import Part
 from triptych.attending.writing import TokenWriter
-from triptych.printable import printable
+from triptych.printable import shortened
 from triptych.reports import Table
 
 _EACH = 3
-_MOST_CHARACTERS = 14
+_token = partial(shortened, most=14)
 
 
 class Look(NamedTuple):
@@ -65,7 +66,7 @@ def looks_table(parts: Sequence[Part]) -> Table:
     rows = []
     for part in parts:
         for head, (first, looks) in zip(part.heads, strongest_looks(part, _EACH), strict=True):
-            cells = [f"{_shown(one.query_token)} → {_shown(one.key_token)} {one.weight:.2f}" for one in looks]
+            cells = [f"{_token(one.query_token)} → {_token(one.key_token)} {one.weight:.2f}" for one in looks]
             cells += [""] * (_EACH - len(cells))
             rows.append((part.stack.kind, str(part.layer.number), str(head), f"{first:.2f}", *cells))
     columns = ("kind", "layer", "head", "first token", *(f"look {n + 1}" for n in range(_EACH)))
@@ -75,15 +76,10 @@ def looks_table(parts: Sequence[Part]) -> Table:
 def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:
     """For every head and token that it may attend to, the tokens nearest to what it writes."""
     rows = [
-        (part.stack.kind, str(part.layer.number), str(head), _shown(key), "  ".join(map(_shown, nearest)))
+        (part.stack.kind, str(part.layer.number), str(head), _token(key), "  ".join(map(_token, nearest)))
         for part in parts
         for head in part.heads
         for key, nearest in zip(part.stack.keys, writer.of(part, head) or (), strict=False)
     ]
     title = "what heads write for each token: nearest tokens through the output table"
     return Table(title, ("kind", "layer", "head", "token", "writes"), tuple(rows))
-
-
-def _shown(token: str) -> str:
-    token = printable(token)
-    return token if len(token) <= _MOST_CHARACTERS else f"{token[: _MOST_CHARACTERS - 1]}…"

@@ -20,7 +20,7 @@ _SLACK = 1e-2
 
 @final
 @dataclass(frozen=True, eq=False)
-class HeadMap:
+class HeadWeights:
     """The attention weights of one head over one text: all of them, or the largest of every row.
 
     Attributes:
@@ -39,7 +39,7 @@ class HeadMap:
     small: NDArray[np.float32] | None = None
 
     @classmethod
-    def whole(cls, weights: NDArray[np.float32]) -> "HeadMap":
+    def whole(cls, weights: NDArray[np.float32]) -> "HeadWeights":
         """Of every weight, `[queries, keys]`."""
         if weights.ndim != 2:
             raise ValueError(f"weights have shape {list(weights.shape)}: give [queries, keys]")
@@ -62,18 +62,18 @@ class HeadMap:
         """
         return self._kept(1).overview if self.small is None else self.small
 
-    def largest(self, k: int) -> "HeadMap":
+    def largest(self, k: int) -> "HeadWeights":
         """The k largest weights of every row."""
         if self.keys is None or self.left_out is None:
             return self._kept(k)
         if k >= self.keys.shape[1]:
             return self
         dropped = self.weights[:, k:].sum(axis=1, dtype=np.float32)
-        return HeadMap(
+        return HeadWeights(
             self.num_keys, self.weights[:, :k], self.keys[:, :k], self.left_out + dropped, self.small
         )
 
-    def _kept(self, k: int) -> "HeadMap":
+    def _kept(self, k: int) -> "HeadWeights":
         keeper = RowKeeper(1, self.num_queries, self.num_keys, k)
         keeper.add(torch.from_numpy(np.ascontiguousarray(self.weights))[None])
         return keeper.maps()[0]
@@ -111,15 +111,15 @@ class RowKeeper:
         self._counts.index_add_(0, bins, torch.ones(len(bins)))
         self._at = rows.stop
 
-    def maps(self) -> tuple[HeadMap, ...]:
+    def maps(self) -> tuple[HeadWeights, ...]:
         """The map of every head."""
         if self._at != self._keys.shape[1]:
             raise ValueError(f"{self._at} of {self._keys.shape[1]} rows were added")
         small = (self._small / self._counts[:, None].clamp(min=1)).numpy()
         parts = zip(self._weights, self._keys, self._left_out, small, strict=True)
-        return tuple(HeadMap(self._num_keys, *part) for part in parts)
+        return tuple(HeadWeights(self._num_keys, *part) for part in parts)
 
 
 def bin_width(length: int) -> int:
-    """How many tokens a row or column of an overview stands for."""
+    """How many tokens a row or column of an overview covers."""
     return max(1, -(-length // OVERVIEW_SIZE))

@@ -44,7 +44,7 @@ class OverText:
         num_units: how many there are.
         tokens: of the text, both sides of a translator.
         context: tokens of a window at most.
-        worth: what each head is worth; None if it was not asked for.
+        worth: what each head is worth; None if it was not measured.
     """
 
     model: str
@@ -103,7 +103,7 @@ class OverText:
         return found
 
     def page(self, path: str | Path) -> None:
-        """Write a page of tables: those of `tables`, then every head with every figure."""
+        """Write a page with the tables of `tables`, then every head with every figure."""
         write_report(self.report(), Path(path))
 
     def report(self) -> Report:
@@ -176,9 +176,9 @@ class OverText:
         for stack in dict.fromkeys(layer.stack for layer in self.layers):
             own = [layer for layer in self.layers if layer.stack == stack]
             told = [figure for figure in figures_of(own[0].kind) if _is_told(figure)]
-            yield _table(f"Heads of {stack} attention: where they look", own, told)
+            yield _heads_table(f"Heads of {stack} attention: where they look", own, told)
             if bands := [figure for figure in figures_of(own[0].kind) if not _is_told(figure)]:
-                yield _table(f"Heads of {stack} attention: how far away they look", own, bands)
+                yield _heads_table(f"Heads of {stack} attention: how far away they look", own, bands)
 
 
 def attend_over(
@@ -300,7 +300,7 @@ def _fact(row: dict[str, Any], name: str) -> str:
     return f"{value} [{low}, {high}]" + ("" if even is None else f", evenly {even:.2f}")
 
 
-def _table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]) -> Table:
+def _heads_table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]) -> Table:
     rows: list[tuple[str, ...]] = []
     evenly: list[str] = []
     for layer in layers:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.attending.maps import HeadMap, bin_width
+from triptych.attending.maps import HeadWeights, bin_width
 from triptych.files import write_text
 from triptych.progress import Progress, untold
 from triptych.reports import render
@@ -33,7 +33,7 @@ _LEVELS = 4095
 # Where weights have to be left out, this many of each row are tried first.
 _MOST_KEPT = 64
 _NUM_TRIED = 6
-# Small maps of so many heads take half the length and width.
+# With more heads than this, small maps have half the length and width.
 _MANY_HEADS = 256
 
 
@@ -50,7 +50,7 @@ class ViewedHead:
     """One head."""
 
     number: int  # of the head in its layer
-    map: HeadMap  # its weights
+    map: HeadWeights  # its weights
     note: HeadNote  # what is said of it
 
 
@@ -129,7 +129,9 @@ def viewer_data(
 
     Where all weights are too many, every row of every head keeps its k largest, with k as large as fits.
     """
-    fixed = [_pack_text(text) for text in page.texts]
+    fixed: list[dict[str, Any]] = [
+        {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts
+    ]
     room = (
         limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])
     )
@@ -138,7 +140,9 @@ def viewer_data(
     return {"texts": fixed, "maps": packed}
 
 
-def _pack_maps(maps: list[HeadMap], room: int, progress: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def _pack_maps(
+    maps: list[HeadWeights], room: int, progress: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
     whole = sum(of.num_queries * of.num_keys for of in maps if of.keys is None)
     # Random digits compress to one and a half bytes each, and base64 adds a third.
     k = None if whole < room else _MOST_KEPT
@@ -148,7 +152,7 @@ def _pack_maps(maps: list[HeadMap], room: int, progress: Callable[[int, int], No
         while True:
             packed = []
             for of in tried:
-                packed.append(_pack_map(_reduced(of, k)))
+                packed.append(_pack_map(of, k))
                 progress(len(packed), len(maps))
             size = sum(len(one["data"]) + len(one.get("keys", "")) for one in packed) * len(maps) / len(tried)
             if size <= room or k == 1:
@@ -161,17 +165,16 @@ def _pack_maps(maps: list[HeadMap], room: int, progress: Callable[[int, int], No
     return packed
 
 
-def _reduced(of: HeadMap, k: int | None) -> HeadMap:
-    return of if k is None or (of.keys is None and of.num_keys <= k) else of.largest(k)
-
-
-def _pack_map(of: HeadMap) -> dict[str, Any]:
+def _pack_map(of: HeadWeights, k: int | None) -> dict[str, Any]:
+    """The weights of a head: all of them, or the k largest of every row."""
+    if k is not None and (of.keys is not None or of.num_keys > k):
+        of = of.largest(k)
     if of.keys is not None and of.left_out is not None:
         return _pack_rows(of, of.keys, of.left_out)
     return {"form": "dense", "kept": of.num_keys, "data": _compressed(_planes(_quantised(of.weights), 2))}
 
 
-def _pack_rows(of: HeadMap, keys: NDArray[np.integer], left_out: NDArray[np.float32]) -> dict[str, Any]:
+def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.float32]) -> dict[str, Any]:
     """Keys as they are (right for a head that looks at one place) or by distance (at a neighbour)."""
     order = np.argsort(keys, axis=1)
     sorted_keys = np.take_along_axis(keys, order, 1).T.astype(np.int64)
@@ -187,10 +190,6 @@ def _pack_rows(of: HeadMap, keys: NDArray[np.integer], left_out: NDArray[np.floa
     return {"form": form, "kept": int(keys.shape[1]), "keys": packed[form], "data": rest}
 
 
-def _pack_text(text: ViewedText) -> dict[str, Any]:
-    return {"title": text.title, "kinds": [_pack_kind(of) for of in text.kinds]}
-
-
 def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
     heads = [head for layer in kind.layers for head in layer.heads]
     step = 2 if len(heads) > _MANY_HEADS else 1
@@ -203,7 +202,10 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
         "generated_query": kind.first_generated_query,
         "generated_key": kind.first_generated_key,
         "layers": [
-            {"number": layer.number, "heads": [_pack_head(head) for head in layer.heads]}
+            {
+                "number": layer.number,
+                "heads": [{"number": head.number, **head.note._asdict()} for head in layer.heads],
+            }
             for layer in kind.layers
         ],
         "telling": _telling(kind, overviews),
@@ -241,17 +243,12 @@ def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     return np.asarray(np.add.reduceat(columns, starts, axis=0) / counts[:, None], np.float32)
 
 
-def _pack_head(head: ViewedHead) -> dict[str, Any]:
-    label, facts = head.note
-    return {"number": head.number, "label": label, "facts": [list(fact) for fact in facts]}
-
-
 def _quantised(weights: NDArray[np.floating]) -> NDArray[np.int64]:
     return np.asarray(np.rint(_LEVELS * np.sqrt(np.clip(weights, 0, 1))), np.int64)
 
 
 def _planes(numbers: NDArray[np.int64], num_bytes: int) -> bytes:
-    """All lowest bytes, then all second bytes, …: equal ones stand together and compress."""
+    """All lowest bytes, then all second bytes, …: equal bytes are next to each other and compress."""
     little = np.ascontiguousarray(numbers, "<u4").reshape(-1, 1).view(np.uint8)
     return little[:, :num_bytes].T.tobytes()
 

@@ -6,9 +6,9 @@ from xml.etree import ElementTree as ET
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych.attending.maps import HeadMap, bin_width
+from triptych.attending.maps import HeadWeights, bin_width
 from triptych.attending.page import ViewedKind
-from triptych.printable import printable
+from triptych.printable import printable, shortened
 
 _MOST_TOKENS = 96
 """With more tokens on a side, cells are groups of tokens and only the positions are written next to them."""
@@ -87,7 +87,7 @@ def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int
                 _add(rectangle, "title", text=f"{weight:.3f}")
 
 
-def _all_weights(of: HeadMap) -> NDArray[np.float32]:
+def _all_weights(of: HeadWeights) -> NDArray[np.float32]:
     if of.keys is None:
         return of.weights
     weights = np.zeros((of.num_queries, of.num_keys), np.float32)
@@ -104,8 +104,7 @@ def _labels(tokens: tuple[str, ...], generated: int | None, is_grouped: bool) ->
     found = []
     for i, token in enumerate(tokens):
         text = token.strip() or token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "∅"
-        text = printable(text)  # XML cannot hold all that a token may
-        text = text if len(text) <= _LABEL_CHARACTERS else text[: _LABEL_CHARACTERS - 1] + "…"
+        text = shortened(text, _LABEL_CHARACTERS)  # XML cannot hold all that a token may
         found.append((i, text, _INK if generated is None or i < generated else _GENERATED))
     return found
 

@@ -2,8 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from html import escape
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -16,10 +15,10 @@ from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.sites import AnyModel, attention_sites
 from triptych.opening import LayerCall, Reader, TextIds
-from triptych.printable import printable, table_html
+from triptych.printable import shortened, table_html
 from triptych.reports import Report, Table, write_report
 
-_MOST_CHARACTERS = 20
+_token = partial(shortened, most=20)
 _MOST_TOKENS_CHANGED = 8
 
 
@@ -53,12 +52,12 @@ class LabelledTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         what = "largest" if self.ndim == 1 else "longest"
-        shown = ", ".join(f"{_shown(token)} {size:.3g}" for token, size in self.top(4))
+        shown = ", ".join(f"{_token(token)} {size:.3g}" for token, size in self.top(4))
         return f"LabelledTensor {list(self.shape)} of {len(self.tokens)} tokens; {what}: {shown}"
 
     def _repr_html_(self) -> str:
         return table_html(
-            f"{list(self.shape)}", [(_shown(token), f"{size:.4g}") for token, size in self.top(12)]
+            f"{list(self.shape)}", [(_token(token), f"{size:.4g}") for token, size in self.top(12)]
         )
 
 
@@ -91,9 +90,9 @@ class DirectEffect:
         ]
 
     def __repr__(self) -> str:
-        raised = ", ".join(f"{_shown(token)} {change:+.3f}" for token, change, _ in self.top(4))
+        raised = ", ".join(f"{_token(token)} {change:+.3f}" for token, change, _ in self.top(4))
         lowered = ", ".join(
-            f"{_shown(token)} {change:+.3f}" for token, change, _ in self.top(4, lowered=True)
+            f"{_token(token)} {change:+.3f}" for token, change, _ in self.top(4, lowered=True)
         )
         return f"DirectEffect on {len(self.logits):,} logits\n  raises {raised}\n  lowers {lowered}"
 
@@ -124,7 +123,7 @@ class HeadSteps:
         shares: what each key contributes, its weight times its value (times the gate), `[keys, d_v]`.
         z: their sum, which W_O reads, `[d_v]`.
         output: the head's output `z W_O`, `[d_model]`.
-        added: what of it is added to the residual stream, `[d_model]`: the output, or where a norm stands
+        added: what of it is added to the residual stream, `[d_model]`: the output, or where a norm comes
             after the layer, its part of the normalised output of all heads.
         layer_output: of all heads and the output bias, `[d_model]`.
     """
@@ -252,7 +251,7 @@ class HeadSteps:
         if most is not None and len(seen) > most:
             kept = sorted(sorted(seen, key=lambda i: -float(self.weights[i]))[:most])
         rows = tuple(
-            (str(i), _shown(self.keys[i]), *(f"{float(values[i]):z.3f}" for _, values in columns))
+            (str(i), _token(self.keys[i]), *(f"{float(values[i]):z.3f}" for _, values in columns))
             for i in kept
         )
         hidden = len(self.keys) - len(seen)
@@ -262,7 +261,7 @@ class HeadSteps:
         caption += f"; the {len(kept)} with the largest weights are shown." if len(kept) < len(seen) else "."
         names = ("", "key", *(name for name, _ in columns))
         return Table(
-            f'Head {self.place} at token {self.query}, "{_shown(self.token)}"',
+            f'Head {self.place} at token {self.query}, "{_token(self.token)}"',
             names,
             rows,
             caption,
@@ -276,7 +275,7 @@ class HeadSteps:
 
     def facts(self) -> list[tuple[str, str]]:
         """The steps that are no numbers of keys: name and value."""
-        found = [("query", f'token {self.query}, "{_shown(self.token)}": q has length {_length(self.q)}')]
+        found = [("query", f'token {self.query}, "{_token(self.token)}": q has length {_length(self.q)}')]
         if self.sink is not None:
             found.append(("weight on the sink", f"{self.sink:.3f}"))
         if self.gate is not None:
@@ -296,7 +295,7 @@ class HeadSteps:
         if self.effect is None:
             return found
         rows = [
-            (_shown(token), f"{logit:+.4f}", f"{probability:+.5f}")
+            (_token(token), f"{logit:+.4f}", f"{probability:+.5f}")
             for lowered in (False, True)
             for token, logit, probability in self.effect.top(_MOST_TOKENS_CHANGED // 2, lowered=lowered)
         ]
@@ -343,11 +342,11 @@ class HeadSteps:
 
     def __repr__(self) -> str:
         d_k, d_v, keys = len(self.q), len(self.z), len(self.keys)
-        largest = ", ".join(f"{_shown(token)} {weight:.3f}" for token, weight in self.weights.top(4))
+        largest = ", ".join(f"{_token(token)} {weight:.3f}" for token, weight in self.weights.top(4))
         parts = [name for name in ("content", "biased", "sink", "gate") if getattr(self, name) is not None]
         return "\n".join(
             (
-                f'Steps of head {self.place} of {self.model} at token {self.query}, "{_shown(self.token)}"',
+                f'Steps of head {self.place} of {self.model} at token {self.query}, "{_token(self.token)}"',
                 f"  q [{d_k}]  k [{keys}, {d_k}]  v [{keys}, {d_v}]",
                 f"  products, scaled, scores, weights [{keys}]",
                 f"  {int(self.visible.sum())} of {keys} keys are seen; largest weights: {largest}",
@@ -359,11 +358,7 @@ class HeadSteps:
 
     def _repr_html_(self) -> str:
         table = self.table(24)
-        head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows
-        )
-        own = f"<table><caption>{escape(table.title)}</caption><tr>{head}</tr>{rows}</table>"
+        own = table_html(table.title, table.rows, table.columns)
         return own + table_html("What the head makes of it", self.facts())
 
 
@@ -394,8 +389,3 @@ def _sublayers(model: AnyModel) -> list[nn.Module]:
 
 def _length(vector: Tensor) -> str:
     return f"{float(vector.float().norm()):.3f}"
-
-
-def _shown(token: str) -> str:
-    token = printable(token)
-    return token if len(token) <= _MOST_CHARACTERS else f"{token[: _MOST_CHARACTERS - 1]}…"

@@ -96,7 +96,7 @@ def cut_windows(
     else:
         if context is not None:
             raise UsageError(f"{reader.name} reads whole lines: leave out the context")
-        windows = tuple(_within(most_tokens, _pairs(reader, documents, targets)))
+        windows = tuple(_within(most_tokens, _pair_windows(reader, documents, targets)))
         context = max((max(len(w.text.ids), len(w.text.source or ())) for w in windows), default=0)
     if not windows:
         raise UsageError("the text has no window of two tokens: there is nothing to measure")
@@ -138,7 +138,9 @@ def _language_windows(reader: Reader, documents: Sequence[str], context: int) ->
                 yield Window(number, TextIds(piece))
 
 
-def _pairs(reader: Reader, documents: Sequence[str], targets: Sequence[str] | None) -> Iterator[Window]:
+def _pair_windows(
+    reader: Reader, documents: Sequence[str], targets: Sequence[str] | None
+) -> Iterator[Window]:
     if targets is not None and len(targets) != len(documents):
         raise UsageError(
             f"there are {len(documents):,} texts and {len(targets):,} targets: give one for each"

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from triptych.algebra.measures import COMPARED, HeadMeasures, RotaryPairs, measure_heads
 from triptych.algebra.positions import DisentangledBias
-from triptych.algebra.rewrites import (
-    RewriteRefusedError,
-    Rewritten,
-    drop_key_bias,
-    fold,
-    fold_value_bias,
-)
-from triptych.algebra.similarity import MapSimilarity
+from triptych.algebra.rewrites import RewriteRefusedError, Rewritten, drop_key_bias, fold, fold_value_bias
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.inspection.measures import LOSSES, MORE_OF_TOP
@@ -93,7 +86,7 @@ def inspect_layer(
     heads: Collection[int] | None,
     ignore_rotary: bool,
 ) -> InspectedLayer:
-    """Measure a layer, as it is stored and with its maps multiplied out."""
+    """Measure a layer; `maps` has one map for each side."""
     weights, site = layer.weights, layer.site
     pairs = None
     semantics = weights.semantics
@@ -194,7 +187,10 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
             f"{form}_condition": spectrum.condition.where(rank == spectrum.values.shape[-1], math.inf),
         }
     for pair, similarity in measured.similarity.items():
-        found |= _of_similarity(pair, similarity)
+        found |= {
+            f"{pair}_{name}": None if similarity is None else getattr(similarity, name)
+            for name in ("overlap", "times_chance", "p_value", "cosine", "procrustes", "cka")
+        }
     symmetry = measured.symmetry
     found |= {
         "qk_symmetric_share": None if symmetry is None else (1 + symmetry) / 2,
@@ -219,17 +215,6 @@ def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -
         close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # of equal shapes only
         inner += close * norms[one] * norms[other]
     return (energies - inner) * (2 / 3) / energies
-
-
-def _of_similarity(pair: str, found: MapSimilarity | None) -> dict[str, Tensor | None]:
-    return {
-        f"{pair}_overlap": None if found is None else found.overlap,
-        f"{pair}_times_chance": None if found is None else found.times_chance,
-        f"{pair}_p_value": None if found is None else found.p_value,
-        f"{pair}_cosine": None if found is None else found.cosine,
-        f"{pair}_procrustes": None if found is None else found.procrustes,
-        f"{pair}_cka": None if found is None else found.cka,
-    }
 
 
 def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
@@ -286,7 +271,7 @@ def _digits(energies: Tensor) -> list[str]:
 def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
     """Parameters that the factors of truncated forms save."""
     weights, semantics = layer.weights, layer.weights.semantics
-    # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ stand for W_Q and W_K.
+    # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ replace W_Q and W_K.
     fixed = semantics.rotary is None and not semantics.qk_norm
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or isinstance(semantics.bias, DisentangledBias):

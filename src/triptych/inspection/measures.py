@@ -112,11 +112,7 @@ def _of_pair(pair: str) -> Iterator[Measure]:
             f"cosine of {both} after rotation",
             "Of the entries after the best rotation of one of them, 0 to 1; lengths still count.",
         ),
-        (
-            "cka",
-            f"CKA of {both}",
-            "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1.",
-        ),
+        ("cka", f"CKA of {both}", "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1."),
     ):
         yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS, of_basis=True)
 

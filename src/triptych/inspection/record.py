@@ -24,6 +24,7 @@ from triptych.extras import is_installed
 from triptych.files import write_text
 from triptych.inspection.layers import FOLD, InspectedLayer
 from triptych.inspection.measures import LOSSES, MEASURES, Measure
+from triptych.printable import table_html
 from triptych.reports import Table, render, short_name, write_csv
 
 # Cosine of two forms, of either sign, from which on they are called near-copies.
@@ -58,7 +59,7 @@ class Inspection:
         known_by: how the family was recognised.
         layers: the measured layers.
         ignores_rotary: whether figures of rotary heads describe W_Q W_Kᵀ without the rotation.
-        num_tensors: number of tensors; those of `left_over` do not belong to attention.
+        num_tensors: number of tensors; the ones in `left_over` do not belong to attention.
         seconds: the time it took.
         copies: heads that are nearly equal, the closest first.
         more_copies: whether there may be more near-copies than were computed.
@@ -161,13 +162,8 @@ class Inspection:
         return "\n".join((*lines, "  rows(), page(path), to_csv(path), to_json(path), to_pandas()"))
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in averages(self).rows
-        )
-        said = "".join(f"<p>{escape(line)}</p>" for line in summary(self))
-        head = "".join(f"<th>{escape(name)}</th>" for name in averages(self).columns)
-        return f"{said}<table><tr>{head}</tr>{rows}</table>"
+        said, table = "".join(f"<p>{escape(line)}</p>" for line in summary(self)), averages(self)
+        return said + table_html(table.title, table.rows, table.columns)
 
 
 class Value(NamedTuple):
@@ -275,7 +271,7 @@ def averages(inspection: Inspection) -> Table:
             rows.append((f"cosine of {both}", f"{_mean(found):+.3f}", "0", _BY_BASIS))
     apart, rotated = (values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated"))
     if apart:
-        random = statistics.fmean(_random_distance(v.layer, v.layer.heads.index(v.head)) for v in apart)
+        random = statistics.fmean(_random_distance(v) for v in apart)
         rows.append(("distance from one matrix", f"{_mean(apart):.3f}", "0.667", _BY_BASIS))
         rows.append(("the same, each rotated", f"{_mean(rotated):.3f}", f"{random:.3f}", "at least this"))
     for title, mean, random_mean in _effective_ranks(inspection):
@@ -335,8 +331,9 @@ def _distinct(
     return found
 
 
-def _random_distance(layer: InspectedLayer, place: int) -> float:
+def _random_distance(of: Value) -> float:
     """The value of `qkv_apart_rotated` for random maps with the sizes and norms of a head."""
+    layer, place = of.layer, of.layer.heads.index(of.head)
     q, k, v = (layer.figures[f"{side}_norm"][place] or 0.0 for side in "qkv")
     close = random_closeness(layer.d_model, layer.d_k)
     return 2 / 3 * (1 - close * (q * k + q * v + k * v) / (q**2 + k**2 + v**2))
@@ -453,8 +450,8 @@ def side_by_side(*inspections: Inspection) -> Table:
         found = [values_of(inspection, measure.name) for inspection in inspections]
         if all(found):
             means = [*map(_mean, found)]
-            apart = "–" if all(map(math.isinf, means)) else _shown(means[1] - means[0], "+.3g")
-            rows.append((measure.title, *(_shown(mean, ".4g") for mean in means), *[apart] * of_two))
+            apart = "–" if all(map(math.isinf, means)) else _formatted(means[1] - means[0], "+.3g")
+            rows.append((measure.title, *(_formatted(mean, ".4g") for mean in means), *[apart] * of_two))
     names = (inspection.name for inspection in inspections)
     columns = ("mean over the heads", *names, *["difference"] * of_two)
     return Table(title="Side by side", columns=columns, rows=tuple(rows))
@@ -496,7 +493,7 @@ def _shade(value: float | None, low: float, high: float) -> str:
     return _SHADES[min(len(_SHADES) - 1, int(share * len(_SHADES)))]
 
 
-def _shown(number: float, form: str) -> str:
+def _formatted(number: float, form: str) -> str:
     return format(number, form).replace("inf", "∞")
 
 

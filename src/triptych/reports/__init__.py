@@ -3,21 +3,12 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
-from triptych.reports.html import (
-    is_page,
-    render,
-    require_charts,
-    short_name,
-    write_picture,
-    write_report,
-)
+from triptych.reports.html import is_page, render, require_charts, short_name, write_picture, write_report
 from triptych.reports.records import (
     AttentionPicture,
     Bar,
     BarChart,
     CurveChart,
-    CurvePoint,
-    Dot,
     Interval,
     IntervalChart,
     MetricPoint,
@@ -35,8 +26,6 @@ __all__ = [
     "Bar",
     "BarChart",
     "CurveChart",
-    "CurvePoint",
-    "Dot",
     "Interval",
     "IntervalChart",
     "MetricPoint",

@@ -7,8 +7,6 @@ from typing import Any
 from triptych.reports.records import (
     BarChart,
     CurveChart,
-    CurvePoint,
-    Dot,
     Interval,
     IntervalChart,
     MetricPoint,
@@ -290,7 +288,7 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
     )
 
 
-def _height(point: CurvePoint | Dot | Interval) -> Spec:
+def _height(point: Interval) -> Spec:
     """Where there is no interval it is the mean alone: JSON has no NaN."""
     return {
         "mean": point.mean,

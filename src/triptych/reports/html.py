@@ -112,13 +112,13 @@ def _environment() -> Environment:
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        finalize=_safe,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     found.filters["embedded"] = _embedded
     found.filters["coded"] = lambda text: Markup(
-        re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_shown(text))))
+        re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_safe(text))))
     )
     found.globals["resource"] = lambda name: Markup(_resource(name))
     return found
@@ -128,7 +128,7 @@ def _resource(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-def _shown(value: Any) -> Any:
+def _safe(value: Any) -> Any:
     """A value of a page; text may be of files and folders."""
     return printable(value, lines=True) if isinstance(value, str) and not isinstance(value, Markup) else value
 

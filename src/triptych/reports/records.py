@@ -103,13 +103,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: what it stands for, how long it is, and its length in words."""
+    """One bar: its name, its length, and the length in words."""
 
     name: str
     value: float | int
     label: str
     series: str = ""
-    """Of bars that stand together under one name, which this is."""
+    """Which of several bars with the same name it is."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,16 @@ class BarChart:
 
 
 @dataclass(frozen=True)
-class CurvePoint:
-    """A mean at a place, with its interval; NaN where there is none."""
+class Interval:
+    """A mean with its interval; NaN ends where there is none."""
 
-    x: float
     mean: float
     low: float
     high: float
+    name: str = ""
+    """Of a dot, or of an estimate."""
+    x: float = 0.0
+    """The place of a dot, or of a point of a curve."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class CurveChart:
     title: str
     x_title: str
     y_title: str
-    lines: tuple[tuple[str, tuple[CurvePoint, ...]], ...]
+    lines: tuple[tuple[str, tuple[Interval, ...]], ...]
     """Name of each line, and its points from left to right."""
     caption: str = ""
     is_log: bool = False
@@ -156,39 +159,18 @@ class CurveChart:
 
 
 @dataclass(frozen=True)
-class Dot:
-    """A point of a scatter chart, with the interval of its height; NaN where there is none."""
-
-    name: str
-    x: float
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class ScatterChart:
     """Named points, each with the interval of its height."""
 
     title: str
     x_title: str
     y_title: str
-    dots: tuple[Dot, ...]
+    dots: tuple[Interval, ...]
     caption: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(dot.name for dot in self.dots)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A named estimate with its interval; NaN ends where there is none."""
-
-    name: str
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,21 @@
 """Attention, translations and tables for the terminal, as rich renderables."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from rich import box
 from rich.console import Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from triptych.printable import shortened
 from triptych.reports.records import AttentionPicture, TranslationSample
 from triptych.reports.records import Table as TableRecord
 
 # The character says the weight where there is no colour, the colour where the characters are narrow.
 _SHADES = (" ", "·", "░", "▒", "▓", "█")
 _COLOURS = ("grey35", "grey50", "steel_blue", "deep_sky_blue3", "deep_sky_blue1", "bright_white")
-_MAX_LABEL_CHARACTERS = 14
+_token = partial(shortened, most=14)
 
 
 def render_attention(picture: AttentionPicture, head: int | None = None) -> Group:
@@ -24,13 +26,13 @@ def render_attention(picture: AttentionPicture, head: int | None = None) -> Grou
     which = f"mean of {picture.num_heads} heads" if head is None else f"head {head}"
     table = Table(box=None, padding=(0, 0), pad_edge=False)
     table.add_column("", justify="right", no_wrap=True)
-    height = max((len(_shorten(token)) for token in picture.source_tokens), default=0)
+    height = max((len(_token(token)) for token in picture.source_tokens), default=0)
     for token in picture.source_tokens:
         # Written downwards and standing on the map, a token takes two characters of width at any length.
-        letters = "\n".join(_shorten(token).rjust(height))
+        letters = "\n".join(_token(token).rjust(height))
         table.add_column(Text(letters, style="bold"), width=2, no_wrap=True)
     for token, row in zip(picture.target_tokens, weights, strict=True):
-        table.add_row(Text(f"{_shorten(token)} │", style="bold"), *(_cell(float(weight)) for weight in row))
+        table.add_row(Text(f"{_token(token)} │", style="bold"), *(_cell(float(weight)) for weight in row))
     # rich would fold a title of the table's own to the width of the map.
     return Group(Text(f"{picture.title} ({which})"), table)
 
@@ -64,7 +66,3 @@ def render_table(record: TableRecord) -> Table:
 def _cell(weight: float) -> Text:
     level = min(int(weight * len(_SHADES)), len(_SHADES) - 1)
     return Text(_SHADES[level] * 2, style=_COLOURS[level])
-
-
-def _shorten(token: str) -> str:
-    return token if len(token) <= _MAX_LABEL_CHARACTERS else token[: _MAX_LABEL_CHARACTERS - 1] + "…"

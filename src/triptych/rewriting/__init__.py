@@ -7,38 +7,6 @@ layers, one at a time: of a model in memory (`models.py`), or of a checkpoint (`
 `driver.py`.
 """
 
-from triptych.rewriting.models import (
-    RewriteResult,
-    drop_key_bias,
-    expand,
-    factor,
-    fold,
-    fold_norm,
-    fold_value_bias,
-    gauge_fix,
-    merge_kv_heads,
-    permute_heads,
-    prune_heads,
-    repeat_kv_heads,
-    rewrite,
-    to_latent,
-    truncate,
-)
+from triptych.rewriting.models import RewriteResult, rewrite
 
-__all__ = [
-    "RewriteResult",
-    "drop_key_bias",
-    "expand",
-    "factor",
-    "fold",
-    "fold_norm",
-    "fold_value_bias",
-    "gauge_fix",
-    "merge_kv_heads",
-    "permute_heads",
-    "prune_heads",
-    "repeat_kv_heads",
-    "rewrite",
-    "to_latent",
-    "truncate",
-]
+__all__ = ["RewriteResult", "rewrite"]

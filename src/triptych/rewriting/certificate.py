@@ -12,13 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, final
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, Tier
@@ -323,11 +317,8 @@ class Certificate(_Record):
         return f"Certificate {self.source}: {self.family}, {self.tier}", rows
 
     def sealed(self) -> "Certificate":
-        return self.model_copy(update={"sha256": self.own_hash()})
-
-    def own_hash(self) -> str:
-        """The hash of all entries except `sha256`."""
-        return _hash_of(self.model_dump(mode="json", exclude={"sha256"}))
+        """With the hash of all other entries."""
+        return self.model_copy(update={"sha256": _hash_of(self.model_dump(mode="json", exclude={"sha256"}))})
 
     def as_json(self) -> bytes:
         """The bytes of the file."""
@@ -390,6 +381,13 @@ def read_certificate(path: Path) -> Certificate:
     return found
 
 
+_MEANING: dict[Tier, str] = {
+    "bit-exact": "the same numbers in another order or place",
+    "rounding-exact": "the same function, except for rounding of the saved numbers",
+    "bounded": "another function, near the first",
+}
+
+
 def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
     """The section of the model card about a rewrite."""
     paragraphs = ["\n".join(map(printable, lines)) for lines in _card(certificate, folder)]
@@ -404,7 +402,7 @@ def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     yield [
         f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "
         f"({certificate.family}).{and_maps} Nothing else was changed. "
-        f"The rewrite is **{_said_tier(certificate)}**."
+        f"The rewrite is **{certificate.tier}: {_MEANING[certificate.tier]}**."
     ]
     yield [
         line
@@ -469,14 +467,6 @@ def _said_of_step(name: str, parts: Sequence[LayerRecord | NormRecord], what: st
     if found:
         said = f"; refused elsewhere: {'; '.join(reasons)}" if reasons else ""
         yield f"- `{name}`: {len(done)} of {len(found)} {what}{said}"
-
-
-def _said_tier(certificate: Certificate) -> str:
-    return {
-        "bit-exact": "bit-exact: the same numbers in another order or place",
-        "rounding-exact": "rounding-exact: the same function, except for rounding of the saved numbers",
-        "bounded": "bounded: another function, near the first",
-    }[certificate.tier]
 
 
 def _whole_model(certificate: Certificate) -> str:

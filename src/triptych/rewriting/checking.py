@@ -87,7 +87,7 @@ def _last_digit(number: str) -> float:
 _SAME, _SAME_RATIO = 1e-6, 0.5
 # Of inputs that the original made in float32 once more.
 _SAME_INPUTS = 1e-3
-# Exact steps after which biases, which are rows of the forms, stand elsewhere or are gone.
+# Exact steps after which biases, which are rows of the forms, are moved or gone.
 _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
 
 
@@ -193,11 +193,12 @@ def _unlike(module: str, certified: Measured, found: Measured) -> Iterator[str]:
         else:
             same = near(one, other, _SAME, 1e-13)
         if not same:
-            yield f"{module}: {name} {_shown(other)}, certified {_shown(one)}"
+            yield f"{module}: {name} {figure(other)}, certified {figure(one)}"
 
 
-def _shown(value: float | str | None) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def figure(value: float | str | None) -> str:
+    """A figure of a certificate, to six digits."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
 
 
 def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rounding) -> Iterator[str]:

@@ -168,19 +168,20 @@ class _FolderSink:
 
     def _replacement(self, name: str) -> Tensor | Mapping[str, Tensor] | None:
         """The new tensor of a name, or those in its place. The first of a layer has the layer rewritten."""
+
+        def took_up_norm(site: Site) -> bool:
+            self._rewrite(site)
+            return site in self._rewriting.folded
+
         site, norms = self._site_of.get(name), self._rewriting.other_norms
         if site is None:
-            if norms.concern(name):
+            if name in norms.owners:
                 wait(self._measured.values())  # a map may be as large as all of the attention: one of them
-            return norms.replacement(name, self._took_up_norm)
+            return norms.replacement(name, took_up_norm)
         self._rewrite(site)
         if name in self._replaced:
             return {new: self._ready.pop(new) for new in self._replaced[name]}
         return self._ready.pop(name, None)
-
-    def _took_up_norm(self, site: Site) -> bool:
-        self._rewrite(site)
-        return site in self._rewriting.folded
 
     def _rewrite(self, site: Site) -> None:
         if site.name in self.records:
@@ -191,7 +192,7 @@ class _FolderSink:
         done = self._rewriting.layer(held, read)
         written, bounded = done.written, done.record.tier == "bounded"
         if done.record.changed and not written.settings:
-            wait(self._measured.values())  # one beside this thread, so that two layers are in memory
+            wait(self._measured.values())  # one measurement at a time: two layers are in memory
             saved = held.holding(written.tensors).read(site)
             self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=bounded)
         self._ready |= written.tensors
@@ -324,7 +325,7 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 
 
 def copy_run(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy the files beside the weights of a run, without the state of its training."""
+    """Copy all files of a run but its weights, without the state of its training."""
     left_out = []
     for path in sorted(source.iterdir()):
         if path.is_dir():

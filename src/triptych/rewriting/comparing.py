@@ -26,7 +26,7 @@ from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.rounding import changed_parameters, first_moved, judge
 from triptych.rewriting.running import Compared, compared
 
-# Models up to this size are run, original and rewritten, without being asked for: both are held in float32.
+# Models up to this size (bytes) are compared by default: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
 
 
@@ -73,11 +73,7 @@ def open_original(folder: Path, text: Path | None) -> Opened | str:
 
 
 def compare_models(
-    original: Opened,
-    source: AttentionSource,
-    written: Path,
-    text: Path | None,
-    stored: torch.dtype | None,
+    original: Opened, source: AttentionSource, written: Path, text: Path | None, stored: torch.dtype | None
 ) -> EndToEnd:
     """Compare the outputs of the original and the rewritten model."""
     other = open_text_model(written)
@@ -102,11 +98,7 @@ def compare_models(
 
 
 def why_no_rounding(
-    found: Compared,
-    original: TextModel,
-    rewritten: TextModel,
-    source: AttentionSource,
-    stored: torch.dtype,
+    found: Compared, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
 ) -> str:
     """Why two models differ by more than rounding, with the first layer that does; "" if they do not."""
     verdict = judge(found, rewritten, changed_parameters(original, rewritten), stored)

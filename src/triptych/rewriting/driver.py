@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple, final
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, LayerRewrite, Rewrite, RewriteRecord, RewriteRefusedError
+from triptych.algebra.rewrites import Layer, Rewrite, RewriteRecord, RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
 
 
@@ -65,10 +65,7 @@ class Driver:
             self.moments.append(found)
 
     def _before(
-        self,
-        step: Rewrite,
-        layers: Sequence[tuple[int, Callable[[], Layer]]],
-        moments: Mapping[str, Moments],
+        self, step: Rewrite, layers: Sequence[tuple[int, Callable[[], Layer]]], moments: Mapping[str, Moments]
     ) -> Iterator[Layer]:
         """The layers that a step applies to, after the steps before it."""
         for number, read in layers:
@@ -81,7 +78,7 @@ class Driver:
         kept: tuple[int, ...] | None = None
         outcomes: list[Outcome] = []
         for step, moments in [*zip(self.steps, self.moments, strict=True)][:upto]:
-            if not isinstance(step, LayerRewrite) or not applies_to(step, layer.number):
+            if not applies_to(step, layer.number):
                 continue
             try:
                 done = step.apply(replace(layer, moments=moments.get(layer.name)))
@@ -89,6 +86,8 @@ class Driver:
                 if not self._skip_refused:
                     raise (refused.at(layer.name) if layer.name else refused) from None
                 outcomes.append(Outcome(step.name, refused=refused.reason))
+                continue
+            if done is None:
                 continue
             layer = replace(layer, weights=done.weights)
             if (left := done.record.kept) is not None:

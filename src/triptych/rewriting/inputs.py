@@ -1,4 +1,4 @@
-"""Inputs of attention layers for a few positions of a text, stored beside the certificate.
+"""Inputs of attention layers for a few positions of a text, stored with the certificate.
 
 With them, layers can be verified on real inputs without running the model.
 """

@@ -46,11 +46,7 @@ class Rounding(NamedTuple):
 
 
 def measure_change(
-    before: AttentionLayer,
-    after: AttentionLayer,
-    given: Probes | Seen = PROBES,
-    *,
-    bounded: bool = False,
+    before: AttentionLayer, after: AttentionLayer, given: Probes | Seen = PROBES, *, bounded: bool = False
 ) -> Measured:
     """Measure how far the output of a layer moves on random inputs, or on inputs from a text."""
     x, memory = _before_gains(before, given)
@@ -74,10 +70,7 @@ def measure_change(
 
 
 def rounding_of(
-    before: AttentionLayer,
-    after: AttentionLayer,
-    stored: torch.dtype | None,
-    given: Probes | Seen = PROBES,
+    before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None, given: Probes | Seen = PROBES
 ) -> Rounding:
     """Measure how far rounding alone can move a layer's output."""
     x, memory = _before_gains(before, given)

@@ -6,16 +6,15 @@ parameterisation that they call for. What was passed in is never changed.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, update_wrapper
-from typing import Concatenate, Generic, ParamSpec, TypeVar, final
+from functools import partial
+from typing import Generic, TypeVar, final
 
 import torch
 from torch import nn
 
-from triptych.algebra import rewrites
 from triptych.algebra.rewrites import (
+    FoldOtherNorms,
     Layer,
-    LayerRewrite,
     Rewrite,
     RewriteRecord,
     RewriteRefusedError,
@@ -26,13 +25,7 @@ from triptych.algebra.rewrites.legality import require_finite
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import OwnModel
-from triptych.models import (
-    EncoderDecoder,
-    LanguageModel,
-    attention_sites,
-    attention_weights,
-    with_attention,
-)
+from triptych.models import EncoderDecoder, LanguageModel, attention_sites, attention_weights, with_attention
 from triptych.models.sites import AnyModel, ModelT
 from triptych.rewriting.driver import Driver
 
@@ -44,7 +37,6 @@ Target = TypeVar(
     LanguageModel,
     EncoderDecoder | LanguageModel,
 )
-Options = ParamSpec("Options")
 WeightsRewrite = Callable[[AttentionWeights], Rewritten]
 AnyRewrite = Rewrite | str | WeightsRewrite
 _Records = tuple[RewriteRecord, ...]
@@ -118,7 +110,7 @@ def _driven(
 ) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
     """The layers after the steps, cast back once, and the records."""
     for step in steps:
-        if not isinstance(step, LayerRewrite):
+        if isinstance(step, FoldOtherNorms):
             why = "it is of more than attention layers"
             raise RewriteRefusedError(step.name, why, "rewrite a checkpoint")
     for layer in layers.values():
@@ -140,7 +132,7 @@ def _driven(
 
 
 @final
-class _Function(LayerRewrite):
+class _Function(Rewrite):
     """A function of weights as a step."""
 
     name = "function"
@@ -189,30 +181,3 @@ def _neutralise(norms: Sequence[nn.Module]) -> None:
         norm.weight.fill_(1.0)
         if isinstance(norm, nn.LayerNorm) and norm.bias is not None:
             norm.bias.zero_()
-
-
-@final
-class OfAnything(Generic[Options]):
-    """A rewrite of weights that takes a layer or a model as well, and gives back the same kind."""
-
-    def __init__(self, function: Callable[Concatenate[AttentionWeights, Options], Rewritten]) -> None:
-        self._function = function
-        update_wrapper(self, function)  # type: ignore[arg-type]  # this takes a layer or a model too
-
-    def __call__(self, target: Target, *args: Options.args, **options: Options.kwargs) -> Target:
-        return rewrite(target, lambda weights: self._function(weights, *args, **options)).result
-
-
-fold = OfAnything(rewrites.fold)
-factor = OfAnything(rewrites.factor)
-expand = OfAnything(rewrites.expand)
-gauge_fix = OfAnything(rewrites.gauge_fix)
-drop_key_bias = OfAnything(rewrites.drop_key_bias)
-fold_value_bias = OfAnything(rewrites.fold_value_bias)
-fold_norm = OfAnything(rewrites.fold_norm)
-truncate = OfAnything(rewrites.truncate)
-permute_heads = OfAnything(rewrites.permute_heads)
-prune_heads = OfAnything(rewrites.prune_heads)
-repeat_kv_heads = OfAnything(rewrites.repeat_kv_heads)
-merge_kv_heads = OfAnything(rewrites.merge_kv_heads)
-to_latent = OfAnything(rewrites.to_latent)

@@ -65,7 +65,7 @@ class OtherNorms:
             if site.attention is not None
             and any(step.layers is None or site.attention.layer in step.layers for step in along)
         }
-        self._owners = {
+        self.owners = {  # norms by the names of the tensors that may be replaced
             name: site for site in (*self._alone, *self._shared.values()) for name in site.all_tensors
         }
         self._nothing = form.why_no_norms if asked and not self._alone else ""
@@ -78,13 +78,9 @@ class OtherNorms:
             return None
         return OtherReaders(tuple(reader.module for reader in shared.readers), self._look_at(shared).refused)
 
-    def concern(self, name: str) -> bool:
-        """Whether a tensor may be replaced."""
-        return name in self._owners
-
     def replacement(self, name: str, is_folded: IsFolded) -> Tensor | None:
         """The new tensor of a name, measured as it will be saved; None if it stays as it is."""
-        site = self._owners.get(name)
+        site = self.owners.get(name)
         if site is None or self._tensors is None or not self._is_to_change(site, is_folded):
             return None
         norm = self._look_at(site).norm
@@ -240,7 +236,7 @@ def _folded_bias(norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _folded_blocks(
     norm: Norm, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[tuple[int | slice, ...], Tensor, Tensor | None]]:
-    """The map with the norm in it, so many rows after the other: computed in float64 and cast once."""
+    """The map with the norm in it, block by block: computed in float64 and cast once."""
     wide = Norm(norm.weight.double(), None if norm.bias is None else norm.bias.double(), norm.offset)
     for block in blocks(weight):
         part = None if bias is None else bias[block].double()

@@ -21,14 +21,7 @@ from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import DataError, UsageError
 from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments, measure_head_losses
-from triptych.rewriting.certificate import (
-    Cost,
-    LayerRecord,
-    NormRecord,
-    StepRecord,
-    in_lines,
-    shown_rewrite,
-)
+from triptych.rewriting.certificate import Cost, LayerRecord, NormRecord, StepRecord, in_lines, shown_rewrite
 from triptych.rewriting.driver import Driver, Outcome, RewrittenLayer, applies_to
 from triptych.rewriting.formats import format_of
 from triptych.rewriting.other_norms import OtherNorms
@@ -60,11 +53,11 @@ class Plan:
         source: the checkpoint.
         family: how it is written.
         layers: what would be done to each, and what refused.
-        norms: likewise, of norms that maps outside the attention read.
+        norms: the same for norms that maps outside the attention read.
         before: cost of all attention layers as read; `after`: as they would be written.
         unpadded: as in `Certificate`.
         settings: what would change in the configuration.
-        bytes_before: of the attention layers' tensors as stored; likewise `bytes_after`.
+        bytes_before: of the attention layers' tensors as stored; `bytes_after`: as they would be.
         notes: what a reader should know: where the format keeps widths that the weights no longer need, say.
     """
 

@@ -19,8 +19,8 @@ from triptych.rewriting.certificate import TensorRecord
 from triptych.rewriting.running import Compared, largest_difference
 from triptych.storage.tensors import Tensors
 
-# An exact rewrite may move outputs so many times as far as the largest of some random roundings does. Correct
-# ones move them at most 1.2 times as far, over all families (docs/contributing/log/).
+# An exact rewrite may move outputs by this factor times the largest move of some random roundings.
+# Correct rewrites stay below 1.2 over all families (docs/contributing/log/).
 MOST_TIMES = 4.0
 # The same of one layer in float64, where only weights are rounded: correct ones move it 0.8 times as far.
 MOST_TIMES_OF_LAYER = 2.0
@@ -80,11 +80,7 @@ def judge(
 
 
 def first_moved(
-    original: TextModel,
-    rewritten: TextModel,
-    source: AttentionSource,
-    window: Window,
-    stored: torch.dtype,
+    original: TextModel, rewritten: TextModel, source: AttentionSource, window: Window, stored: torch.dtype
 ) -> str:
     """The name of the first attention layer whose output moves farther than rounding explains; "" if none."""
     one = original.attention_outputs(source, window)

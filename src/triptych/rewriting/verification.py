@@ -22,6 +22,7 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.checking import (
     CheckpointPair,
     Claim,
+    figure,
     inputs_of_text,
     layers_again,
     layers_on_text,
@@ -176,7 +177,7 @@ def _require_text(certificate: Certificate, text: Path) -> None:
 
 
 def files_as_written(certificate: Certificate, folder: Path) -> Claim:
-    """Check the hashes of the files beside the tensors, and the section of the model card."""
+    """Check the hashes of all files but the tensors, and the section of the model card."""
     wrong = []
     for name, wanted in certificate.files.items():
         path = folder / name
@@ -304,19 +305,9 @@ def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterato
     relative, absolute = (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)
     for name, wanted, got, share, most in (
         ("logits", certified.worst_logit, found.worst_logit, relative, absolute),
-        (
-            "divergence",
-            certified.divergence_nats,
-            found.divergence_nats,
-            _SAME_DIVERGENCE,
-            _DIVERGENCE_NATS,
-        ),
+        ("divergence", certified.divergence_nats, found.divergence_nats, _SAME_DIVERGENCE, _DIVERGENCE_NATS),
         ("loss before", certified.loss_before_nats, found.loss_before_nats, 0.0, _SAME_LOSS_NATS),
         ("loss after", certified.loss_after_nats, found.loss_after_nats, 0.0, _SAME_LOSS_NATS),
     ):
         if not near(wanted, got, share, most):
-            yield f"{name} {_number(got)}, certified {_number(wanted)}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
+            yield f"{name} {figure(got)}, certified {figure(wanted)}"

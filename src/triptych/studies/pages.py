@@ -6,8 +6,6 @@ from statistics import median_high
 
 from triptych.reports import (
     CurveChart,
-    CurvePoint,
-    Dot,
     Interval,
     IntervalChart,
     Plot,
@@ -73,7 +71,7 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
             IntervalChart(
                 f"{words}: difference to {outcome.study.baseline_name}",
                 f"difference in {words} ({better} is better), 95 % interval",
-                tuple(Interval(name, one.mean, one.low, one.high) for name, one in found.items()),
+                tuple(Interval(one.mean, one.low, one.high, name) for name, one in found.items()),
             )
         )
     return charts
@@ -119,7 +117,7 @@ def _curves(outcome: Outcome) -> list[CurveChart]:
     return charts
 
 
-def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[CurvePoint, ...]:
+def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[Interval, ...]:
     """Means over seeds of validations at the same update; their place is the mean of their places."""
     by_step: dict[float, list[dict[str, float]]] = {}
     for run in histories:
@@ -131,7 +129,7 @@ def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[CurvePoint
             continue
         found = estimate([one["loss"] for one in each])
         x = sum(one[key] for one in each) / len(each)
-        points.append(CurvePoint(x, found.mean, found.low, found.high))
+        points.append(Interval(found.mean, found.low, found.high, x=x))
     return tuple(points)
 
 
@@ -147,7 +145,7 @@ def _scatters(outcome: Outcome) -> list[ScatterChart]:
         for name in outcome.variants:
             if name in quality and name in amounts:
                 found = mean(quality[name], metric)
-                dots.append(Dot(name, amounts[name], found.mean, found.low, found.high))
+                dots.append(Interval(found.mean, found.low, found.high, name, amounts[name]))
         if len({dot.x for dot in dots}) > 1:
             words = metric.replace("_", " ")
             charts.append(ScatterChart(f"{words} against {title}", title, words, tuple(dots)))

@@ -16,8 +16,6 @@ from typing import final
 import numpy as np
 from jaxtyping import Float
 
-from triptych.algebra.significance import holm
-
 # Of every interval, and of every test after correction.
 CONFIDENCE = 0.95
 # With which a difference would be found again.
@@ -215,3 +213,14 @@ def _power(effect: float, count: int, level: float) -> float:
         return 1.0
     other_side = float(nct.cdf(-critical, count - 1, shift))  # NaN where it is too small for a number
     return float(nct.sf(critical, count - 1, shift)) + (0.0 if math.isnan(other_side) else other_side)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected so that the chance of any false finding stays what it is for one test."""
+    # Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70.
+    tested = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    corrected, highest = list(p_values), 0.0
+    for before, (p, place) in enumerate(tested):
+        highest = max(highest, min(p * (len(tested) - before), 1.0))
+        corrected[place] = highest
+    return corrected

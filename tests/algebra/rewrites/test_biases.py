@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from heads import (
-    LENGTH,
-    NAMES,
-    assert_same_function,
-    make,
-    output_of,
-    random_input,
-    storages,
-    with_semantics,
-)
+from heads import LENGTH, NAMES, assert_same_function, make, output_of, random_input, storages, with_semantics
 from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm

@@ -96,10 +96,7 @@ REFUSED: dict[str, tuple[Callable[[], AttentionWeights], Rewrite]] = {
     "gauge_fix of W_OV": (partial(clipped, "factored"), partial(gauge_fix, forms=("ov",))),
     "truncate W_QK": (partial(clipped, "factored"), partial(truncate, qk_rank=5)),
     "truncate W_OV": (partial(clipped, "factored"), partial(truncate, ov_rank=5)),
-    "fold the form": (
-        partial(clipped, "factored"),
-        partial(fold, sides=("qk",), keep="folded"),
-    ),
+    "fold the form": (partial(clipped, "factored"), partial(fold, sides=("qk",), keep="folded")),
     "factor": (partial(clipped, "bilinear"), factor),
     "merge_kv_heads": (partial(clipped, "factored"), partial(merge_kv_heads, num_kv_heads=2, bounded=True)),
 }
@@ -143,9 +140,7 @@ def test_a_head_whose_form_is_zero_only_without_clipping_is_not_dead() -> None:
     v[1, :, 1], o[1, 1] = 0.5, -2.0
     bias = torch.zeros_like(weights.v[0].bias) if weights.v[0].bias is not None else None
     weights = replace(
-        weights,
-        v=(replace(weights.v[0], weight=v, bias=bias),),
-        o=(replace(weights.o[0], weight=o),),
+        weights, v=(replace(weights.v[0], weight=v, bias=bias),), o=(replace(weights.o[0], weight=o),)
     )
     x = random_input(LENGTH)
     assert float(measure_importance(with_clip(weights, None))[1]) < 1e-10

@@ -10,16 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from heads import (
-    D_MODEL,
-    NUM_HEADS,
-    Form,
-    Untouched,
-    assert_same_function,
-    gathered,
-    make,
-    with_semantics,
-)
+from heads import D_MODEL, NUM_HEADS, Form, Untouched, assert_same_function, gathered, make, with_semantics
 from triptych.algebra.function import attend, channels, of_heads, probabilities
 from triptych.algebra.rewrites.rank import measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError

@@ -13,15 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import (
-    LENGTH,
-    MEMORY_LENGTH,
-    NAMES,
-    Untouched,
-    make_layer,
-    make_norm,
-    random_input,
-)
+from heads import LENGTH, MEMORY_LENGTH, NAMES, Untouched, make_layer, make_norm, random_input
 from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.folding import expand, factor, fold
 from triptych.algebra.rewrites.gauge import gauge_fix

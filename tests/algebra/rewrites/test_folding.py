@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from heads import (
-    D_MODEL,
-    NAMES,
-    NUM_HEADS,
-    assert_same_function,
-    make_layer,
-    storages,
-    with_semantics,
-)
+from heads import D_MODEL, NAMES, NUM_HEADS, assert_same_function, make_layer, storages, with_semantics
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.rewrites.folding import expand, factor, fold
@@ -202,11 +194,7 @@ def test_the_form_comes_before_its_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("traits", "reason"),
-    [
-        ({"soft_cap": 30.0}, "soft-capped at ±30"),
-        ({"sinks": True}, "a sink"),
-    ],
+    ("traits", "reason"), [({"soft_cap": 30.0}, "soft-capped at ±30"), ({"sinks": True}, "a sink")]
 )
 def test_a_form_with_a_key_bias_that_counts_is_refused(traits: dict[str, Any], reason: str) -> None:
     with pytest.raises(RewriteRefusedError, match=f"no place for the key bias, and .*{reason}"):

@@ -28,7 +28,7 @@ from heads import (
 from triptych.algebra.function import attend
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.heads import repeat_kv_heads
-from triptych.algebra.rewrites.merging import merge_kv_heads, merge_rotary_kv_heads
+from triptych.algebra.rewrites.merging import merge_kv_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link, Side
@@ -163,10 +163,7 @@ def equal_maps(weights: AttentionWeights, *, sides: tuple[Side, ...] = ("k", "v"
 @pytest.mark.parametrize("biased", [False, True])
 def test_maps_that_are_the_same_are_kept_once_whatever_stands_between(biased: bool) -> None:
     weights = with_semantics(
-        equal_maps(make("factored", biased=biased)),
-        positions="rotary",
-        qk_norm=True,
-        sinks=True,
+        equal_maps(make("factored", biased=biased)), positions="rotary", qk_norm=True, sinks=True
     )
     merged, record = merge_kv_heads(weights, 2)
     assert record.tier == "bit-exact"
@@ -188,9 +185,10 @@ def test_one_side_may_be_the_same_and_the_other_mixed() -> None:
     assert torch.equal(merged.W_K, weights.W_K)
     assert torch.equal(merged.W_Q, weights.W_Q)
     assert record.choice.startswith("W_OV")
-    keyed = equal_maps(make("factored"), sides=("v",))
-    with pytest.raises(RewriteRefusedError, match="qk: the maps of keys differ, and under rotary positions"):
-        merge_kv_heads(with_semantics(keyed, positions="rotary"), 2, bounded=True)
+    keyed = with_semantics(equal_maps(make("factored"), sides=("v",)), positions="rotary")
+    merged, record = merge_kv_heads(keyed, 2, bounded=True)
+    assert torch.equal(merged.W_V, keyed.W_V)
+    assert record.choice.startswith("W_QK")
     with pytest.raises(RewriteRefusedError, match=r"ov: the maps of values differ, and .* are clipped"):
         merge_kv_heads(with_semantics(weights, positions="none", clip=2.0), 2, bounded=True)
 
@@ -308,7 +306,7 @@ def test_heads_equal_up_to_the_gauge_of_pairs_are_merged(
     x = random_input(7)
     expected = attend(with_semantics(weights, rotary=rotation), x)
     with Untouched(weights):
-        merged, record = merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), to)
+        merged, record = merge_kv_heads(with_semantics(weights, rotary=rotation), to)
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
     assert (merged.num_key_heads, merged.num_value_heads) == (to, to)
     found = attend(with_semantics(merged, rotary=rotation), x)
@@ -334,20 +332,18 @@ def test_the_bound_is_the_move_over_distances(start: int, width: int, biased: bo
     rotation = RotaryEmbedding(2 * torch.pi * torch.tensor([1 / 12, 1 / 4], dtype=torch.float64), start=start)
     weights = rotary_layer(4, width, biased=biased)
     with pytest.raises(
-        RewriteRefusedError, match=r"^merge_rotary_kv_heads refused: W_QK of group \d .*bounded=True"
+        RewriteRefusedError, match=r"^merge_kv_heads refused: W_QK of group \d .*bounded=True"
     ):
-        merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), 2)
-    merged, record = merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), 2, bounded=True)
+        merge_kv_heads(with_semantics(weights, rotary=rotation), 2)
+    merged, record = merge_kv_heads(with_semantics(weights, rotary=rotation), 2, bounded=True)
     squares = [
         (turned_forms(weights, rotation, m) - turned_forms(merged, rotation, m)).square().sum((-2, -1))
         for m in range(12)
     ]
     of_heads = torch.stack(squares).mean(0).sqrt()
-    same_values = merge_rotary_kv_heads(
+    same_values = merge_kv_heads(
         with_semantics(
-            weights,
-            rotary=rotation,
-            v=(replace(weights.v[0], weight=weights.v[0].weight[:1], bias=None),),
+            weights, rotary=rotation, v=(replace(weights.v[0], weight=weights.v[0].weight[:1], bias=None),)
         ),
         2,
         bounded=True,
@@ -363,7 +359,7 @@ def test_no_other_common_key_of_a_pair_moves_less(loudness: tuple[float, ...]) -
     (q,) = weights.q  # heads whose queries are long count for more
     louder = q.weight * torch.tensor(loudness, dtype=torch.float64)[:, None, None]
     weights = replace(weights, q=(replace(q, weight=louder),))
-    merged = merge_rotary_kv_heads(with_semantics(weights, rotary=rotation), 1, bounded=True).weights
+    merged = merge_kv_heads(with_semantics(weights, rotary=rotation), 1, bounded=True).weights
 
     def pairs(one: AttentionWeights) -> tuple[Tensor, Tensor]:
         q, k = (torch.complex(maps[..., :2], maps[..., 2:]) for maps in (one.W_Q, one.W_K))
@@ -384,13 +380,9 @@ def test_no_other_common_key_of_a_pair_moves_less(loudness: tuple[float, ...]) -
     assert moved(*pairs(merged)) == pytest.approx(least, rel=1e-10)
 
 
-def test_rotary_pairs_are_merged_only_where_there_are_any() -> None:
+def test_rotary_heads_that_cannot_be_merged_are_refused() -> None:
     rotation = rotation_of("halves", 2)
-    with pytest.raises(RewriteRefusedError, match="its positions are none, not rotary"):
-        merge_rotary_kv_heads(make("grouped"), 1)
     with pytest.raises(RewriteRefusedError, match="turns channels up to 6, of heads 4 wide"):
-        merge_rotary_kv_heads(
-            with_semantics(rotary_layer(2, 4, biased=False), rotary=rotation_of("halves", 3)), 1
-        )
-    with pytest.raises(RewriteRefusedError, match=r"^merge_rotary_kv_heads refused: 3 key"):
-        merge_rotary_kv_heads(with_semantics(rotary_layer(2, 4, biased=False), rotary=rotation), 3)
+        merge_kv_heads(with_semantics(rotary_layer(2, 4, biased=False), rotary=rotation_of("halves", 3)), 1)
+    with pytest.raises(RewriteRefusedError, match=r"^merge_kv_heads refused: 3 key"):
+        merge_kv_heads(with_semantics(rotary_layer(2, 4, biased=False), rotary=rotation), 3)

@@ -5,14 +5,7 @@ Each is a function (`fold`) and, with its options, a record (`Fold`) in the list
 
 from triptych.algebra.rewrites.biases import DropKeyBias, FoldValueBias, drop_key_bias, fold_value_bias
 from triptych.algebra.rewrites.channels import FORMS, Form
-from triptych.algebra.rewrites.folding import (
-    Expand,
-    Factor,
-    Fold,
-    expand,
-    factor,
-    fold,
-)
+from triptych.algebra.rewrites.folding import Expand, Factor, Fold, expand, factor, fold
 from triptych.algebra.rewrites.gauge import GaugeFix, gauge_fix
 from triptych.algebra.rewrites.heads import (
     PermuteHeads,
@@ -34,7 +27,7 @@ from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, pr
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import Layer, OtherReaders, Rewrite
 from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [
@@ -51,7 +44,6 @@ __all__ = [
     "Form",
     "GaugeFix",
     "Layer",
-    "LayerRewrite",
     "MergeKVHeads",
     "OtherReaders",
     "PermuteHeads",

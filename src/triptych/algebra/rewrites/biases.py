@@ -17,12 +17,12 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import APART, Layer, LayerRewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, Layer, Rewrite, still_tied
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 
 @final
-class DropKeyBias(LayerRewrite):
+class DropKeyBias(Rewrite):
     """Drop the key bias, which the softmax cancels."""
 
     name = "drop_key_bias"
@@ -37,7 +37,7 @@ class DropKeyBias(LayerRewrite):
 
 
 @final
-class FoldValueBias(LayerRewrite):
+class FoldValueBias(Rewrite):
     """Move the value bias into the output bias."""
 
     name = "fold_value_bias"
@@ -54,16 +54,8 @@ class FoldValueBias(LayerRewrite):
 def drop_key_bias(weights: AttentionWeights) -> Rewritten:
     """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores.
 
-    Args:
-        weights: the layer. Keys that share maps with queries or values are given their own first,
-            unless the others can take up what they lose.
-
-    Returns:
-        A writing of the same function; the weights given if the keys have no bias.
-
-    Raises:
-        RewriteRefusedError: the softmax would see it (rotary positions, a soft cap, sinks, QK-norm, clipped
-            keys).
+    Keys that share maps with queries or values are given their own first, unless the others can take up what
+    they lose.
     """
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")
@@ -75,12 +67,7 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
         result = with_chains(result, {"v": separate(result.v)})
         notes = (*notes, "v was given a map of its own")
     return rewritten(
-        "drop_key_bias",
-        "rounding-exact",
-        weights,
-        result,
-        checked=KEY_BIAS_BLIND.checked,
-        notes=notes,
+        "drop_key_bias", "rounding-exact", weights, result, checked=KEY_BIAS_BLIND.checked, notes=notes
     )
 
 
@@ -116,7 +103,7 @@ def _biased(chain: Chain) -> bool:
 
 
 def _require_bias_reaches_end(name: str, side: Side, chain: Chain) -> None:
-    """Refuse if something stands anywhere after the first bias of a chain."""
+    """Refuse a norm anywhere after the first bias of a chain."""
     first = next(place for place, link in enumerate(chain) if link.bias is not None)
     require_nothing_between(name, side, chain[first:])
 

@@ -107,7 +107,7 @@ def times(
 ) -> Chain:
     """The chain of a side in other channels: `… W` → `… W G`, and for the output `W …` → `Gᵀ W …`.
 
-    Only the map at that end changes, if it has the numbers for it; else the chain is multiplied out,
+    Only the map at that end changes, if it has the numbers for it; else the chain becomes one product,
     and a note says so. A shift is added to the bias, if there is one.
     """
     chain, factor = weights.chain(side), Link(change)

@@ -1,7 +1,8 @@
-"""Products of maps: multiplied out, taken apart again, and what is shared made separate."""
+"""Products of maps: folded into one, factored again, and shared maps copied."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Literal, NamedTuple, final, get_args
 
 import torch
@@ -22,7 +23,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, Rewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
@@ -32,7 +33,7 @@ _FORM_FOLDED = replace(SCORES_ARE_THE_FORM, of="side qk")
 
 
 @final
-class Fold(LayerRewrite):
+class Fold(Rewrite):
     """Multiply maps in a row, the fourth matrix among them, into one."""
 
     name = "fold"
@@ -53,7 +54,7 @@ class Fold(LayerRewrite):
 
 
 @final
-class Expand(LayerRewrite):
+class Expand(Rewrite):
     """Give every user of a shared map its own copy."""
 
     name = "expand"
@@ -68,7 +69,7 @@ class Expand(LayerRewrite):
 
 
 @final
-class Factor(LayerRewrite):
+class Factor(Rewrite):
     """Factor a W_QK that is one matrix into W_Q and W_K."""
 
     name = "factor"
@@ -87,7 +88,7 @@ class Factor(LayerRewrite):
 
 
 class _Plan(NamedTuple):
-    """Sides that are decided together, and their chains multiplied out."""
+    """Sides that are decided together, and the products of their chains."""
 
     name: str
     sides: tuple[Side, ...]
@@ -159,26 +160,21 @@ def fold(
     where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record says for each
     side what was kept, with both counts. Sides that share a map are decided together.
 
-    Args:
-        weights: the layer.
-        sides: whose chains to look at; "qk" only if named, and before "q" and "k".
-        keep: the cheaper of the two writings (the product if they cost the same), or the one named
-            whatever it costs.
-        by: the cost that decides: the parameters; the FLOPs of self-attention over `tokens` tokens, their
-            pairs included; or the bytes of the parameters and of a cache of `tokens` tokens.
-        tokens: length of the sequence, for the last two.
-        number_bytes: size of a parameter where the weights are kept, for the last; that of their dtype if
-            None.
-
-    Returns:
-        A writing of the same function; the weights given, if every side stays as it is.
-
-    Raises:
-        RewriteRefusedError: something is between the maps (a norm between values and output) or, for "qk",
-            between queries and keys.
-        ValueError: tokens < 1.
+    `keep` names the writing whatever it costs, or takes the cheaper, by `by`: the parameters; the FLOPs of
+    self-attention over `tokens` tokens, their pairs included; or the bytes of the parameters (`number_bytes`
+    each, that of their dtype if None) and of a cache of `tokens` tokens.
     """
-    _require_choices(sides, keep, by)
+    # A string is a sequence of sides, too: "qk" would be q and k.
+    named_sides = [
+        ("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)
+    ]
+    for what, value, known in (
+        *named_sides,
+        ("keep", keep, get_args(Keep)),
+        ("by", by, get_args(FoldingCost)),
+    ):
+        if value not in known or (what == "sides" and isinstance(sides, str)):
+            raise ValueError(f"{what} is {value!r}: choose from {', '.join(known)}")
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}: it must be at least 1")
     price, result = _Price(by, tokens, number_bytes or weights.dtype.itemsize), weights
@@ -209,15 +205,6 @@ def fold(
         choice="; ".join(choices),
         notes=tuple(notes),
     )
-
-
-def _require_choices(sides: Sequence[str], keep: str, by: str) -> None:
-    """Refuse what is not one of the choices."""
-    # A string is a sequence of sides, too: "qk" would be q and k.
-    named = [("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)]
-    for what, value, known in (*named, ("keep", keep, get_args(Keep)), ("by", by, get_args(FoldingCost))):
-        if value not in known or (what == "sides" and isinstance(sides, str)):
-            raise ValueError(f"{what} is {value!r}: choose from {', '.join(known)}")
 
 
 def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
@@ -255,7 +242,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
             if len(chain) < 2 or not any(link.learned for link in chain):
                 continue
             require_nothing_between("fold", member, chain[:-1], f"leave {member} out of the sides")
-            of_chain.setdefault(chain, (_product(chain),))
+            of_chain.setdefault(chain, (reduce(Link.then, chain),))
             chains[member] = of_chain[chain]
         if not chains:
             continue
@@ -273,13 +260,6 @@ def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
     while more := {other for one in found for other in sharing_sides(weights, one)} - found:
         found |= more
     return tuple(one for one in SIDES if one in found)
-
-
-def _product(chain: Chain) -> Link:
-    whole = chain[0]
-    for link in chain[1:]:
-        whole = whole.then(link)
-    return whole
 
 
 def factor(
@@ -350,7 +330,7 @@ def expand(weights: AttentionWeights) -> Rewritten:
 
     Tied chains become separate ones, and fixed slices learned maps, of the very same numbers. Where
     chains share only their first map (latent), or heads weigh one map's channels (collaborative),
-    they are multiplied out: no writing has a copy of such a map for each reader.
+    their product is taken: no writing has a copy of such a map for each reader.
     """
     mixing = any(link.diagonal for side in ("q", "k") for link in weights.chain(side))
     chains: dict[Side, Chain] = {}

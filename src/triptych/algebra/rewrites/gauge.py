@@ -28,12 +28,12 @@ from triptych.algebra.rewrites.channels import (
 )
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, require_last_map
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import APART, Layer, LayerRewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, Layer, Rewrite, still_tied
 from triptych.algebra.weights import AttentionWeights
 
 
 @final
-class GaugeFix(LayerRewrite):
+class GaugeFix(Rewrite):
     """Bring heads into their canonical basis, which does not depend on how a head was written."""
 
     name = "gauge_fix"

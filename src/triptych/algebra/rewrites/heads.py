@@ -9,19 +9,15 @@ from pydantic import Field
 from torch import Tensor
 
 from triptych.algebra.rewrites.channels import NAMES, one_map
-from triptych.algebra.rewrites.legality import (
-    HEADS_ALIKE,
-    require_nothing_between,
-    unchanged,
-)
+from triptych.algebra.rewrites.legality import HEADS_ALIKE, require_nothing_between, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import Layer, Rewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
 
 @final
-class SortHeads(LayerRewrite):
+class SortHeads(Rewrite):
     """Sort heads by the size of W_OV, groups with theirs."""
 
     name = "sort_heads"
@@ -43,7 +39,7 @@ class SortHeads(LayerRewrite):
 
 
 @final
-class PermuteHeads(LayerRewrite):
+class PermuteHeads(Rewrite):
     """Put heads in another order; key-value heads move with the queries that read them."""
 
     name = "permute_heads"
@@ -60,7 +56,7 @@ class PermuteHeads(LayerRewrite):
 
 
 @final
-class RepeatKVHeads(LayerRewrite):
+class RepeatKVHeads(Rewrite):
     """Repeat key-value heads."""
 
     name = "repeat_kv_heads"

@@ -31,7 +31,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.metric import gram_root
 from triptych.algebra.rewrites.moves import move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import Layer, Rewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
@@ -40,7 +40,7 @@ NORM_EPS, NORM_ERROR = 1e-6, 2.0**-30
 
 
 @final
-class ToLatent(LayerRewrite):
+class ToLatent(Rewrite):
     """Make keys and values of all heads from one latent."""
 
     name = "to_latent"

@@ -27,7 +27,7 @@ class Need:
 
     Attributes:
         against: the traits, each with the reason that a refusal gives.
-        of: what the need is for, where a rewrite may be asked for less ("W_QK").
+        of: what the need is for, where the options of a rewrite may need less ("W_QK").
     """
 
     against: Mapping[str, str]
@@ -80,8 +80,7 @@ TRAITS: dict[str, Trait] = {
     "sinks": _part("sinks", "sinks"),
     "gate": _part("gates", "gate"),
     "channel_gate": Trait(
-        "gates of channels",
-        lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels,
+        "gates of channels", lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels
     ),
     "dropout": Trait("attention dropout", lambda weights: weights.semantics.dropout > 0),
     "no_rotary": Trait("other than rotary positions", lambda weights: weights.semantics.rotary is None),
@@ -275,7 +274,7 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
 
 
 def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
-    """Refuse to carry anything out of a chain through what stands after one of its maps."""
+    """Refuse to carry anything out of a chain through a norm after one of its maps."""
     for place, link in enumerate(chain, start=1):
         if link.norm is not None:
             raise RewriteRefusedError(name, f"a norm stands after map {place} of {side}", advice)

@@ -31,19 +31,18 @@ from triptych.algebra.rewrites.legality import (
 )
 from triptych.algebra.rewrites.moves import Move, bias_row, move, size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, LayerRewrite
-from triptych.algebra.rewrites.rotary_pairs import (
-    merge_rotary_pairs,
-    require_rotary,
-)
+from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, Rewrite
+from triptych.algebra.rewrites.rotary_pairs import merge_rotary_pairs, require_rotary
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
+
+_NAME = "merge_kv_heads"
 
 
 @final
-class MergeKVHeads(LayerRewrite):
+class MergeKVHeads(Rewrite):
     """Merge key-value heads, so that several query heads read one; rotary ones pair by pair."""
 
-    name = "merge_kv_heads"
+    name = _NAME
     tier = "bounded unless they are equal"
     requires = (CHANNELS_OR_PAIRS, CHANNELS_FREE["ov"])
     besides = f"the number does not divide; {BETWEEN}"
@@ -57,9 +56,7 @@ class MergeKVHeads(LayerRewrite):
     )
 
     def apply(self, layer: Layer) -> Rewritten:
-        rotary = layer.weights.semantics.rotary is not None
-        merge = merge_rotary_kv_heads if rotary else merge_kv_heads
-        return merge(layer.weights, self.num_kv_heads, bounded=self.bounded)
+        return merge_kv_heads(layer.weights, self.num_kv_heads, bounded=self.bounded)
 
 
 def merge_kv_heads(
@@ -73,51 +70,36 @@ def merge_kv_heads(
         C = [W_K,1 R_1ᵀ … W_K,n R_nᵀ] = B S Vᵀ   (W_Q,i = Q_i R_i)
         W_K = B S^½   W_Q,i = W_Q,i W_K,iᵀ B S^-½
 
-    and likewise for W_V. Nothing moves if the heads of a group are equal up to gauge; else the forms
+    and the same for W_V. Nothing moves if the heads of a group are equal up to gauge; else the forms
     of a group move by √Σ_{i>d_k} S_i², the least there is.
 
-    Biases: those of queries go along, as one more row of the form; those of keys are left out, where
-    the softmax is blind to them; those of values become one a group, or go into that of the output.
+    Query biases go along, as one more row of the form. Key biases are left out where the softmax is blind
+    to them. Value biases become one a group, or go into the output bias.
+    W_QK of rotary heads is merged pair by pair (`merge_rotary_pairs`).
     """
-    return _merge("merge_kv_heads", weights, num_kv_heads, False, bounded, tolerance)
-
-
-def merge_rotary_kv_heads(
-    weights: AttentionWeights,
-    num_kv_heads: int,
-    *,
-    bounded: bool = False,
-    tolerance: float = 1e-9,
-) -> Rewritten:
-    """Let consecutive query heads read one key-value head, where queries and keys are turned by positions."""
-    return _merge("merge_rotary_kv_heads", weights, num_kv_heads, True, bounded, tolerance)
-
-
-def _merge(
-    name: str, weights: AttentionWeights, num_kv_heads: int, pairs: bool, bounded: bool, tolerance: float
-) -> Rewritten:
-    if pairs:
-        require_rotary(name, weights)
-    _require_shared_out(name, weights, num_kv_heads)
+    pairs = weights.semantics.rotary is not None
+    _require_shared_out(weights, num_kv_heads)
     present = max(weights.num_key_heads, weights.num_value_heads)
     if num_kv_heads == present:
-        return unchanged(name, weights, f"there are {present} key-value heads")
+        return unchanged(_NAME, weights, f"there are {present} key-value heads")
     for side in SIDES:
-        require_nothing_between(name, side, weights.chain(side)[:-1])
+        require_nothing_between(_NAME, side, weights.chain(side)[:-1])
     notes: list[str] = []
     plain, heads = in_working_precision(weights), weights.num_heads
     q, k, v, o = (one_map(plain, side, notes) for side in SIDES)
     plain = replace(plain, q=(q.of_heads(heads),), k=(k,), v=(v,), o=(o.of_heads(heads),))
     several = bool(notes)
     mixed = [form for form in FORMS if not _can_drop(plain.chain(_common_side(form))[0], num_kv_heads)]
+    if pairs and "qk" in mixed:
+        require_rotary(_NAME, plain)
     needs = {form: ROTARY_PAIRS_MEET if pairs and form == "qk" else CHANNELS_FREE[form] for form in mixed}
     for form, need in needs.items():
-        need.require(name, plain, about=f"{form}: the maps of {NAMES[_common_side(form)]} differ, and ")
+        need.require(_NAME, plain, about=f"{form}: the maps of {NAMES[_common_side(form)]} differ, and ")
     if "qk" in mixed:
         # The key bias of rotary heads turns with its pair.
-        plain = plain if pairs else _without_key_bias(name, plain, notes)
+        plain = plain if pairs else _without_key_bias(plain, notes)
     else:
-        plain = _with_norms_of_groups(name, plain, num_kv_heads)
+        plain = _with_norms_of_groups(plain, num_kv_heads)
     attempt = _merged(plain, num_kv_heads, mixed, pairs)
     row = bias_row(plain, "ov")
     lost = (row - bias_row(attempt, "ov")).norm(dim=-1)
@@ -127,7 +109,7 @@ def _merge(
         except RewriteRefusedError as error:
             if not bounded:
                 reason = "the value biases of a group cannot be one"
-                raise RewriteRefusedError(name, f"ov: {reason}, and {error.reason}") from None
+                raise RewriteRefusedError(_NAME, f"ov: {reason}, and {error.reason}") from None
         else:
             notes.append("the value biases of a group cannot be one: they went into that of the output")
             attempt = _merged(plain, num_kv_heads, mixed, pairs)
@@ -135,10 +117,10 @@ def _merge(
     sizes = {form: size(plain, form) for form in mixed}
     differing = _worst_group(moves, sizes, num_kv_heads, tolerance)
     if differing and not bounded:
-        raise RewriteRefusedError(name, differing, "bounded=True merges them to the nearest")
+        raise RewriteRefusedError(_NAME, differing, "bounded=True merges them to the nearest")
     exact: Tier = "rounding-exact" if mixed or several else "bit-exact"
     return rewritten(
-        name,
+        _NAME,
         "bounded" if differing else exact,
         weights,
         attempt.to(weights.dtype),
@@ -153,27 +135,25 @@ def _merge(
     )
 
 
-def _require_shared_out(name: str, weights: AttentionWeights, num_kv_heads: int) -> None:
+def _require_shared_out(weights: AttentionWeights, num_kv_heads: int) -> None:
     heads = weights.num_heads
-    require_whole_number(name, "num_kv_heads", num_kv_heads)
+    require_whole_number(_NAME, "num_kv_heads", num_kv_heads)
     if num_kv_heads < 1 or heads % num_kv_heads:
         reason = f"{num_kv_heads} key-value heads cannot serve {heads} heads: the number must divide {heads}"
-        raise RewriteRefusedError(name, reason)
+        raise RewriteRefusedError(_NAME, reason)
     for side in SIDES:
         if not weights.chain(side):
             raise RewriteRefusedError(
-                name,
-                f"no map makes {NAMES[side]}: the form is one matrix a head",
-                "factor it first",
+                _NAME, f"no map makes {NAMES[side]}: the form is one matrix a head", "factor it first"
             )
     for present in (weights.num_key_heads, weights.num_value_heads):
         if present % num_kv_heads and num_kv_heads % present:
             reason = f"the present {present} cannot be shared out among {num_kv_heads} key-value heads"
-            raise RewriteRefusedError(name, reason)
+            raise RewriteRefusedError(_NAME, reason)
     most = max(weights.num_key_heads, weights.num_value_heads)
     if most < num_kv_heads:
         reason = f"there are {most} key-value heads, fewer than {num_kv_heads}"
-        raise RewriteRefusedError(name, reason, "repeat_kv_heads gives every head its own")
+        raise RewriteRefusedError(_NAME, reason, "repeat_kv_heads gives every head its own")
 
 
 def _common_side(form: Form) -> Literal["k", "v"]:
@@ -201,7 +181,7 @@ def _can_drop(link: Link, groups: int) -> bool:
     )
 
 
-def _with_norms_of_groups(name: str, plain: AttentionWeights, groups: int) -> AttentionWeights:
+def _with_norms_of_groups(plain: AttentionWeights, groups: int) -> AttentionWeights:
     """The layer with one norm of the keys for each group, where key heads have norms of their own."""
     norm = plain.semantics.k_norm
     if norm is None:
@@ -210,20 +190,20 @@ def _with_norms_of_groups(name: str, plain: AttentionWeights, groups: int) -> At
     def first(own: Tensor) -> Tensor:
         link = Link(own).of_heads(max(plain.k[0].copies, len(own)))
         if not _can_drop(link, groups):
-            raise RewriteRefusedError(name, "qk: the keys of a group are normalised with other numbers")
+            raise RewriteRefusedError(_NAME, "qk: the keys of a group are normalised with other numbers")
         return _first_of_groups(link, groups).weight
 
     norm = norm.with_own(plain.k[0].d_out, first)
     return replace(plain, semantics=replace(plain.semantics, k_norm=norm))
 
 
-def _without_key_bias(name: str, plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
+def _without_key_bias(plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
     """Channels that are mixed carry no key bias: it must be one that the softmax is blind to, or zero."""
     bias = plain.k[0].bias
     if bias is None:
         return plain
     if bool(bias.any()):
-        KEY_BIAS_BLIND.require(name, plain, about="qk: the key biases of a group cannot be one, and ")
+        KEY_BIAS_BLIND.require(_NAME, plain, about="qk: the key biases of a group cannot be one, and ")
         notes.append("the key bias was left out: the softmax is blind to it")
     return replace(plain, k=(replace(plain.k[0], bias=None),))
 
@@ -243,7 +223,7 @@ def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], pairs: 
 
 
 def _merged_qk(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """Rows of the own factors are those of all queries that read one of the present key heads."""
+    """The rows of an own factor are all queries that read one of the present key heads."""
     (q,), (k,) = plain.q, plain.k
     members = k.copies // groups
     own = q.weight.reshape(groups, members, -1, q.d_out)

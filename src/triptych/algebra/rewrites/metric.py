@@ -27,7 +27,7 @@ from triptych.algebra.weights import AttentionWeights, Side
 PRIOR = 1e-12
 
 
-class Change(NamedTuple):
+class ChannelChange(NamedTuple):
     """What becomes of the channels of a form at some ranks, and what every head loses by it."""
 
     own: Float[Tensor, "copies r width"]  # takes channels of queries (of the output) to the new ones
@@ -61,7 +61,7 @@ class Metric(ABC):
         """What each direction of every group carries, descending: what ranks are shared out by."""
 
     @abstractmethod
-    def change(self, ranks: Sequence[int]) -> Change:
+    def change(self, ranks: Sequence[int]) -> ChannelChange:
         """The change that loses least, at a rank of each group."""
 
 
@@ -113,7 +113,7 @@ class FormMetric(Metric):
     def energies(self) -> Float[Tensor, "groups k"]:
         return self._basis().S.square()
 
-    def change(self, ranks: Sequence[int]) -> Change:
+    def change(self, ranks: Sequence[int]) -> ChannelChange:
         weights, basis = self.weights, self._basis().of_widths(ranks)
         members = weights.num_heads // self.num_groups
         common, own = (_whole_where_full(part[:, 0], ranks) for part in (basis.common, basis.own))
@@ -128,7 +128,7 @@ class FormMetric(Metric):
         output = None
         if self.form == "ov" and self.centred and self.moments is not None:
             output = (self.moments.mixed_mean[:, None, :] @ missing @ weights.W_O).sum(dim=(0, 1))
-        return Change(own, common, lost, whole, output=output)
+        return ChannelChange(own, common, lost, whole, output=output)
 
     def num_needed(self) -> int:
         """The rank that the forms have."""

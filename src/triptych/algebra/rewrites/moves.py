@@ -86,9 +86,9 @@ def rotary_pair_forms(
 ) -> RotaryPairForms:
     """The forms that turn, and the one that does not, of the maps of every head."""
     stays = unturned(rotation, q.shape[-1])
-    doubled = []
+    doubled, longer = [], 1.0 if rotation.long is None else max(1.0, rotation.long.times)
     for maps in (q, k):
-        a, b = (rotation.largest_factor * maps[..., channels].mT[..., None] for channels in rotation.pairs)
+        a, b = (rotation.factor * longer * maps[..., channels].mT[..., None] for channels in rotation.pairs)
         doubled.append(torch.cat([torch.cat([a, b], dim=-1), torch.cat([b, -a], dim=-1)], dim=-2))
     fixed = BilinearForm(q[..., stays], k[..., stays]) if stays else None
     return RotaryPairForms(BilinearForm(doubled[0], doubled[1]), fixed)

@@ -16,14 +16,14 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import Layer, OtherReaders, Rewrite
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
 _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 
 @final
-class FoldNorm(LayerRewrite):
+class FoldNorm(Rewrite):
     """Fold the norm's weight and bias into the maps that read it, also of a parallel MLP.
 
     The weights of norms of latents go into the maps from the latents to the heads.
@@ -51,6 +51,9 @@ class FoldOtherNorms(Rewrite):
     )
     place = 2
     why_here = "norms are folded together, while all maps that read them are as they were"
+
+    def apply(self, layer: Layer) -> None:
+        """Nothing: `rewriting/other_norms.py` folds these norms, tensor by tensor."""
 
 
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:
@@ -169,7 +172,7 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
 
 
 def _require_before(name: str, place: str) -> None:
-    """Refuse norms that stand elsewhere than before what reads them alone."""
+    """Refuse norms that are not directly before their only readers."""
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
     if place == "sandwich":

@@ -13,10 +13,7 @@ from torch import Tensor
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import in_working_precision
-from triptych.algebra.rewrites.heads import (
-    taken,
-    with_heads,
-)
+from triptych.algebra.rewrites.heads import taken, with_heads
 from triptych.algebra.rewrites.legality import (
     HEADS_ALIKE,
     require_nothing_between,
@@ -26,7 +23,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.metric import require_moments_of
 from triptych.algebra.rewrites.moves import Move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import Layer, Rewrite
 from triptych.algebra.weights import AttentionWeights, Link
 
 # What is left of ‖W_OV‖ where a norm makes the values.
@@ -34,7 +31,7 @@ _NORMED = "√(d_v / d_model) ‖W_O‖"
 
 
 @final
-class PruneHeads(LayerRewrite):
+class PruneHeads(Rewrite):
     """Remove heads: the given ones, the ones that do least, or dead ones."""
 
     name = "prune_heads"
@@ -77,19 +74,16 @@ class PruneHeads(LayerRewrite):
         if self.number is not None and self.on_text:
             importance = measure_importance(weights, layer.moments)
         if self.by_loss:
-            importance = importance.new_tensor(self._losses_of(layer))
+            losses = self.losses.get(layer.name, ())
+            if len(losses) < weights.num_heads:
+                raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
+            importance = importance.new_tensor(losses)
         gone = self._chosen(weights.num_heads, importance)
         bounded = self.heads is not None or self.number is not None
         done = prune_heads(weights, gone, bounded=bounded, does=does)
         stay = done.weights.num_heads == weights.num_heads
         kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
         return done.with_kept(kept)
-
-    def _losses_of(self, layer: Layer) -> tuple[float, ...]:
-        found = self.losses.get(layer.name, ())
-        if len(found) < layer.weights.num_heads:
-            raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
-        return found
 
     def _chosen(self, heads: int, does: Tensor) -> list[int]:
         if self.heads is not None:
@@ -103,11 +97,7 @@ class PruneHeads(LayerRewrite):
 
 
 def prune_heads(
-    weights: AttentionWeights,
-    heads: Sequence[int],
-    *,
-    bounded: bool = False,
-    does: Move | None = None,
+    weights: AttentionWeights, heads: Sequence[int], *, bounded: bool = False, does: Move | None = None
 ) -> Rewritten:
     """Leave heads out. The widths of the others stay.
 
@@ -143,7 +133,9 @@ def prune_heads(
     norms = (weights.semantics.q_norm, weights.semantics.k_norm)
     if any(norm is not None and norm.over == "all heads" for norm in norms):
         notes = ("a norm reads the queries or keys of all heads: those left out stay, and their output is 0",)
-        result = replace(weights, o=(*weights.o[:-1], _silenced(weights, heads)))
+        last = weights.o[-1].of_heads(weights.num_heads)
+        weight = last.weight.index_fill(0, torch.tensor([*heads], device=last.weight.device), 0.0)
+        result = replace(weights, o=(*weights.o[:-1], replace(last, weight=weight, learned=True)))
     else:
         result = with_heads(weights, kept, select)
     return rewritten(
@@ -161,14 +153,6 @@ def prune_heads(
         else (*notes, f"values are normalised: bound by {_NORMED}"),
         bound=float(lost.whole.max()) if active else 0.0,
     )
-
-
-def _silenced(weights: AttentionWeights, heads: Sequence[int]) -> Link:
-    """The last output map, with zeros for some heads."""
-    last = weights.o[-1].of_heads(weights.num_heads)
-    weight = last.weight.clone()
-    weight[list(heads)] = 0.0
-    return replace(last, weight=weight, learned=True)
 
 
 def _does_something(heads: Sequence[int], lost: Move, measure: str) -> RewriteRefusedError:

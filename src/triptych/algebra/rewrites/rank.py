@@ -20,7 +20,7 @@ from triptych.algebra.rewrites.legality import (
     require_one_each,
     with_chains,
 )
-from triptych.algebra.rewrites.metric import PRIOR, Change, FormMetric, Metric, require_moments_of
+from triptych.algebra.rewrites.metric import PRIOR, ChannelChange, FormMetric, Metric, require_moments_of
 from triptych.algebra.rewrites.moves import bias_row, move, size
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rotary_maps import RotaryMaps
@@ -177,7 +177,9 @@ def _without_fixed_widths(
     return replace(weights, o=(one_map(weights, "o", notes),))
 
 
-def _with_value_bias_outside(weights: AttentionWeights, change: Change, notes: list[str]) -> AttentionWeights:
+def _with_value_bias_outside(
+    weights: AttentionWeights, change: ChannelChange, notes: list[str]
+) -> AttentionWeights:
     """The layer with its value bias in that of the output, if the channels that are left cannot carry it."""
     row = bias_row(weights, "ov")
     lost = (row - bias_row(_changed(weights, "ov", change, []), "ov")).norm(dim=-1)
@@ -192,7 +194,9 @@ def _with_value_bias_outside(weights: AttentionWeights, change: Change, notes: l
     return folded
 
 
-def _changed(weights: AttentionWeights, form: Form, change: Change, notes: list[str]) -> AttentionWeights:
+def _changed(
+    weights: AttentionWeights, form: Form, change: ChannelChange, notes: list[str]
+) -> AttentionWeights:
     """The layer with the channels of a form changed."""
     own = ("q", "o")
     new = with_chains(

@@ -57,7 +57,7 @@ class Rewrite(BaseModel, ABC):
         requires: what it needs of a layer, or of one that its options name.
         besides: where else it is refused, in words: what its options or other layers decide.
         place: rewrites are done in this order.
-        why_here: why those of a later place cannot come before it.
+        why_here: why rewrites of a later place cannot come before it.
         resizes: whether tensors may come out with other shapes.
     """
 
@@ -98,17 +98,13 @@ class Rewrite(BaseModel, ABC):
         """The rewrite with what only all layers together can tell."""
         return self
 
+    @abstractmethod
+    def apply(self, layer: Layer) -> Rewritten | None:
+        """Rewrite one layer; None if the rewrite is of nothing in an attention layer."""
+
     def options(self) -> dict[str, Any]:
         """Name and options as JSON has them, to be read by `registry.read_rewrite`."""
         return {"rewrite": self.name, **self.model_dump(mode="json", exclude_none=True)}
-
-
-class LayerRewrite(Rewrite, ABC):
-    """A rewrite of attention layers."""
-
-    @abstractmethod
-    def apply(self, layer: Layer) -> Rewritten:
-        """Rewrite one layer."""
 
 
 APART = "shared maps would come apart"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
-from triptych.algebra.rewrites.metric import PRIOR, Change, Metric, Said, side_moments
+from triptych.algebra.rewrites.metric import PRIOR, ChannelChange, Metric, Said, side_moments
 from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, mean_turn
 
 _Turned = Literal["q", "k"]
@@ -50,12 +50,12 @@ class RotaryMaps(Metric):
         scores = _Scores.of(self.heads, PRIOR)
         return scores.best("k", scores.identity).energies[:, 0]
 
-    def change(self, ranks: Sequence[int]) -> Change:
+    def change(self, ranks: Sequence[int]) -> ChannelChange:
         maps = _fitted(_Scores.of(self.heads, PRIOR), self.heads.rotation, ranks)
         true = _Scores.of(self.heads, 0.0)
         q, k = maps.q.flatten(0, 1), maps.k.flatten(0, 1)
         lost, whole = true.error(maps).flatten(), true.mean_square().flatten()
-        return Change(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
+        return ChannelChange(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
 
 
 class _Maps(NamedTuple):
@@ -120,7 +120,7 @@ class _Scores:
         return _Maps(*(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k)))
 
     def best(self, side: _Turned, maps: _Maps) -> _Best:
-        """What maps of a side lose least, with those of the other side as they are now.
+        """The maps of a side that lose least, for the present maps of the other side.
 
         The error is E‖(y X − ŷ) A^½‖² and a constant, with A what is seen of the other side's new moments
         and y X the best ŷ of full rank.

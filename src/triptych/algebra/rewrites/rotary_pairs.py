@@ -18,7 +18,7 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import joint_basis
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET, require_nothing_between
-from triptych.algebra.rewrites.metric import Change, Metric, Said, side_moments
+from triptych.algebra.rewrites.metric import ChannelChange, Metric, Said, side_moments
 from triptych.algebra.rewrites.moves import unturned, with_row
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, Side
@@ -56,7 +56,7 @@ class RotaryPairs(Metric):
     def energies(self) -> Float[Tensor, "groups pairs"]:
         return self._of_groups(pair_scores(self.heads)).sort(dim=-1, descending=True).values
 
-    def change(self, ranks: Sequence[int]) -> Change:
+    def change(self, ranks: Sequence[int]) -> ChannelChange:
         scores, weights = pair_scores(self.heads), self.heads.weights
         places = self._of_groups(scores).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         left_out = places >= torch.tensor(ranks, device=places.device)[:, None]
@@ -67,7 +67,7 @@ class RotaryPairs(Metric):
         of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
         lost = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads)
         only = torch.diag_embed(channels)
-        return Change(only, only, lost, scores.sum(dim=(-2, -1)))
+        return ChannelChange(only, only, lost, scores.sum(dim=(-2, -1)))
 
     def _of_groups(self, scores: Float[Tensor, "heads pairs pairs"]) -> Float[Tensor, "groups pairs"]:
         of_heads = scores.diagonal(dim1=-2, dim2=-1)
@@ -127,7 +127,7 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
     stacked = (weight.sqrt()[..., None] * v).permute(0, 2, 3, 1)
     top = torch.linalg.svd(stacked, full_matrices=False).U[..., 0]  # [groups, pairs, rows]
     c = torch.einsum("gfd,gmfd->gmf", top.conj(), v)
-    # As long as the keys it stands for, and turned as the first of them.
+    # As long as the keys that it replaces, and turned as the first of them.
     total = weight.sum(dim=1)
     length = ((weight * c.abs().square()).sum(dim=1) / torch.where(total > 0, total, 1.0)).sqrt()
     unit = torch.where(length > 0, length, 1.0) * torch.exp(1j * c[:, 0].angle())

@@ -12,7 +12,7 @@ from triptych.algebra.rewrites.channels import Form
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, CHANNELS_OR_PAIRS
 from triptych.algebra.rewrites.rank import Rotary, measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
-from triptych.algebra.rewrites.rewrite import Layer, LayerRewrite
+from triptych.algebra.rewrites.rewrite import Layer, Rewrite
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
@@ -22,7 +22,7 @@ _SHARE_ROUNDING = 1e-10
 
 
 @final
-class Truncate(LayerRewrite):
+class Truncate(Rewrite):
     """Lower the rank of W_QK and W_OV; of rotary heads, the rank of W_Q and W_K before the rotation.
 
     Attributes:
@@ -59,13 +59,6 @@ class Truncate(LayerRewrite):
         if isinstance(share, int | float) and not 0 < share <= 1:
             raise ValueError(f"it is a share above 0 and up to 1, such as 0.5, and not {share:g}")
         return share
-
-    @field_validator("rotary", mode="before")
-    @classmethod
-    def _no_old_name(cls, given: object) -> object:
-        if given == "planes":
-            raise ValueError('"planes" is now "pairs"')
-        return given
 
     @model_validator(mode="after")
     def _one_way(self) -> "Truncate":
