@@ -58,7 +58,7 @@ _SENTENCE = 32
 # (docs/contributing/log/).
 _PASSES_FORWARD, _PASSES_BACKWARD, _PASSES_OF_LOGITS = 12, 18, 27
 _PASSES_OF_PARAMETERS, _PASSES_OF_EXCHANGE = 36, 30
-Quantity = float  # bytes or operations; on the command line with a unit
+Quantity = int | float  # bytes or operations; on the command line with a unit
 
 
 @final
