@@ -2,16 +2,17 @@
 
 import errno
 import hashlib
+import json
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from triptych.errors import UsageError
 
@@ -169,6 +170,11 @@ def move_files(source: Path, target: Path, last: str) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write text with `write_atomically`, in UTF-8. Halves of surrogate pairs become escapes."""
     write_bytes(path, text.encode(errors="backslashreplace"))
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON with `write_text`."""
+    write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -5,7 +5,6 @@
 `tokenizer.json`, which `AutoTokenizer` reads, and a separate target tokenizer in a subfolder.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from tokenizers import processors
 
 from triptych.errors import DataError, UsageError
+from triptych.files import write_json
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_json, read_limited, validated
 from triptych.text import (
     SentencePieceRecord,
@@ -206,7 +206,7 @@ def _write_fast(tokenizer: SentenceTokenizer, max_tokens: int, folder: Path) -> 
         single=f"$A {eos}", pair=f"$A {eos} $B {eos}", special_tokens=[(eos, tokenizer.eos_id)]
     )
     (folder / "tokenizer.json").write_text(inner.to_str(pretty=True), encoding="utf-8")
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -239,7 +239,7 @@ def _write_sentencepieces(
         _write_vocab(target, folder / "target_vocab.json")
     for record, name in ((source, "source.spm"), (target, "target.spm")):
         (folder / name).write_bytes(record.model)
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "MarianTokenizer",
@@ -252,8 +252,4 @@ def _write_sentencepieces(
 
 
 def _write_vocab(record: SentencePieceRecord, path: Path) -> None:
-    _write_json(path, {piece: token for token, piece in enumerate(record.vocab)})
-
-
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, {piece: token for token, piece in enumerate(record.vocab)})

@@ -4,7 +4,6 @@ A run that went on with a checkpoint keeps the format of its family. A model of 
 format that holds it (`formats`).
 """
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from triptych.converting.checks import (
 from triptych.converting.plain import plain_model
 from triptych.errors import DataError
 from triptych.extras import is_installed
-from triptych.files import write_text
+from triptych.files import write_json, write_text
 from triptych.models import LanguageModel
 from triptych.models.storage import write_weights
 from triptych.opening import OpenedModel
@@ -55,7 +54,7 @@ def write_translator(run: OpenedModel, folder: Path) -> Written:
     made = formats.translator(plain, run.tokenizers, run.decoding.max_extra_tokens)
     architecture = str(made.settings["model_type"])
     _write(folder, made.settings, made.tensors)
-    _write_json(folder / "generation_config.json", _generation(made.settings, run))
+    write_json(folder / "generation_config.json", _generation(made.settings, run))
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
     write_text(folder / "README.md", _readme(run, architecture))
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
@@ -84,14 +83,10 @@ def write_language_model(opened: OpenedModel, folder: Path) -> Written:
 
 
 def _write(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    _write_json(folder / "config.json", settings)
+    write_json(folder / "config.json", settings)
     write_weights(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
     )
-
-
-def _write_json(path: Path, record: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from triptych import user_code
 from triptych.errors import DataError, first_line
-from triptych.files import write_bytes, write_text
+from triptych.files import write_bytes, write_json
 from triptych.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
@@ -81,7 +81,7 @@ def write_config(model: OwnModel, folder: Path) -> None:
     record |= {"dtype": str(table.dtype).removeprefix("torch."), "model": config}
     if code := user_code.digests(config):
         record["code"] = code
-    write_text(folder / "config.json", json.dumps(record, indent=2) + "\n")
+    write_json(folder / "config.json", record)
 
 
 def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:

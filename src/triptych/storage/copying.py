@@ -5,7 +5,6 @@ a full disk or a killed process, the target does not exist.
 """
 
 import fnmatch
-import json
 import os
 import shutil
 import sys
@@ -17,7 +16,7 @@ from types import TracebackType
 from typing import Any, final
 
 from triptych.errors import DataError, UsageError
-from triptych.files import NewFolder, leads_to
+from triptych.files import NewFolder, leads_to, write_json
 from triptych.storage.shards import OnWritten, Replacement, TensorHash, copy_shard
 from triptych.storage.tensors import (
     PICKLED,
@@ -102,7 +101,7 @@ class FolderCopy:
                 record = read_json(self._source / name)
                 for path, value in settings.items():
                     set_entry(record, path, value)
-                place.write_bytes(_as_json(record))
+                write_json(place, record)
             else:
                 shutil.copyfile(self._source / name, place)
 
@@ -136,7 +135,7 @@ class FolderCopy:
                 metadata["total_size"] = sum(n * infos[name].dtype.itemsize for name, n in numbers.items())
             if "total_parameters" in metadata:
                 metadata["total_parameters"] = sum(numbers.values())
-        (self.folder / layout.weights).write_bytes(_as_json(record))
+        write_json(self.folder / layout.weights, record)
 
 
 def require_own(folder: Path, path: Path) -> None:
@@ -247,7 +246,3 @@ def set_entry(record: dict[str, Any], path: str, value: Any) -> None:
     for name in above:
         record = record.setdefault(name, {})
     record[last] = value
-
-
-def _as_json(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()

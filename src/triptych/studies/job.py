@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from triptych import user_code
 from triptych.decoding import evaluate_translations
 from triptych.errors import DataError
-from triptych.files import write_text
+from triptych.files import write_json
 from triptych.inspection.checkpoint import inspect
 from triptych.models import EncoderDecoder
 from triptych.models.storage import read_own_model
@@ -124,7 +124,7 @@ def _rewrite(job: Job, of: TrainedRun) -> int:
 
 
 def _write(job: Job, result: Result) -> int:
-    write_text(job.result, json.dumps(asdict(result), indent=2) + "\n")
+    write_json(job.result, asdict(result))
     return 0
 
 

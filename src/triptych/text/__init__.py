@@ -1,11 +1,11 @@
 """Text on its way to a model and back.
 
-Parallel corpora are read from files, Hugging Face datasets or the corpus that the package generates;
-byte-level tokenizers are trained and turn sentences into ids without loss; the ids of a corpus are kept in
-compact arrays, cached on disk, and dealt out in batches of like length within a budget of tokens.
+Parallel corpora are read from files, Hugging Face datasets or the corpus that the package generates.
+Byte-level tokenizers are trained and turn sentences into ids without loss. The ids of a corpus are compact
+arrays, cached on disk. Batches hold pairs of similar length within a budget of tokens.
 
-For language models, documents become tokens in memory-mapped shards, and these rows of one length; tokenizers
-are trained, or read from others' checkpoints.
+For language models, documents become tokens in memory-mapped shards, and shards become rows of one length.
+Tokenizers are trained, or read from others' checkpoints. Start with `tokenizers.py` (`Tokenizer`).
 """
 
 from triptych.text.batches import Batch, TokenBatches

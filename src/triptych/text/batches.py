@@ -1,4 +1,4 @@
-"""Batches of sentence pairs of like length, cut to a budget of tokens."""
+"""Batches of sentence pairs of similar length, within a budget of tokens."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ class Batch:
 
     src: Int[Tensor, "batch src_len"]  # source ids, then `<eos>`
     tgt_in: Int[Tensor, "batch tgt_len"]  # `<bos>`, then target ids: what the decoder reads
-    tgt_out: Int[Tensor, "batch tgt_len"]  # target ids, then `<eos>`: what it should say at each place
+    tgt_out: Int[Tensor, "batch tgt_len"]  # target ids, then `<eos>`: what it should predict
     line_numbers: tuple[int, ...]  # 1-based line of each pair where it was read
     num_target_tokens: int  # entries of `tgt_out` that are not padding
 
@@ -37,7 +37,7 @@ class Batch:
 
 @final
 class TokenBatches:
-    """Deals a corpus out in batches whose padded size on each side stays within a budget."""
+    """Cuts a corpus into batches whose padded size on each side stays within a budget."""
 
     def __init__(
         self,

@@ -31,11 +31,11 @@ class Tokenizer(ABC):
 
     vocab_size: int  # number of tokens, specials included; every id is below it
     special_ids: frozenset[int]  # of all special tokens, which `decode` skips
-    pad_id: int | None  # fills rows up; None where there is none, as with all of these
+    pad_id: int | None  # fills rows up; None where there is none, and so below
     bos_id: int | None  # begins a text
     eos_id: int | None  # ends a text
-    unk_id: int | None = None  # in the place of what is not in the vocabulary
-    mask_id: int | None = None  # in the place of a hidden token
+    unk_id: int | None = None  # replaces what is not in the vocabulary
+    mask_id: int | None = None  # replaces a hidden token
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from sacrebleu.metrics.bleu import BLEU
 
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
-from triptych.files import file_hash, hold_folder, write_atomically, write_text
+from triptych.files import file_hash, hold_folder, write_atomically, write_json, write_text
 from triptych.progress import Progress
 from triptych.storage.untrusted import read_json
 from triptych.text import ParallelCorpus
@@ -93,7 +93,7 @@ def distil_text(
                 for i, line in zip(block, lines, strict=True):
                     found[i] = json.loads(line)
             record |= {"written": _write(folder, recipe, train, valid, found, interpolate, originals)}
-            write_text(folder / _RECORD, json.dumps(record, indent=2) + "\n")
+            write_json(folder / _RECORD, record)
         shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
         written = record["written"]
         return Distilled(folder / _RECIPE, len(train), written["pairs"], written["teacher_bleu"])
@@ -130,7 +130,7 @@ def _begin(folder: Path, given: Mapping[str, Any]) -> None:
         )
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(given, indent=2) + "\n")
+        write_json(path, given)
     (folder / _BLOCKS).mkdir(exist_ok=True)
 
 

@@ -1,7 +1,6 @@
 """From a recipe to a trained model (`train`, `resume`), and what that is worth (`validate`)."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from triptych.errors import UsageError
-from triptych.files import NewFolder, hold_folder, write_text
+from triptych.files import NewFolder, hold_folder, write_json, write_text
 from triptych.launch import num_restarts
 from triptych.models.device import find_device, to_device
 from triptych.models.initial import DeferredInit
@@ -355,7 +354,7 @@ def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
 
         def write() -> None:
             write_card(trainer.folder, recipe, summary.outcome, num_parameters, display)
-            write_text(trainer.folder / SUMMARY, json.dumps(summary.figures(), indent=2) + "\n")
+            write_json(trainer.folder / SUMMARY, summary.figures())
 
         trainer.world.on_first(write)
     return summary

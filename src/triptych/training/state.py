@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from triptych.errors import DataError, TriptychError
-from triptych.files import sync, write_bytes, write_text
+from triptych.files import sync, write_bytes, write_json
 from triptych.models.storage import OwnModel, load_tensors, model_tensors
 from triptych.storage.untrusted import LONGEST_JSON, read_limited, require_regular
 from triptych.training.optimizers import Optimizer
@@ -193,7 +193,7 @@ def write_marker(path: Path, counters: dict[str, Any], num_ranks: int) -> None:
         sync(shard)
     files = {shard.name: shard.stat().st_size for shard in shards}
     record = {"format": _MARKER_FORMAT, "ranks": num_ranks, "files": files, "counters": counters}
-    write_text(path / _MARKER, json.dumps(record, indent=2) + "\n")
+    write_json(path / _MARKER, record)
 
 
 def read_state(
