@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness.command import Command, NotHereError
 from benchmarks.harness.page import Page
-from triptych.algebra.rewrites import Layer, Rewrite, Rewritten, Truncate
+from triptych.algebra.rewrites import LayerToRewrite, Rewrite, Rewritten, Truncate
 from triptych.algebra.rewrites.record import rewritten
 from triptych.algebra.weights import AttentionWeights, Side
 from triptych.checkpoints.checkpoint import open_checkpoint
@@ -171,7 +171,7 @@ class EachMatrix(Rewrite):
     forms: tuple[str, ...]
     rank: int
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         sides: tuple[Side, ...] = ("q", "k") if self.forms == ("qk",) else ("v", "o")
         weights = layer.weights
         new = AttentionWeights(**{**vars(weights), **{side: (self._cut(weights, side),) for side in sides}})

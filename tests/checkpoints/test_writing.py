@@ -18,7 +18,7 @@ from checkpoints.tiny_models import TINY, most
 from heads import with_semantics
 from triptych.algebra.function import attend
 from triptych.algebra.rewrites import (
-    Layer,
+    LayerToRewrite,
     PruneHeads,
     RewriteRefusedError,
     drop_key_bias,
@@ -377,7 +377,7 @@ def test_heads_are_left_out_or_become_zero_maps(
     def pruned(checkpoint: Checkpoint, layer: AttentionLayer) -> WrittenLayer:
         # Positions and norms with numbers of each head's own are no matter where heads keep their places.
         free = with_semantics(layer.weights, positions="none")
-        done = step.apply(Layer(layer.site.name, free))
+        done = step.apply(LayerToRewrite(layer.site.name, free))
         return write_layer(checkpoint, layer, done.weights, kept=done.record.kept)
 
     written(folder, tmp_path / "silent", silenced)

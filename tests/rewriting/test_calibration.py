@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, PruneHeads, Truncate
+from triptych.algebra.rewrites import LayerToRewrite, PruneHeads, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
@@ -114,7 +114,7 @@ def test_heads_are_dead_by_their_weights_whatever_a_text_says(tmp_path: Path) ->
     checkpoint = open_checkpoint(folder)
     read = checkpoint.read(next(site for site in checkpoint.sites if site.name == name))
     silent = replace(moments, mixed=torch.zeros_like(moments.mixed))
-    layer = Layer(name, read.weights.to(torch.float64), moments=silent)
+    layer = LayerToRewrite(name, read.weights.to(torch.float64), moments=silent)
     assert PruneHeads(on_text=True).apply(layer).weights.num_heads == HEADS
     assert PruneHeads(on_text=True, number=1).apply(layer).weights.num_heads == HEADS - 1
 

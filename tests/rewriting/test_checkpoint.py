@@ -19,7 +19,7 @@ from triptych.algebra.rewrites import (
     FoldNorm,
     FoldValueBias,
     GaugeFix,
-    Layer,
+    LayerToRewrite,
     MergeKVHeads,
     PruneHeads,
     RepeatKVHeads,
@@ -256,7 +256,9 @@ def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_i
     rewriting = Rewriting(source, folder, recipe(*steps, calibration=text))
     for site in source.sites:
         first, second = (moments[site.name] for moments in rewriting.driver.moments)
-        kept = rewriting.driver.rewritten(Layer(site.name, source.read(site).weights.to(torch.float64))).kept
+        kept = rewriting.driver.rewritten(
+            LayerToRewrite(site.name, source.read(site).weights.to(torch.float64))
+        ).kept
         assert first.mixed.shape == (4, 6, 6)
         assert kept is not None
         assert len(kept) == 3
@@ -273,7 +275,9 @@ def test_heads_go_in_the_order_of_the_loss_without_them(tmp_path: Path) -> None:
     assert worth is not None
     for site in source.sites:
         order = worth.of(site.stack, site.layer)
-        kept = rewriting.driver.rewritten(Layer(site.name, source.read(site).weights.to(torch.float64))).kept
+        kept = rewriting.driver.rewritten(
+            LayerToRewrite(site.name, source.read(site).weights.to(torch.float64))
+        ).kept
         assert kept == tuple(head for head in range(4) if order[head] != min(order))
     twice = recipe(PruneHeads(number=1), PruneHeads(number=1, by_loss=True), calibration=text)
     with pytest.raises(UsageError, match="put the step that looks at the loss first"):

@@ -11,7 +11,7 @@ from heads import D_MODEL, NUM_HEADS, make_layer, turned_by, with_semantics
 from triptych.algebra.function import channels, of_heads
 from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites import Layer, RewriteRefusedError, Truncate
+from triptych.algebra.rewrites import LayerToRewrite, RewriteRefusedError, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention.projections import PARAMETERISATIONS
 
@@ -34,8 +34,10 @@ def uneven(weights: AttentionWeights) -> AttentionWeights:
     )
 
 
-def cut(weights: AttentionWeights, energy: float, **how: Any) -> tuple[Layer, AttentionWeights, Truncate]:
-    layer = Layer("layer", weights, **how.pop("layer", {}))
+def cut(
+    weights: AttentionWeights, energy: float, **how: Any
+) -> tuple[LayerToRewrite, AttentionWeights, Truncate]:
+    layer = LayerToRewrite("layer", weights, **how.pop("layer", {}))
     step = Truncate(energy=energy, **how).prepare([layer])
     return layer, step.apply(layer).weights, step
 
@@ -78,7 +80,7 @@ def test_every_form_keeps_its_share(name: str, energy: float) -> None:
             if rank > 1:  # one less is too few
                 fewer = tuple(r - (place == group) for place, r in enumerate(ranks))
                 less = step.model_copy(update={"ranks": {"layer": {form: fewer}}})
-                found = getattr(less.apply(Layer("layer", weights)).weights, form).dense()
+                found = getattr(less.apply(LayerToRewrite("layer", weights)).weights, form).dense()
                 assert float(kept(one, found).min()) < energy
 
 

@@ -30,7 +30,7 @@ REWRITE = """
 import resource, sys, torch
 from triptych.algebra.rewrites import EXACT, PruneHeads, Truncate
 from triptych.attention import MultiHeadAttention
-from triptych.algebra.rewrites import Layer
+from triptych.algebra.rewrites import LayerToRewrite
 from triptych.rewriting.driver import Driver
 
 def peak():
@@ -39,9 +39,9 @@ def peak():
 steps = {"exact": EXACT, "rank": (Truncate(rank=32),), "prune": (PruneHeads(number=4),)}[sys.argv[1]]
 torch.set_num_threads(1)
 weights = MultiHeadAttention(1536, 24).weights().mapped(torch.Tensor.detach)
-driver = Driver([(0, lambda: Layer("layer", weights))], steps, skip_refused=True)
+driver = Driver([(0, lambda: LayerToRewrite("layer", weights))], steps, skip_refused=True)
 before = peak()
-driver.rewritten(Layer("layer", weights.to(torch.float64)))
+driver.rewritten(LayerToRewrite("layer", weights.to(torch.float64)))
 print((peak() - before) / (8 * weights.num_parameters))
 """
 

@@ -256,12 +256,7 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
         return None
     height = 24 * len(rows)
     colour = _by_name(chart.names, names, legend=False)
-    told = [
-        _of("name:N", title="of"),
-        _of("mean:Q", title=chart.x_title, format="+.4~g"),
-        _of("low:Q", title="95 % from", format="+.4~g"),
-        _of("high:Q", title="to", format="+.4~g"),
-    ]
+    told = [_of("name:N", title="of"), *_estimate(chart.x_title, "+.4~g")]
     return _drawn(
         chart.title,
         rows,
@@ -306,10 +301,9 @@ def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True)
 
 
 def _told(x_title: str, y_title: str) -> list[Spec]:
-    return [
-        _of("name:N", title="of"),
-        _of("x:Q", title=x_title, format=".4~g"),
-        _of("mean:Q", title=y_title, format=".5~g"),
-        _of("low:Q", title="95 % from", format=".5~g"),
-        _of("high:Q", title="to", format=".5~g"),
-    ]
+    return [_of("name:N", title="of"), _of("x:Q", title=x_title, format=".4~g"), *_estimate(y_title, ".5~g")]
+
+
+def _estimate(title: str, digits: str) -> list[Spec]:
+    fields = {"mean:Q": title, "low:Q": "95 % from", "high:Q": "to"}
+    return [_of(field, title=name, format=digits) for field, name in fields.items()]

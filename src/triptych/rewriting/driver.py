@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple, final
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, Rewrite, RewriteRecord, RewriteRefusedError
+from triptych.algebra.rewrites import LayerToRewrite, Rewrite, RewriteRecord, RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
 
 
@@ -45,7 +45,7 @@ class Driver:
 
     def __init__(
         self,
-        layers: Sequence[tuple[int, Callable[[], Layer]]],  # numbers of layers, and what reads each
+        layers: Sequence[tuple[int, Callable[[], LayerToRewrite]]],  # numbers of layers, and what reads each
         steps: Sequence[Rewrite],
         *,
         skip_refused: bool = False,
@@ -65,15 +65,18 @@ class Driver:
             self.moments.append(found)
 
     def _before(
-        self, step: Rewrite, layers: Sequence[tuple[int, Callable[[], Layer]]], moments: Mapping[str, Moments]
-    ) -> Iterator[Layer]:
+        self,
+        step: Rewrite,
+        layers: Sequence[tuple[int, Callable[[], LayerToRewrite]]],
+        moments: Mapping[str, Moments],
+    ) -> Iterator[LayerToRewrite]:
         """The layers that a step applies to, after the steps before it."""
         for number, read in layers:
             if applies_to(step, number):
                 layer = read()
                 yield replace(layer, weights=self.rewritten(layer).weights, moments=moments.get(layer.name))
 
-    def rewritten(self, layer: Layer, upto: int | None = None) -> RewrittenLayer:
+    def rewritten(self, layer: LayerToRewrite, upto: int | None = None) -> RewrittenLayer:
         """A layer after all steps, or the first `upto`."""
         kept: tuple[int, ...] | None = None
         outcomes: list[Outcome] = []

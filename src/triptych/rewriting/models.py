@@ -14,7 +14,7 @@ from torch import nn
 
 from triptych.algebra.rewrites import (
     FoldOtherNorms,
-    Layer,
+    LayerToRewrite,
     Rewrite,
     RewriteRecord,
     RewriteRefusedError,
@@ -81,7 +81,7 @@ def rewrite(
     if sites is not None:
         raise ValueError("sites name the layers of a model: leave them out for a single layer")
     weights = target if isinstance(target, AttentionWeights) else target.weights()
-    changed, records = _driven({"layer": Layer("", weights)}, read)
+    changed, records = _driven({"layer": LayerToRewrite("", weights)}, read)
     if isinstance(target, AttentionWeights):
         return RewriteResult(changed["layer"], records)
     layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout)
@@ -97,7 +97,7 @@ def _of_model(
     if unknown := [name for name in sites or () if name not in found]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(found)}")
     layers = {
-        name: Layer(name, source.read(site).weights, source.longest_text(site), number=site.layer)
+        name: LayerToRewrite(name, source.read(site).weights, source.longest_text(site), number=site.layer)
         for name, site in found.items()
         if sites is None or name in sites
     }
@@ -106,7 +106,7 @@ def _of_model(
 
 
 def _driven(
-    layers: Mapping[str, Layer], steps: Sequence[Rewrite]
+    layers: Mapping[str, LayerToRewrite], steps: Sequence[Rewrite]
 ) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
     """The layers after the steps, cast back once, and the records."""
     for step in steps:
@@ -119,7 +119,7 @@ def _driven(
         except RewriteRefusedError as refused:
             raise (refused.at(layer.name) if layer.name else refused) from None
 
-    def read(layer: Layer) -> Layer:
+    def read(layer: LayerToRewrite) -> LayerToRewrite:
         return replace(layer, weights=layer.weights.to(torch.float64))
 
     driver = Driver([(layer.number, partial(read, layer)) for layer in layers.values()], steps)
@@ -141,7 +141,7 @@ class _Function(Rewrite):
 
     of: WeightsRewrite
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return self.of(layer.weights)
 
 

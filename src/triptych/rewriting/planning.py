@@ -11,7 +11,7 @@ import torch
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.forms import are_finite
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import Layer, Rewrite, RewriteRefusedError, ToLatent, Truncate
+from triptych.algebra.rewrites import LayerToRewrite, Rewrite, RewriteRefusedError, ToLatent, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
@@ -203,14 +203,14 @@ class Rewriting:
                 lambda read: self.driver.rewritten(self._layer(source, read), sized[-1]).weights
             )
 
-    def _read(self, site: Site) -> Layer:
+    def _read(self, site: Site) -> LayerToRewrite:
         return self._layer(self._source, self._source.read(site))
 
-    def _layer(self, source: AttentionSource, read: AttentionLayer) -> Layer:
+    def _layer(self, source: AttentionSource, read: AttentionLayer) -> LayerToRewrite:
         _require_finite(source, read)
         site, wide = read.site, read.weights.to(torch.float64)
         others = self.other_norms.others(site)
-        return Layer(site.name, wide, source.longest_text(site), others=others, number=site.layer)
+        return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, number=site.layer)
 
     def _look(self, driver: Driver, step: Rewrite) -> tuple[Rewrite, Mapping[str, Moments]]:
         """What a step needs of the text, of the layers as they are when it is its turn."""

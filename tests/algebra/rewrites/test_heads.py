@@ -30,7 +30,7 @@ from triptych.algebra.rewrites.heads import SortHeads, permute_heads, repeat_kv_
 from triptych.algebra.rewrites.merging import merge_kv_heads
 from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.rewrite import Layer
+from triptych.algebra.rewrites.rewrite import LayerToRewrite
 from triptych.algebra.semantics import HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import MultiHeadAttention
@@ -145,7 +145,7 @@ def test_norms_of_heads_follow_them(over: str) -> None:
     )
     for before, done in (
         (weights, permute_heads(weights, [3, 2, 0, 1])),
-        (weights, SortHeads().apply(Layer("here", weights))),
+        (weights, SortHeads().apply(LayerToRewrite("here", weights))),
         (weights, repeat_kv_heads(weights)),
         (silent, prune_heads(weights, [1], bounded=True)),
         (silent, prune_heads(silent, [1])),
@@ -163,7 +163,7 @@ def test_norms_of_heads_follow_them(over: str) -> None:
 def test_heads_that_are_normalised_together_stay_and_move_nothing() -> None:
     weights = with_norms_of_heads("all heads")
     step = PruneHeads(heads=(1, 2))
-    done = step.apply(Layer("here", weights))
+    done = step.apply(LayerToRewrite("here", weights))
     assert done.record.kept == (0, 1, 2, 3)
     assert done.weights.num_heads == 4
     assert done.weights.W_O[[1, 2]].abs().max() == 0

@@ -11,7 +11,7 @@ from triptych.algebra.positions import GrowingBase, RotaryEmbedding
 from triptych.algebra.rewrites.legality import TRAITS, Need
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.rewrites.registry import REWRITES, read_rewrite
-from triptych.algebra.rewrites.rewrite import Layer, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
 from triptych.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Temperature
 from triptych.algebra.weights import AttentionWeights
 
@@ -89,11 +89,11 @@ def test_a_rewrite_refuses_what_it_declares_by_its_reason_and_nothing_else(call:
         assert trait is None or TRAITS[trait].there(weights)
         if reasons := list(filter(None, (need.why_not(weights) for need in declared))):
             with pytest.raises(RewriteRefusedError) as refused:
-                step.apply(Layer("here", weights))
+                step.apply(LayerToRewrite("here", weights))
             assert refused.value.reason.endswith(reasons[0]), trait
             assert "{" not in reasons[0]
         elif trait not in BESIDES:
-            record = step.apply(Layer("here", weights)).record
+            record = step.apply(LayerToRewrite("here", weights)).record
             said = {one for need in declared for one in need.checked if "patches" not in one}
             assert trait is not None or said <= set(record.checked)
     assert all(

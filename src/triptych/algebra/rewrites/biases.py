@@ -17,7 +17,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import APART, Layer, Rewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, LayerToRewrite, Rewrite, still_tied
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 
@@ -32,7 +32,7 @@ class DropKeyBias(Rewrite):
     place = 3
     why_here = "the biases go before channels and heads are mixed"
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return still_tied(layer, drop_key_bias(layer.weights))
 
 
@@ -47,7 +47,7 @@ class FoldValueBias(Rewrite):
     place = 3
     why_here = "the biases go before channels and heads are mixed"
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return still_tied(layer, fold_value_bias(layer.weights))
 
 

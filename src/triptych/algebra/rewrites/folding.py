@@ -23,7 +23,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, Rewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, LayerToRewrite, Rewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
@@ -49,7 +49,7 @@ class Fold(Rewrite):
     by: FoldingCost = Field("parameters", description="the cost that decides: parameters, flops or bytes")
     tokens: int = Field(1, ge=1, description="length of the sequence, for flops and bytes")
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return fold(layer.weights, sides=self.sides, keep=self.keep, by=self.by, tokens=self.tokens)
 
 
@@ -64,7 +64,7 @@ class Expand(Rewrite):
     why_here = "maps that are shared cannot change for one side only"
     resizes = True
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return expand(layer.weights)
 
 
@@ -83,7 +83,7 @@ class Factor(Rewrite):
     d_k: int | None = Field(None, ge=1, description="width of queries and keys; the largest rank by default")
     bounded: bool = Field(False, description="allow a `d_k` below the rank")
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return factor(layer.weights, d_k=self.d_k, bounded=self.bounded)
 
 

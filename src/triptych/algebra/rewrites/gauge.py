@@ -28,7 +28,7 @@ from triptych.algebra.rewrites.channels import (
 )
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, require_last_map
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import APART, Layer, Rewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, LayerToRewrite, Rewrite, still_tied
 from triptych.algebra.weights import AttentionWeights
 
 
@@ -47,7 +47,7 @@ class GaugeFix(Rewrite):
         None, description="qk, ov or both; by default the forms that have a gauge"
     )
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return still_tied(layer, self._fixed(layer.weights))
 
     def _fixed(self, weights: AttentionWeights) -> Rewritten:

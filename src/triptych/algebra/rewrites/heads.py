@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.algebra.rewrites.channels import NAMES, one_map
 from triptych.algebra.rewrites.legality import HEADS_ALIKE, require_nothing_between, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
@@ -26,7 +26,7 @@ class SortHeads(Rewrite):
     place = 8
     why_here = "copies of key-value heads come last"
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         weights = layer.weights
         groups = max(1, min(weights.num_key_heads, weights.num_value_heads))
         served = weights.num_heads // groups
@@ -51,7 +51,7 @@ class PermuteHeads(Rewrite):
 
     order: tuple[int, ...] = Field(description="head i of the result is head `order[i]`")
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return permute_heads(layer.weights, self.order).with_kept(self.order)
 
 
@@ -69,7 +69,7 @@ class RepeatKVHeads(Rewrite):
         None, ge=1, description="number of key-value heads afterwards; by default one per query head"
     )
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return repeat_kv_heads(layer.weights, self.num_kv_heads)
 
 

@@ -31,7 +31,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.metric import gram_root
 from triptych.algebra.rewrites.moves import move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
@@ -66,7 +66,7 @@ class ToLatent(Rewrite):
     def needs_text(self) -> bool:
         return self.on_text
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         weights, moments = layer.weights, layer.moments if self.on_text else None
         if any(link.norm is not None for link in weights.k[:1]):
             return narrow_latent(weights, rank=self.rank, moments=moments)

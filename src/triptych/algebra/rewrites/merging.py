@@ -31,7 +31,7 @@ from triptych.algebra.rewrites.legality import (
 )
 from triptych.algebra.rewrites.moves import Move, bias_row, move, size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import BETWEEN, Layer, Rewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, LayerToRewrite, Rewrite
 from triptych.algebra.rewrites.rotary_pairs import merge_rotary_pairs, require_rotary
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
@@ -55,7 +55,7 @@ class MergeKVHeads(Rewrite):
         True, description="whether heads that differ by more than their basis may be merged"
     )
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return merge_kv_heads(layer.weights, self.num_kv_heads, bounded=self.bounded)
 
 

@@ -111,10 +111,10 @@ class FormMetric(Metric):
         return self.weights.num_key_heads if self.weights.k else self.weights.num_heads
 
     def energies(self) -> Float[Tensor, "groups k"]:
-        return self._basis().S.square()
+        return self.basis().S.square()
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
-        weights, basis = self.weights, self._basis().of_widths(ranks)
+        weights, basis = self.weights, self.basis().of_widths(ranks)
         members = weights.num_heads // self.num_groups
         common, own = (_whole_where_full(part[:, 0], ranks) for part in (basis.common, basis.own))
         shared, of_heads = (part.repeat_interleave(members, dim=0) for part in (common, own))
@@ -130,11 +130,7 @@ class FormMetric(Metric):
             output = (self.moments.mixed_mean[:, None, :] @ missing @ weights.W_O).sum(dim=(0, 1))
         return ChannelChange(own, common, lost, whole, output=output)
 
-    def num_needed(self) -> int:
-        """The rank that the forms have."""
-        return int(self._basis().rank.max())
-
-    def _basis(self) -> JointBasis:
+    def basis(self) -> JointBasis:
         """The channels of every group that carry the most."""
         groups = self.num_groups
         mine, seen = (part.unflatten(0, (groups, -1)) for part in self._roots(self.prior))  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerToRewrite, OtherReaders, Rewrite
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
 _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
@@ -35,7 +35,7 @@ class FoldNorm(Rewrite):
     place = 2
     why_here = "a norm's shift becomes biases of the maps, which would be there again"
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return fold_norm(layer.weights, layer.others)
 
 
@@ -52,7 +52,7 @@ class FoldOtherNorms(Rewrite):
     place = 2
     why_here = "norms are folded together, while all maps that read them are as they were"
 
-    def apply(self, layer: Layer) -> None:
+    def apply(self, layer: LayerToRewrite) -> None:
         """Nothing: `rewriting/other_norms.py` folds these norms, tensor by tensor."""
 
 

@@ -23,7 +23,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.metric import require_moments_of
 from triptych.algebra.rewrites.moves import Move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import Layer, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
 from triptych.algebra.weights import AttentionWeights, Link
 
 # What is left of ‖W_OV‖ where a norm makes the values.
@@ -68,7 +68,7 @@ class PruneHeads(Rewrite):
     def with_losses(self, losses: Mapping[str, tuple[float, ...]]) -> "PruneHeads":
         return self.model_copy(update={"losses": dict(losses)})
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         weights, does = layer.weights, measure_pruning(layer.weights)
         importance = does.whole
         if self.number is not None and self.on_text:

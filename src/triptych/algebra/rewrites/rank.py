@@ -85,7 +85,7 @@ def truncate(
         if moments is None:
             shares = tuple(map(max, shares, far))
         if isinstance(metric, FormMetric) and moments is None:
-            worst, most = float(moved.form.max()), metric.num_needed()
+            worst, most = float(moved.form.max()), int(metric.basis().rank.max())
         cuts.append(Cut(metric.said.cut, tuple(ranks[form]), most, worst, shares))
         # With the mean taken off, what is lost of the value bias is in the output's, if all comes through.
         in_output = change.output is not None and not VALUE_BIAS_PASSES.why_not(weights)

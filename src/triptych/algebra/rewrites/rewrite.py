@@ -25,7 +25,7 @@ class OtherReaders:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Layer:
+class LayerToRewrite:
     """A layer on its way through rewrites.
 
     Attributes:
@@ -94,12 +94,12 @@ class Rewrite(BaseModel, ABC):
         """The rewrite that knows by which the loss rises without each head, by name of the layer."""
         return self
 
-    def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Rewrite":
+    def prepare(self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False) -> "Rewrite":
         """The rewrite with what only all layers together can tell."""
         return self
 
     @abstractmethod
-    def apply(self, layer: Layer) -> Rewritten | None:
+    def apply(self, layer: LayerToRewrite) -> Rewritten | None:
         """Rewrite one layer; None if the rewrite is of nothing in an attention layer."""
 
     def options(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ APART = "shared maps would come apart"
 BETWEEN = "a norm is between the maps"
 
 
-def still_tied(layer: Layer, done: Rewritten) -> Rewritten:
+def still_tied(layer: LayerToRewrite, done: Rewritten) -> Rewritten:
     """The result, if maps that were one still are."""
     if apart := newly_apart(layer.weights, done.weights):
         name = done.record.name

@@ -12,7 +12,7 @@ from triptych.algebra.rewrites.channels import Form
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, CHANNELS_OR_PAIRS
 from triptych.algebra.rewrites.rank import Rotary, measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
-from triptych.algebra.rewrites.rewrite import Layer, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
@@ -74,7 +74,7 @@ class Truncate(Rewrite):
     def needs_text(self) -> bool:
         return self.criterion != "free"
 
-    def prepare(self, layers: Iterable[Layer], *, skip_refused: bool = False) -> "Truncate":
+    def prepare(self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False) -> "Truncate":
         """Ranks of every form of every layer."""
         if self.rank is not None:
             self._require_rank(layers)
@@ -111,7 +111,9 @@ class Truncate(Rewrite):
         }
         return self.model_copy(update={"ranks": fixed})
 
-    def _ranks_that_keep(self, energy: float, layer: Layer, form: Form, spectrum: Tensor) -> list[int]:
+    def _ranks_that_keep(
+        self, energy: float, layer: LayerToRewrite, form: Form, spectrum: Tensor
+    ) -> list[int]:
         """For each group the lowest rank with which all its heads keep a share of their energy."""
         low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
         high, first = [spectrum.shape[1]] * len(spectrum), True
@@ -127,13 +129,13 @@ class Truncate(Rewrite):
             ]
         return high
 
-    def apply(self, layer: Layer) -> Rewritten:
+    def apply(self, layer: LayerToRewrite) -> Rewritten:
         return self._cut(layer, {form: self._ranks(layer, form) for form in self.forms})
 
-    def _cut(self, layer: Layer, ranks: dict[Form, list[int]]) -> Rewritten:
+    def _cut(self, layer: LayerToRewrite, ranks: dict[Form, list[int]]) -> Rewritten:
         return truncate(layer.weights, qk_rank=ranks.get("qk"), ov_rank=ranks.get("ov"), **self._how(layer))
 
-    def _how(self, layer: Layer) -> dict[str, Any]:
+    def _how(self, layer: LayerToRewrite) -> dict[str, Any]:
         """The metric: of the forms themselves, or of what they do on the text."""
         moments = layer.moments if self.needs_text else None
         return {
@@ -145,12 +147,12 @@ class Truncate(Rewrite):
             "longest": layer.longest_text if moments is None else moments.longest,
         }
 
-    def _step(self, layer: Layer, form: Form) -> int:
+    def _step(self, layer: LayerToRewrite, form: Form) -> int:
         """Channels that go together: two in a rotary pair."""
         turned = layer.weights.semantics.rotary is not None
         return 2 if form == "qk" and turned and self.rotary == "pairs" else 1
 
-    def _require_rank(self, layers: Iterable[Layer]) -> None:
+    def _require_rank(self, layers: Iterable[LayerToRewrite]) -> None:
         """Some layer has heads as wide; those that are narrower stay as they are."""
         assert self.rank is not None
         widest = 0
@@ -160,7 +162,7 @@ class Truncate(Rewrite):
                 return
         raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
 
-    def _ranks(self, layer: Layer, form: Form) -> list[int]:
+    def _ranks(self, layer: LayerToRewrite, form: Form) -> list[int]:
         """One rank per group of heads: of rotary heads, a number of pairs."""
         copies = _groups(layer.weights, form)
         if self.rank is None:

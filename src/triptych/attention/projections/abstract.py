@@ -319,7 +319,7 @@ class Projections(nn.Module):
         if self._chains["q"] == cached[0]:
             keys, *values = self._through_all(cached, x[:, None])
             return keys, (keys, *values)
-        q, *keys_values = self._through_all((self._chains["q"], *cached), x[:, None])
+        *keys_values, q = self._through_all((*cached, self._chains["q"]), x[:, None])
         return q, tuple(keys_values)
 
     def output(
