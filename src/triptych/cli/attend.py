@@ -119,7 +119,8 @@ def attend(
             {**of_text, "over": over, "file": file, "csv": csv}, "does not go with --steps, one row of a head"
         )
     if is_of_heads:
-        refuse({**of_text, **reading, "target": target}, "goes with a text, which --over does without")
+        why = "goes with a text: --over without one takes --csv, --html and --json"
+        refuse({**of_text, **reading, "target": target}, why)
     elif over is not None and html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     if file is not None:
