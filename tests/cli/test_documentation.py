@@ -80,7 +80,7 @@ def test_the_layers_shown_run() -> None:
 
 def test_the_rewrites_shown_do_what_is_said_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    block = _block(ATTENTION, "python", "folded = fold(layer)")
+    block = _block(ATTENTION, "python", 'rewrite(layer, "fold")')
     exec(compile(block, "README.md", "exec"), names)
     sizes = [sum(p.numel() for p in names[name].parameters()) for name in ("layer", "folded")]
     assert f"{sizes[0]:,} → {sizes[1]:,} parameters" in block

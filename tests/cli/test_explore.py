@@ -186,9 +186,7 @@ def test_the_gallery_says_what_heads_do_over_the_text_that_was_given(language_mo
         for layer in data["texts"][0]["kinds"][0]["layers"]
         for head in layer["heads"]
     }
-    assert found == {
-        place: (note.label, [list(fact) for fact in note.facts]) for place, note in over.notes().items()
-    }
+    assert found == {place: (note.label, note.facts) for place, note in over.notes().items()}
 
 
 def test_states_that_the_docs_link_to_are_changes_that_models_take(language_model: Model) -> None:
