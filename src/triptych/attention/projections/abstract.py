@@ -299,7 +299,7 @@ class Projections(nn.Module):
         if self._shared:
             return (self._through(self._shared, key_input[:, None]),)
         if value_input is key_input:
-            return tuple(self._through_all(self._of_shared, key_input[:, None]))
+            return tuple(self._through_all(self._of_shared, key_input))
         keys, values = self._of_shared
         return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
 
@@ -317,9 +317,9 @@ class Projections(nn.Module):
         """`queries(x)` and `project_kv(x, x)`, for self-attention; what both need is computed once."""
         cached = (self._shared,) if self._shared else self._of_shared
         if self._chains["q"] == cached[0]:
-            keys, *values = self._through_all(cached, x[:, None])
+            keys, *values = self._through_all(cached, x)
             return keys, (keys, *values)
-        *keys_values, q = self._through_all((*cached, self._chains["q"]), x[:, None])
+        *keys_values, q = self._through_all((*cached, self._chains["q"]), x)
         return q, tuple(keys_values)
 
     def output(
@@ -465,17 +465,17 @@ class Projections(nn.Module):
         return x
 
     def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
-        """One stream through several chains; where that is faster, their first maps are one product."""
+        """An input through several chains; where that is faster, their first maps are one product."""
         names = [chain[0] for chain in chains if chain]
         # Without :=, at which torch.compile breaks its graph.
         first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
         biased = {own.bias for own in first}
         if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
-            return [self._through(chain, x) for chain in chains]
+            return [self._through(chain, x[:, None]) for chain in chains]
         weight = torch.cat([self.get_parameter(f"{name}.weight") for name in names])
         bias = torch.cat([self.get_parameter(f"{name}.bias") for name in names]) if biased == {True} else None
         widths = [own.copies * own.d_out for own in first]
-        parts = torch.split(F.linear(x[:, 0], weight, bias), widths, dim=-1)
+        parts = torch.split(F.linear(x, weight, bias), widths, dim=-1)
         streams = [split_heads(part, own.copies) for part, own in zip(parts, first, strict=True)]
         return [self._through(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
 
