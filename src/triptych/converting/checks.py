@@ -1,8 +1,6 @@
 """Checks of models that were converted to another format, and their records."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
 
@@ -134,21 +132,3 @@ def compare_tokenizers(
         if decode is not None and decode(ids) != wanted:
             raise DataError(f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing is written")
     return ConversionCheck(what, True, note=f"{len(samples)} texts")
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and irrelevant warnings of `transformers`."""
-    from transformers.utils import logging
-
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -23,12 +23,11 @@ from triptych.converting.checks import (
     compare_logits,
     compare_tokenizers,
     logits_of,
-    quiet_transformers,
     random_pairs,
 )
 from triptych.converting.plain import plain_model
 from triptych.errors import DataError
-from triptych.extras import is_installed
+from triptych.extras import is_installed, quiet_transformers
 from triptych.files import write_json, write_text
 from triptych.models import LanguageModel
 from triptych.models.storage import write_weights

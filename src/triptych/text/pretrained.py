@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from tokenizers.models import BPE, WordPiece
 
 from triptych.errors import DataError, UsageError, first_line
-from triptych.files import write_text
+from triptych.files import write_json, write_text
 from triptych.text.chat import render_chat
 from triptych.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
 from triptych.text.sentencepiece import SPACE_MARK
@@ -139,9 +139,7 @@ class PretrainedTokenizer(Tokenizer):
         if "default" in record.chat_templates:
             settings["chat_template"] = record.chat_templates["default"]
         write_text(folder / "tokenizer.json", record.inner)
-        write_text(
-            folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-        )
+        write_json(folder / "tokenizer_config.json", settings)
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "PretrainedTokenizer":

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from triptych.errors import DataError
-from triptych.extras import require_extra
+from triptych.extras import quiet_transformers, require_extra
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
 from triptych.text.sentencepiece import load_sentencepiece
 from triptych.text.tokenizer_classes import CLASSES, class_of
@@ -61,9 +61,8 @@ def convert_vocabulary(
         )
     import transformers  # large, and only needed here
 
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # It sees nothing else of the checkpoint: settings may name files elsewhere.
-    with TemporaryDirectory() as folder:
+    with quiet_transformers(), TemporaryDirectory() as folder:
         for file, copied in files.items():
             (Path(folder) / file).write_bytes(copied)
         config = json.dumps(_plain(settings))
