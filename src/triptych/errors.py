@@ -49,6 +49,10 @@ class ConfigurationWarning(UserWarning):
     """A field of a checkpoint's configuration that is set and not followed, as `transformers` does not."""
 
 
+class EngineNote(UserWarning):
+    """Which engine `engine="auto"` took, and why."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that is not empty, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from triptych import load
-from triptych.decoding import SearchOptions, Translation, Translator
-from triptych.errors import DataError, UsageError
+from triptych.decoding import SearchOptions, Stop, Translation, Translator
+from triptych.errors import DataError, EngineNote, UsageError
 from triptych.face import engines as cache
 from triptych.face.engines import CTranslate2Searcher
 from triptych.models import EncoderDecoder, ModelConfig
@@ -161,3 +161,23 @@ def test_a_trained_checkpoint_translates_as_our_own_engine_does() -> None:
     rounded = load(MARIAN, device="cpu", engine="ctranslate2", precision="int8").translate(lines)
     assert sum(one.text == other.text for one, other in zip(ours, exact, strict=True)) >= 19
     assert sum(one.text == other.text for one, other in zip(ours, rounded, strict=True)) >= 14
+
+
+def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(
+    run: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(glossary: dict[str, str] | None = None, stop: Stop | None = None) -> str:
+        options = cache.Options("cpu", engine="auto")
+        with pytest.warns(EngineNote) as notes:
+            translator = cache.make_translator(run, options, 1, glossary, stop, beam_size=2)
+        assert translator.translate(LINES)
+        said = str(notes[0].message)
+        assert translator.engine == ("ctranslate2" if "CTranslate2 translates" in said else "triptych")
+        return said
+
+    monkeypatch.setattr(OpenedModel, "require_recipe", lambda _: None)  # `run` is no folder
+    assert taken() == "engine auto: CTranslate2 translates"
+    assert "triptych translates: CTranslate2 takes no glossary" in taken({"Hund": "dog"})
+    assert 'stop must be "full", and it is "certain"' in taken(stop="certain")
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    assert "pip install 'triptych[ctranslate2]'" in taken()

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
-from triptych.errors import ConfigurationWarning, TriptychError
+from triptych.errors import ConfigurationWarning, EngineNote, TriptychError
 from triptych.files import FULL, system_error
 from triptych.printable import printable
 
@@ -104,16 +104,19 @@ def say(message: str) -> None:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """While entered, warnings about configurations are lines of their own, each printed once."""
+    """While entered, our warnings and notes are lines of their own, each printed once."""
     with warnings.catch_warnings():
         as_before = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
             if issubclass(category, ConfigurationWarning):
                 say(f"triptych: warning: {message}")
+            elif issubclass(category, EngineNote):
+                say(f"triptych: {message}")
             else:
                 as_before(message, category, *where, **how)
 
         warnings.simplefilter("default", ConfigurationWarning)
+        warnings.simplefilter("default", EngineNote)
         warnings.showwarning = show
         yield

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
-from typing import final, overload
+from typing import Literal, final, overload
 
 from triptych import thresholds
 from triptych.decoding.batches import LONGEST_LINE, BatchSearcher, batches_of_like_length
@@ -90,6 +90,11 @@ class Translator:
         self._glossary: Glossary | None = None
         if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
+
+    @property
+    def engine(self) -> Literal["triptych", "ctranslate2"]:
+        """The library that searches."""
+        return "triptych" if self._other_searcher is None else "ctranslate2"
 
     @property
     def max_source_tokens(self) -> int:

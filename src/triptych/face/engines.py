@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,10 +48,10 @@ from triptych.decoding.generation import (
     limit_of_prompt,
 )
 from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.search import Finish, best_first, limit_of
+from triptych.decoding.search import Finish, Stop, best_first, limit_of
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.decoding.workers import Hypotheses, Sentences
-from triptych.errors import DataError, UsageError
+from triptych.errors import DataError, EngineNote, TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import cache_folder, write_folder
 from triptych.models import LanguageModel
@@ -58,7 +59,7 @@ from triptych.models.blocks import Block
 from triptych.models.device import find_device
 from triptych.opening import OpenedModel
 
-EngineName = Literal["triptych", "ctranslate2"]
+EngineName = Literal["triptych", "ctranslate2", "auto"]
 
 
 @final
@@ -408,17 +409,47 @@ def _new_token(
     return NewToken(row, token, step.log_prob, finish)
 
 
-def make_translator(opened: OpenedModel, search: SearchOptions, options: Options, workers: int) -> Translator:
+def make_translator(
+    opened: OpenedModel,
+    options: Options,
+    workers: int = 1,
+    glossary: Mapping[str, str] | None = None,
+    stop: Stop | None = None,
+    **search: Any,
+) -> Translator:
+    """The translator of an engine; `search` has the other arguments of `OpenedModel.search_options`."""
+    if options.engine == "auto":
+
+        def made(engine: EngineName) -> Translator:
+            return make_translator(opened, replace(options, engine=engine), workers, glossary, stop, **search)
+
+        try:
+            if find_device(options.device).type != "cpu":
+                raise UsageError("CTranslate2 is taken on CPUs only")
+            if glossary is not None:
+                raise UsageError("CTranslate2 takes no glossary")
+            found, note = made("ctranslate2"), "CTranslate2 translates"
+        except TriptychError as error:
+            found, note = made("triptych"), f"triptych translates: {error}"
+        warnings.warn(f"engine auto: {note}", EngineNote, stacklevel=3)
+        return found
     if options.engine == "triptych":
-        return opened.translator(search, precision=options.precision, workers=workers)
-    require_ctranslate2()
-    opened.require_recipe()
-    searcher = CTranslate2Searcher(opened, search, options.precision, workers, options.device)
-    return Translator(opened.encoder_decoder, opened.tokenizers, search, searcher=searcher)
+        found = opened.translator(
+            opened.search_options(stop=stop, **search), precision=options.precision, workers=workers
+        )
+    else:
+        require_ctranslate2()
+        opened.require_recipe()
+        wanted = opened.search_options(stop=stop or "full", **search)
+        searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
+        found = Translator(opened.encoder_decoder, opened.tokenizers, wanted, searcher=searcher)
+    return found if glossary is None else found.with_glossary(glossary)
 
 
 def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
-    if options.engine == "triptych":
+    if options.engine == "auto":
+        warnings.warn("engine auto: triptych generates", EngineNote, stacklevel=3)
+    if options.engine != "ctranslate2":
         return opened.generator(precision=options.precision)
     require_ctranslate2()
     model, tokenizer = opened.language_model, opened.tokenizer
@@ -436,11 +467,13 @@ def evaluate_text(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Likelihood:
     """Score a language model on texts; see `triptych.decoding.measure_likelihood`."""
-    if options.engine != "triptych" and options.device not in ("auto", "cpu"):
+    if options.engine == "ctranslate2" and options.device not in ("auto", "cpu"):
         raise UsageError(
             f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"
         )
     model, logits = opened.language_model, None
+    if options.engine == "auto":
+        warnings.warn("engine auto: triptych scores", EngineNote, stacklevel=3)
     if options.engine == "ctranslate2":
         require_ctranslate2()
         if model.causal:  # before it is converted

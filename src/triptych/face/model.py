@@ -125,8 +125,9 @@ def load(
             the tokenizer.
         languages: for a translator of several languages (mBART, NLLB): source and target as its tokenizer
             spells them, such as de_DE and en_XX.
-        engine: the library that translates and generates: triptych, or ctranslate2 (faster in int8 on CPUs;
-            needs the extra of that name).
+        engine: the library that translates and generates: triptych, ctranslate2 (faster in int8 on CPUs;
+            needs the extra of that name), or auto: ctranslate2 for translation on a CPU where it is installed
+            and computes the same model, otherwise triptych. A line says which.
         precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
             which are faster and change some texts. On x86-64 CPUs no text depends on the others of its
             batch; docs/how-to/generating.md has the exceptions.
@@ -385,12 +386,18 @@ class Model:
         workers: int = 1,
     ) -> Translator:
         """What `translate` translates with, ready to be used many times; options as there."""
-        opened, given = self.opened, self._opened.options
-        if given.engine == "ctranslate2":
-            stop = stop or "full"
-        options = opened.search_options(beam_size, alpha, num_best, max_extra_tokens, stop, max_source_tokens)
-        translator = make_translator(opened, options, given, workers)
-        return translator if glossary is None else translator.with_glossary(glossary)
+        return make_translator(
+            self.opened,
+            self._opened.options,
+            workers,
+            glossary,
+            stop,
+            beam_size=beam_size,
+            alpha=alpha,
+            num_best=num_best,
+            max_extra_tokens=max_extra_tokens,
+            max_source_tokens=max_source_tokens,
+        )
 
     def distil(
         self,
@@ -442,7 +449,7 @@ class Model:
                 "name": self.name,
                 "sha256": hash_of(teacher.model, [side.to_json() for side in sides]),
                 "changes": list(self.changes),
-                "engine": options.engine,
+                "engine": teacher.engine,
                 "precision": options.precision,
             }
             return distil_text(

@@ -73,7 +73,7 @@ class Opened:
         """The model, ready to run."""
         options = self.options
         if self.module is None:
-            device = "cpu" if options.engine != "triptych" else options.device
+            device = "cpu" if options.engine == "ctranslate2" else options.device
             return open_model(self.files, device, options.dtype, options.languages)
         if options.tokenizer is None:
             raise UsageError(f"{self.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
