@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from studying import BASE
+from triptych import load
 from triptych.errors import DataError, UsageError
 from triptych.studies.job import Job, Result, TrainedRun, read_result, work
+from triptych.text import LanguageCorpusSpec
 from triptych.training.metrics import read_metrics
 from triptych.training.runs import validate
 
@@ -30,9 +32,19 @@ def test_a_job_trains_measures_and_writes_its_result(place: Path) -> None:
     assert (
         json.loads((place / "run" / "summary.json").read_text())["parameters"] == result.figures["parameters"]
     )
-    again = Job(recipe=place / "base.toml", folder=place / "run", result=place / "again.json")
+    (place / "test.txt").write_text("Of a text that nothing was chosen by.\n")
+    again = Job(
+        recipe=place / "base.toml",
+        folder=place / "run",
+        result=place / "again.json",
+        test_text=LanguageCorpusSpec(files=(str(place / "test.txt"),)),
+    )
     assert work(again) == 0  # the run is at its end: it is measured, and not trained again
-    assert read_result(again.result).figures["loss"] == result.figures["loss"]  # type: ignore[union-attr]
+    measured = read_result(again.result)
+    assert measured is not None
+    assert measured.figures["loss"] == result.figures["loss"]
+    scored = load(place / "run").evaluate(place / "test.txt")
+    assert measured.figures["test_loss"] == scored.nats_per_token != result.figures["loss"]
 
 
 def test_a_trained_run_is_rewritten_and_measured_as_it_was_itself(place: Path) -> None:

@@ -108,6 +108,7 @@ def test_a_study_cuts_trained_runs_to_the_ranks_that_it_trains_too() -> None:
         ("seeds = 3", "seeds = 2", "2 seeds are too few"),
         ("seeds = 3", "seeds = [1, 1, 2]", "2 seeds are too few"),
         ("seeds = 3", 'seeds = 3\nmetrics = ["bleu"]', r"bleu needs \[test\]"),
+        ("seeds = 3", 'seeds = 3\nmetrics = ["test_loss"]', r"test_loss needs \[test_text\]"),
         ("seeds = 3", 'seeds = 3\nmetrics = ["memory"]', "memory cannot decide"),
         ("seeds = 3", 'seeds = 3\nmetrics = ["loss", "loss"]', "each once"),
         ("seeds = 3", 'seeds = 3\nbaseline = "none"', "which there is not: it is one of factored, shared"),

@@ -22,6 +22,7 @@ from triptych.studies.running import ALONE, StudyProgress, run_all
 from triptych.studies.statistics import too_few
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
+from triptych.text.documents import read_documents, require_text
 from triptych.threads import num_cores
 from triptych.training.metrics import read_metrics
 from triptych.training.processes import World, code_digests
@@ -120,6 +121,8 @@ def compare_study(
                 read_parallel(study.test)
             except TriptychError as error:
                 raise UsageError(f"study {study.name}: [test]: {error}") from None
+        if study.test_text is not None:
+            next(require_text(read_documents(study.test_text), study.test_text.describe()))
         vocabulary, filled = _prepared(base)
         return (vocabulary.source, vocabulary.target), filled.model_dump(mode="json", exclude_unset=True)
 
@@ -375,6 +378,7 @@ class _Runner:
             steps=steps,
             threads=self.study.jobs.threads,
             test=self.study.test if whole else None,
+            test_text=self.study.test_text if whole else None,
             test_sentences=self.study.test_sentences,
             heads=whole,
             code=tuple(user_code.paths()),

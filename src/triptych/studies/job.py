@@ -15,17 +15,18 @@ from typing import Any, final
 from pydantic import BaseModel, ConfigDict
 
 from triptych import user_code
-from triptych.decoding import evaluate_translations
+from triptych.decoding import evaluate_translations, measure_likelihood
 from triptych.errors import DataError
 from triptych.files import write_json
 from triptych.inspection.checkpoint import inspect
 from triptych.models import EncoderDecoder
 from triptych.models.storage import read_own_model
-from triptych.opening import open_translator
+from triptych.opening import open_model, open_translator
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import read_rewrite_recipe
 from triptych.studies.budget import cache_bytes
-from triptych.text import CorpusSpec, read_parallel
+from triptych.text import CorpusSpec, LanguageCorpusSpec, read_parallel
+from triptych.text.documents import read_documents, whole_documents
 from triptych.training.metrics import read_metrics
 from triptych.training.recipe import read_recipe
 from triptych.training.runs import resume, train, validate
@@ -56,6 +57,7 @@ class Job(BaseModel):
     threads: int = 1  # CPU threads that it gets
     test: CorpusSpec | None = None  # pairs whose source is translated; None for nothing
     test_sentences: int | None = None  # how many of them, from the start; all if None
+    test_text: LanguageCorpusSpec | None = None  # on which a language model is measured; None for nothing
     heads: bool = True  # whether the heads of the trained model are measured
     code: tuple[Path, ...] = ()  # files of classes that recipes name
 
@@ -136,6 +138,11 @@ def _figures(job: Job) -> dict[str, Any]:
         figures["cache_bytes"] = cache_bytes(model)
     if job.test is not None:
         figures |= _translations(job.folder, job.test, job.test_sentences)
+    if job.test_text is not None:
+        opened = open_model(job.folder)
+        documents = [*whole_documents(read_documents(job.test_text))]
+        found = measure_likelihood(opened.language_model, opened.tokenizer, documents)
+        figures["test_loss"] = found.nats_per_token
     return figures
 
 

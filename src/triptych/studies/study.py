@@ -33,13 +33,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from triptych.errors import UsageError, near_path
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration, rewrite_recipe_of
-from triptych.text import CorpusSpec
+from triptych.text import CorpusSpec, LanguageCorpusSpec
 from triptych.toml import read_toml
 from triptych.training.recipe import AnyRecipe, explain, find_recipe, merge, resolve
 
 Metric = Literal[
     "loss",
     "bits_per_byte",
+    "test_loss",
     "bleu",
     "chrf",
     "exact_match",
@@ -56,6 +57,7 @@ OF_TRANSLATIONS = {"bleu", "chrf", "exact_match"}
 POSSIBLE = {
     "loss": (0.0, math.inf),
     "bits_per_byte": (0.0, math.inf),
+    "test_loss": (0.0, math.inf),
     "bleu": (0.0, 100.0),
     "chrf": (0.0, 100.0),
     "exact_match": (0.0, 1.0),
@@ -146,6 +148,8 @@ class Study(_Section):
     # Pairs whose source is translated for BLEU, chrF and exact matches, given as a recipe gives a corpus.
     test: CorpusSpec | None = None
     test_sentences: int | None = Field(None, ge=1)  # how many of them, from the start; all if None
+    # A text that chooses nothing, on which `test_loss` of language models is measured.
+    test_text: LanguageCorpusSpec | None = None
 
     @field_validator("seeds")
     @classmethod
@@ -175,6 +179,8 @@ class Study(_Section):
             raise ValueError(f"metrics: {self.metrics[0]} cannot decide: put a figure of quality first")
         if (wanted := sorted(OF_TRANSLATIONS & set(self.metrics))) and self.test is None:
             raise ValueError(f"metrics: {wanted[0]} needs [test] with source and target, or another corpus")
+        if "test_loss" in self.metrics and self.test_text is None:
+            raise ValueError("metrics: test_loss needs [test_text] with files, or another corpus of text")
         return self
 
     @property
@@ -294,5 +300,9 @@ def _check_task(study: Study, made: Mapping[str, AnyRecipe]) -> None:
     (task,) = tasks
     if task != "translation" and (found := sorted(OF_TRANSLATIONS & set(study.metrics))):
         raise UsageError(f"study {study.name}: metric {found[0]} is of translation, not of a {task}")
+    if task != "language-model" and study.test_text is not None:
+        raise UsageError(
+            f"study {study.name}: test_text is of language models, not of a {task}"
+        )
     if task == "masked-language-model" and "cache_bytes" in study.metrics:
         raise UsageError(f"study {study.name}: metric cache_bytes: an encoder keeps no cache")

@@ -27,6 +27,7 @@ COST = "What it costs"
 DIGITS = {
     "loss": 4,
     "bits_per_byte": 4,
+    "test_loss": 4,
     "bleu": 2,
     "chrf": 2,
     "exact_match": 3,
