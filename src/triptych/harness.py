@@ -6,12 +6,7 @@ The class derives from the harness's own, so this module can be imported only wh
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-from triptych.decoding import (
-    GenerationOptions,
-    Precision,
-    SamplingOptions,
-    score_continuations,
-)
+from triptych.decoding import GenerationOptions, Precision, SamplingOptions, score_continuations
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.opening import open_language_model

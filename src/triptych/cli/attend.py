@@ -54,10 +54,7 @@ def attend(
     steps: str | None = None,
     over: Path | None = None,
     measured: Annotated[
-        Options,
-        "Over a text",
-        Model.attend_over,
-        "documents targets worth explain context most_tokens",
+        Options, "Over a text", Model.attend_over, "documents targets worth explain context most_tokens"
     ],
     npz: Path | None = None,
     csv: Path | None = None,

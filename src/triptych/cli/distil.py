@@ -57,12 +57,7 @@ def distil(
     read = require_translation(read_recipe(recipe, overrides), recipe)
     with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
         found = open_model(teacher, opening=opening).distil(
-            read,
-            out,
-            **translating,
-            workers=number_of_workers(workers),
-            display=display,
-            progress=tell,
+            read, out, **translating, workers=number_of_workers(workers), display=display, progress=tell
         )
     if speaks():
         say(

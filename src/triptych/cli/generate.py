@@ -101,11 +101,7 @@ def _continued(
 
 
 def _record(
-    model: Model,
-    prompt: str,
-    found: Sequence[Continuation],
-    wanted: Sequence[str],
-    chat: bool,
+    model: Model, prompt: str, found: Sequence[Continuation], wanted: Sequence[str], chat: bool
 ) -> dict[str, Any]:
     attention = _attention(model, prompt, found, wanted, chat) if wanted else [{}] * len(found)
     return {
@@ -126,11 +122,7 @@ def _record(
 
 
 def _attention(
-    model: Model,
-    prompt: str,
-    found: Sequence[Continuation],
-    wanted: Sequence[str],
-    chat: bool,
+    model: Model, prompt: str, found: Sequence[Continuation], wanted: Sequence[str], chat: bool
 ) -> Iterator[dict[str, Any]]:
     """For each continuation the weights with which the text was read before each of its tokens."""
     generator = model.generator()

@@ -8,13 +8,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from triptych.algebra.rewrites.registry import (
-    REWRITES,
-    option_names,
-    read_rewrite,
-    signature,
-    summary,
-)
+from triptych.algebra.rewrites.registry import REWRITES, option_names, read_rewrite, signature, summary
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.cli.options import numbers, open_model
 from triptych.cli.signatures import Options

@@ -64,17 +64,17 @@ class Parameter:
     group: str | None = None
 
 
-class Written(NamedTuple):
-    """A function as it is written."""
+class FunctionText(NamedTuple):
+    """What a function says of itself, as it is written."""
 
     text: str  # its docstring up to the first section
     examples: tuple[str, ...]  # the lines of the section "Examples"
     parameters: tuple[Parameter, ...]  # in the order of the signature, groups taken apart
 
 
-def read_function(module: str, name: str) -> Written:
+def read_function(module: str, name: str) -> FunctionText:
     """A function of a module of ours, a method as `Class.method`, or the fields of a record."""
-    node = _definition(module, name)
+    module, node = _definition(module, name)
     text, sections = _sections(cleandoc(ast.get_docstring(node) or ""))
     documented = {
         item: (title, said) for title, lines in sections.items() for item, said in _items(lines).items()
@@ -88,7 +88,7 @@ def read_function(module: str, name: str) -> Written:
         title, about = documented.get(argument, ("Options", ""))
         value = REQUIRED if default is None else _value(default)
         found.append(Parameter(argument, _kind(module, annotation), value, positional, about, title))
-    return Written(text, tuple(line.strip() for line in sections.get("Examples", ())), tuple(found))
+    return FunctionText(text, tuple(line.strip() for line in sections.get("Examples", ())), tuple(found))
 
 
 def _taken(
@@ -129,17 +129,21 @@ def _tree(module: str) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
-    found: ast.Module | ast.FunctionDef | ast.ClassDef = _tree(module)
-    for part in name.split("."):
-        named = [
-            node
-            for node in found.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
-        ]
-        found = named[-1]  # after its overloads
-    assert isinstance(found, ast.FunctionDef | ast.ClassDef)
-    return found
+def _definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.ClassDef]:
+    """A function, a class, or a method of one, which may be a base's; with the module that it is in."""
+    owner, _, method = name.rpartition(".")
+    body = _tree(module).body
+    if owner:
+        module, found = _definition(module, owner)
+        body = found.body
+    named = [
+        node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == method
+    ]
+    if named:
+        return module, named[-1]  # after its overloads
+    assert isinstance(found, ast.ClassDef)
+    where, base = _origin(module, ast.unparse(found.bases[0]))
+    return _definition(where, f"{base}.{method}")
 
 
 def _origin(module: str, name: str) -> tuple[str, str]:

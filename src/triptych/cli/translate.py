@@ -33,10 +33,7 @@ def translate(
     *,
     out: Path | None = None,
     searching: Annotated[
-        Options,
-        "Search",
-        Model.translate,
-        "beam_size alpha num_best stop max_extra_tokens max_source_tokens",
+        Options, "Search", Model.translate, "beam_size alpha num_best stop max_extra_tokens max_source_tokens"
     ],
     glossary: Path | None = None,
     workers: int | None = None,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand
 
-from triptych.cli.signatures import REQUIRED, Parameter, Quantity, Written, is_list, read_function
+from triptych.cli.signatures import REQUIRED, FunctionText, Parameter, Quantity, is_list, read_function
 from triptych.errors import UsageError
 from triptych.user_code import use_code
 
@@ -84,7 +84,7 @@ def read_quantity(text: str, option: str) -> float:
     return size
 
 
-def read_verb(name: str) -> Written:
+def read_verb(name: str) -> FunctionText:
     """A verb as it is written: the function of the module of its name, in this room."""
     return read_function(f"triptych.cli.{name}", name)
 
@@ -112,7 +112,7 @@ def add_verb(app: typer.Typer, name: str) -> None:
     decorate(called)
 
 
-def _grouped(verb: Written, given: Mapping[str, Any]) -> dict[str, Any]:
+def _grouped(verb: FunctionText, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the verb's function: its own, and a dictionary for each group."""
     found = dict[str, Any]()
     for parameter in verb.parameters:

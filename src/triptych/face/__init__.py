@@ -1,8 +1,9 @@
 """The face of the package: one model, its layers, its heads.
 
-`load` gives a `Model`. It reads (`layers`, `inspect`, `composition`) and runs (`translate`, `attend`, `run`).
-Every change gives a new `Model` that every method takes. A `Model` holds what it opened (`Opened`) and its
-`Change`s, and delegates; each capability lives in its own room. Start with `model.py`.
+`load` gives a `Model`. It holds what it opened (`Opened`) and its `Change`s, and delegates: each capability
+lives in its own room. What its weights say is in `reading.py` (`layers`, `inspect`, `composition`), what it
+does with texts in `running.py` (`translate`, `attend`, `run`), what changes or writes it in `model.py`. A
+change gives a new `Model`. Start with `model.py`.
 """
 
 from triptych.face.changes import Change

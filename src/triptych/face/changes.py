@@ -23,6 +23,7 @@ from triptych.attention import (
     NoPositions,
     SinusoidalPositions,
 )
+from triptych.decoding import Continuation, GenerationOptions, TextGenerator
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AttentionSite, attention_sites, blocks_of
@@ -199,6 +200,20 @@ def changed_copy(
     for change in changes:
         change.apply(copied, order(copied))
     return copied
+
+
+def continue_changed(
+    texts: list[str], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change], chat: bool
+) -> list[list[Continuation]]:
+    """Continuations of texts. If values are changed by position, only texts of one length run together."""
+    if not any(isinstance(change, ValueChange) for change in changes):
+        return by.generate(texts, options, chat=chat)
+    ids = [by.encode(text, chat=chat) for text in texts]
+    found: dict[int, list[Continuation]] = {}
+    for length in sorted({len(own) for own in ids}):
+        places = [place for place, own in enumerate(ids) if len(own) == length]
+        found |= dict(zip(places, by.continue_tokens([ids[i] for i in places], options), strict=True))
+    return [found[place] for place in range(len(texts))]
 
 
 # Weights.

@@ -446,6 +446,18 @@ def make_translator(
     return found if glossary is None else found.with_glossary(glossary)
 
 
+def identify(translator: Translator, name: str, changes: Sequence[str], options: Options) -> dict[str, Any]:
+    """What says whether another translator gives the same texts: its weights, tokenizers and engine."""
+    sides = translator.tokenizers.source, translator.tokenizers.target
+    return {
+        "name": name,
+        "sha256": hash_of(translator.model, [side.to_json() for side in sides]),
+        "changes": list(changes),
+        "engine": translator.engine,
+        "precision": options.precision,
+    }
+
+
 def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
     if options.engine == "auto":
         warnings.warn("engine auto: triptych generates", EngineNote, stacklevel=3)

@@ -393,11 +393,7 @@ class Layer:
 
     def _repr_html_(self) -> str:
         rows = [
-            (
-                f"head {head.number}",
-                "  ".join(shape for _, shape in head._shapes()),
-            )
-            for head in self.heads
+            (f"head {head.number}", "  ".join(shape for _, shape in head._shapes())) for head in self.heads
         ]
         return table_html(f"Layer {self.name}: W_Q, W_K, W_V, W_O", rows)
 

@@ -1,7 +1,7 @@
 """One run of a model on a text: logits, loss, and every activation by its place."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import final
 
@@ -206,8 +206,26 @@ class Run:
         return table_html(f"Run of {self.model}", rows)
 
 
+def run_texts(
+    reader: Reader,
+    places: Places,
+    sites: Sequence[AttentionSite],
+    texts: Sequence[str],
+    targets: Sequence[str] | None,
+    grad: bool,
+) -> list[Run]:
+    """Run texts as one padded batch; `sites` has the modules of the layers that `places` names, in order."""
+    ids = reader.encode(texts, targets)
+    reader.check(ids)
+    order = {number: site.name for number, site in enumerate(sites)}
+    recorded = _recorded_graph(sites) if grad else nullcontext()
+    with torch.set_grad_enabled(grad), recorded as graph:
+        recording = reader.run(ids, residuals=True)
+        return [Run(reader, places, order, one, recording, row, graph) for row, one in enumerate(ids)]
+
+
 @contextmanager
-def recorded_graph(sites: Sequence[AttentionSite]) -> Iterator[dict[str, dict[Activation, Tensor]]]:
+def _recorded_graph(sites: Sequence[AttentionSite]) -> Iterator[dict[str, dict[Activation, Tensor]]]:
     """Keep what layers compute as part of the graph of the run, by site, so that gradients reach it."""
     found: dict[str, dict[Activation, Tensor]] = {site.name: {} for site in sites}
     with ExitStack() as stack:

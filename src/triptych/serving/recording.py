@@ -102,12 +102,7 @@ class _Recording:
         return self.keep(question, self.asked(changes), found)
 
     def row(
-        self,
-        changes: tuple[str, ...],
-        kind: dict[str, Any],
-        number: int,
-        head: int,
-        query: int | None = None,
+        self, changes: tuple[str, ...], kind: dict[str, Any], number: int, head: int, query: int | None = None
     ) -> None:
         last = len(kind["queries"]) - 1
         if query is None:  # where the page looks first

@@ -301,8 +301,6 @@ def _check_task(study: Study, made: Mapping[str, AnyRecipe]) -> None:
     if task != "translation" and (found := sorted(OF_TRANSLATIONS & set(study.metrics))):
         raise UsageError(f"study {study.name}: metric {found[0]} is of translation, not of a {task}")
     if task != "language-model" and study.test_text is not None:
-        raise UsageError(
-            f"study {study.name}: test_text is of language models, not of a {task}"
-        )
+        raise UsageError(f"study {study.name}: test_text is of language models, not of a {task}")
     if task == "masked-language-model" and "cache_bytes" in study.metrics:
         raise UsageError(f"study {study.name}: metric cache_bytes: an encoder keeps no cache")

@@ -1,0 +1,36 @@
+"""Learns the shortlist of a translator from pairs, and writes it."""
+
+from pathlib import Path
+
+from triptych.errors import UsageError
+from triptych.files import write_text
+from triptych.opening import OpenedModel
+from triptych.text import CorpusSpec, TokenSequences, read_parallel
+from triptych.text.shortlists import Coverage, learn_shortlist
+from triptych.training.progress import Display
+from triptych.training.translation import read_corpora
+
+
+def write_shortlist(
+    opened: OpenedModel,
+    out: Path,
+    text: tuple[Path | None, Path | None],
+    most: int,
+    frequent: int,
+    display: Display,
+) -> Coverage:
+    """Learn from two files of parallel lines, or without them from the text that a run was trained on."""
+    tokenizers, (source, target) = opened.tokenizers, text
+    if (source is None) != (target is None):
+        raise UsageError("source and target belong together: give both, or none for a run's own text")
+    if source is not None and target is not None:
+        pairs = read_parallel(CorpusSpec(source=source, target=target))
+    elif opened.recipe is not None:
+        pairs, _ = read_corpora(opened.recipe, Path.cwd(), display)
+    else:
+        raise UsageError(f"{opened.name} is no run, whose text is known: give source and target")
+    src = TokenSequences.pack(tokenizers.source.encode(pairs.source))
+    tgt = TokenSequences.pack(tokenizers.target.encode(pairs.target))
+    found, coverage = learn_shortlist(src, tgt, tokenizers, most, frequent)
+    write_text(out, found.as_text(tokenizers))
+    return coverage
