@@ -4,19 +4,25 @@
     .venv/bin/python benchmarks/study_results.py sharing-rotary/symmetric sharing-rotary/key_value
     .venv/bin/python benchmarks/study_results.py sharing-rotary+sharing-rotary-again/key_value \
         sharing-rotary+sharing-rotary-again/factored
+    .venv/bin/python benchmarks/study_results.py --metric test_loss --by-size \
+        size-small size-middle size-large
 
 The first writes conclusions and tables of quality of every `docs/results/studies/results/NAME/README.md`
 again, from the `runs.csv` there. The others print the first variant minus the second, paired by seed, with
 the exact and Student's p, not corrected; `+` pools the seeds of several studies. `--metric bleu` compares
-another figure.
+another figure. The last prints what each variant costs in each study, in % of perplexity, and how that
+changes with the number of parameters, all corrected together.
 """
 
 import argparse
 import csv
 import io
+import math
+import statistics
 from pathlib import Path
 
 from triptych.studies import Outcome, read_study
+from triptych.studies.comparing import NOISE
 from triptych.studies.job import HEAD_MEASURES, Result
 from triptych.studies.statistics import Comparison, compare
 from triptych.studies.study import POSSIBLE
@@ -45,8 +51,8 @@ def read_runs_csv(text: str) -> dict[str, dict[int, Result]]:
     """The results that `runs_csv` wrote, by variant and seed."""
     found: dict[str, dict[int, Result]] = {}
     for row in csv.DictReader(io.StringIO(text)):
-        figures = {name: float(row[name]) for name in DIGITS if row[name]}
-        heads = {name: float(row[name]) for name in HEAD_MEASURES if row[name]}
+        figures = {name: float(row[name]) for name in DIGITS if row.get(name)}
+        heads = {name: float(row[name]) for name in HEAD_MEASURES if row.get(name)}
         result = Result(figures, heads, float(row["seconds"]), int(row["steps"]), int(row["tokens"]))
         found.setdefault(row["variant"], {})[int(row["seed"])] = result
     return found
@@ -68,13 +74,50 @@ def _values(place: str, metric: str) -> dict[int, float]:
     return found
 
 
+def by_size(names: list[str], metric: str) -> dict[str, Comparison]:
+    """What variants cost at each size, in % of perplexity, and the slope of that: % for ten times the size.
+
+    A slope is fitted by least squares for each seed, and is a comparison as the others are: with its interval
+    over seeds, its exact p, and one correction (Holm) for all.
+    """
+    costs: dict[str, dict[int, float]] = {}
+    sizes, variants = list[float](), dict[str, None]()
+    for name in names:
+        runs = read_runs_csv((RESULTS / name / "runs.csv").read_text(encoding="utf-8"))
+        baseline = runs.pop(read_study(STUDIES / f"{name}.toml").baseline_name)
+        sizes.append(math.log10(statistics.mean(run.figures["parameters"] for run in baseline.values())))
+        runs.pop(NOISE, None)
+        variants |= dict.fromkeys(runs)
+        for variant, found in runs.items():
+            costs[f"{variant}, {name}"] = {
+                seed: 100 * math.expm1(run.figures[metric] - baseline[seed].figures[metric])
+                for seed, run in found.items()
+            }
+    for variant in variants:
+        at_sizes = [costs[f"{variant}, {name}"] for name in names]
+        seeds = set.intersection(*map(set, at_sizes))
+        costs[f"{variant}, slope"] = {
+            seed: statistics.linear_regression(sizes, [cost[seed] for cost in at_sizes]).slope
+            for seed in sorted(seeds)
+        }
+    return compare(costs, dict.fromkeys({seed for found in costs.values() for seed in found}, 0.0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("places", nargs="*", metavar="STUDY/VARIANT")
     parser.add_argument("--metric", default="loss")
+    parser.add_argument("--by-size", nargs="+", default=[], metavar="STUDY")
     options = parser.parse_args()
+    if options.by_size:
+        for name, found in by_size(options.by_size, options.metric).items():
+            mean = found.difference
+            p_value = f"exact p {found.exact:.2g}, corrected {found.exact_corrected:.2g}"
+            interval = f"{mean.mean:+.2f} % [{mean.low:+.2f}, {mean.high:+.2f}], {mean.count} seeds"
+            print(f"{name}: {interval}, {p_value}")
+        return
     if not options.places:
         for folder in sorted(RESULTS.iterdir()):
             (folder / "README.md").write_text(report(folder.name), encoding="utf-8")
