@@ -81,7 +81,7 @@ def with_semantics(
         "": {},
         "none": {},
         "rotary": {"rotary": RotaryEmbedding.of_width(width // 2 * 2)},
-        "alibi": {"bias": ALiBi.of_count(heads)},
+        "alibi": {"bias": ALiBi.for_heads(heads)},
         "relative": {"bias": RelativePositionBias(zeros[0, :, :1].expand(6, heads), True, 16)},
         "disentangled": {"bias": DisentangledBias(zeros, zeros, 3, None, weights.scale)},
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, make, with_semantics
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import channels, of_heads
+from triptych.algebra.function import channels, for_heads
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
@@ -25,7 +25,7 @@ def normalised(count: int) -> Tensor:
 
 def scores(weights: AttentionWeights, x: Tensor) -> Tensor:
     q, k, _ = channels(weights, x)
-    k = of_heads(k, weights.num_heads)
+    k = for_heads(k, weights.num_heads)
     if (rotary := weights.semantics.rotary) is not None:
         q, k = rotary(q), rotary(k)
     return (q @ k.mT)[0] * weights.scale
@@ -90,7 +90,7 @@ def test_the_output_of_a_head_stays_within_the_bound(biased: bool) -> None:
     after, found = replace(after, o_bias=weights.o_bias), output_bound(weights, after)
     # A mixture of values is the value of a mixture of inputs.
     x = normalised(300)
-    outs = [of_heads(channels(one, x).v, NUM_HEADS)[0] @ one.W_O for one in (weights, after)]
+    outs = [for_heads(channels(one, x).v, NUM_HEADS)[0] @ one.W_O for one in (weights, after)]
     moved = (outs[0] - outs[1]).norm(dim=-1).amax(1)
     assert bool((moved <= found).all())
     if not biased:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heads import NUM_HEADS, make_layer, random_input, with_semantics
-from triptych.algebra.function import attend, channels, of_heads, probabilities
+from triptych.algebra.function import channels, for_heads, probabilities, run_layer
 from triptych.algebra.positions import (
     ALiBi,
     DisentangledBias,
@@ -44,14 +44,14 @@ def test_a_norm_of_each_head(centred: bool, own: bool, count: int | None) -> Non
     x, width = drawn(B, H, N, W) + 0.5, count or W
     gain, shift = (drawn(H, width) if own else drawn(width) for _ in range(2))
     norm = HeadNorm(0.03, gain, shift, centred, channels=count)
-    assert norm.of_each_head is own
+    assert norm.per_head is own
     expected = x.numpy().copy()
     for b, h, n in np.ndindex(B, H, N):
         g, s = (part[h] if own else part for part in (gain.numpy(), shift.numpy()))
         expected[b, h, n, :width] = normalised(expected[b, h, n, :width], 0.03, centred=centred) * g + s
     assert_close(norm(x), expected)
     plain = HeadNorm(0.03, centred=centred)
-    assert not plain.of_each_head
+    assert not plain.per_head
     assert_close(plain(x)[0, 1, 2], normalised(x[0, 1, 2].numpy(), 0.03, centred=centred))
 
 
@@ -59,7 +59,7 @@ def test_a_norm_of_each_head(centred: bool, own: bool, count: int | None) -> Non
 def test_a_norm_over_all_heads_side_by_side(centred: bool) -> None:
     x, gain, shift = drawn(B, H, N, W) + 0.5, drawn(H * W), drawn(H * W)
     norm = HeadNorm(0.03, gain, shift, centred, over="all heads")
-    assert norm.of_each_head
+    assert norm.per_head
     expected = np.empty((B, H, N, W))
     for b, n in np.ndindex(B, N):
         row = normalised(x[b, :, n].reshape(-1).numpy(), 0.03, centred=centred)
@@ -198,7 +198,7 @@ def test_a_layer_is_what_its_parts_make_of_it(name: str, kind: str) -> None:
     x.clamp_(-2, 2)
     mask = torch.ones(N, N, dtype=torch.bool)
     mask[2:, 0] = False
-    q, k, v = (of_heads(t, NUM_HEADS) for t in channels(plain, x))
+    q, k, v = (for_heads(t, NUM_HEADS) for t in channels(plain, x))
     if semantics.q_norm is not None and semantics.k_norm is not None:
         q, k = semantics.q_norm(q), semantics.k_norm(k)
     if semantics.clip is not None:
@@ -233,7 +233,7 @@ def test_a_layer_is_what_its_parts_make_of_it(name: str, kind: str) -> None:
         for b, h, i in np.ndindex(B, NUM_HEADS, N):
             mixed[b, h, i] /= 1 + math.exp(-float(x[b, i].numpy() @ W[h] + bias[h]))
     out = np.einsum("bhic,hcd->bid", mixed, weights.W_O.numpy()) + weights.o_bias.numpy()
-    assert_close(attend(weights, x, mask=mask), out)
+    assert_close(run_layer(weights, x, mask=mask), out)
 
 
 def test_heads_that_are_left_keep_their_sinks_and_distances() -> None:
@@ -242,7 +242,7 @@ def test_heads_that_are_left_keep_their_sinks_and_distances() -> None:
     semantics = Semantics(
         1.0, sinks=drawn(H), bias=DisentangledBias(*tables, 3, None, 1.0), window=4, gate=gate
     )
-    found = semantics.of_heads([2, 0])
+    found = semantics.select_heads([2, 0])
     assert found.sinks is not None
     assert semantics.sinks is not None
     assert found.sinks.tolist() == semantics.sinks[[2, 0]].tolist()
@@ -254,7 +254,7 @@ def test_heads_that_are_left_keep_their_sinks_and_distances() -> None:
     assert found.gate is not None
     assert torch.equal(found.gate.weight, gate.weight[[2, 0]])
     assert found.gate.bias is None
-    bare = Semantics(1.0, bias=ALiBi(torch.arange(float(H)))).of_heads([1])
+    bare = Semantics(1.0, bias=ALiBi(torch.arange(float(H)))).select_heads([1])
     assert bare.sinks is None
     assert isinstance(bare.bias, ALiBi)
     assert bare.bias.slopes.tolist() == [1]

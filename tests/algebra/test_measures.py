@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.algebra.measures import HeadMeasures, RotaryPairs, measure_heads
 from triptych.algebra.semantics import Semantics
-from triptych.algebra.similarity import MapSimilarity, compare, span
+from triptych.algebra.similarity import MapSimilarity, compare_maps, span
 from triptych.algebra.weights import AttentionWeights, Link
 
 D, HEADS, WIDTH, VALUE = 24, 4, 6, 5
@@ -18,7 +18,7 @@ D, HEADS, WIDTH, VALUE = 24, 4, 6, 5
 
 def map_similarity(one: torch.Tensor, other: torch.Tensor) -> MapSimilarity:
     (Q, R), (other_Q, other_R) = torch.linalg.qr(one), torch.linalg.qr(other)
-    return compare(span(R, D), span(other_R, D), Q.mT @ other_Q, D)
+    return compare_maps(span(R, D), span(other_R, D), Q.mT @ other_Q, D)
 
 
 def layer(
@@ -156,7 +156,7 @@ def test_a_map_that_all_heads_share_is_multiplied_without_copies_of_it() -> None
     own, own_bias = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
     for first in (Link(shared), Link(shared, bias)):
         for second in (Link(own), Link(own, own_bias)):
-            found, slow = first.then(second), first.of_heads(4).then(second)
+            found, slow = first.then(second), first.repeat(4).then(second)
             assert_near(found.weight, slow.weight, 1e-14)
             assert (found.bias is None) == (slow.bias is None)
             if found.bias is not None and slow.bias is not None:
@@ -168,12 +168,12 @@ def test_maps_multiplied_out_are_wide_and_still_shared() -> None:
     down, up = Link(torch.randn(1, D, 4).bfloat16()), Link(torch.randn(HEADS, 4, WIDTH).bfloat16())
     chain = (down, up)
     stacked = replace(weights, q=chain, k=chain)
-    found = stacked.multiplied_out()
+    found = stacked.with_single_links()
     assert found.q is found.k
     assert found.dtype == torch.float32
     assert_near(found.W_Q.double(), down.weight.double() @ up.weight.double(), 1e-6)
-    assert weights.multiplied_out() is not None
-    assert weights.multiplied_out().dtype == torch.bfloat16
+    assert weights.with_single_links() is not None
+    assert weights.with_single_links().dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

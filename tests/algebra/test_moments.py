@@ -35,7 +35,7 @@ def test_moments_are_means_over_all_tokens(name: str, kind: str) -> None:
     assert (found.count, found.key_count) == (BATCH * LENGTH, BATCH * y.shape[1])
 
     def of(side: Any, head: int, rows: Tensor) -> np.ndarray:
-        link = weights.multiplied(side).of_heads(NUM_HEADS)
+        link = weights.multiplied(side).repeat(NUM_HEADS)
         made = rows.numpy() @ link.weight[head].numpy()
         return made if link.bias is None else made + link.bias[head].numpy()
 

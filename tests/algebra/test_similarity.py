@@ -9,10 +9,10 @@ from torch import Tensor
 from triptych.algebra import similarity
 from triptych.algebra.similarity import (
     MapSimilarity,
-    alike,
     chance_of_as_much,
-    compare,
+    compare_maps,
     cosine_of_forms,
+    similar,
     sketches,
     span,
 )
@@ -25,7 +25,7 @@ def maps(heads: int = 3, d: int = 20, width: int = 4, seed: int = 0) -> torch.Te
 def map_similarity(one: Tensor, other: Tensor) -> MapSimilarity:
     (Q, R), (other_Q, other_R) = torch.linalg.qr(one), torch.linalg.qr(other)
     d = one.shape[1]
-    return compare(span(R, d), span(other_R, d), Q.mT @ other_Q, d)
+    return compare_maps(span(R, d), span(other_R, d), Q.mT @ other_Q, d)
 
 
 def gauge(width: int, seed: int = 7) -> torch.Tensor:
@@ -172,7 +172,7 @@ def test_forms_that_are_alike_are_found_in_any_gauge() -> None:
     G = gauge(5)
     left[7], right[7] = left[2] @ G, right[2] @ torch.linalg.inv(G).mT
     left[11], right[11] = -left[4], right[4] + 0.2 * right[5]
-    found = alike(sketches(left, right), at_least=0.9, most=10)
+    found = similar(sketches(left, right), at_least=0.9, most=10)
     assert set(found) == {(2, 7), (4, 11)}
     assert found[0] == (2, 7)
     assert cosine_of_forms(left[2], right[2], left[7], right[7]) == pytest.approx(1.0)
@@ -180,8 +180,8 @@ def test_forms_that_are_alike_are_found_in_any_gauge() -> None:
     expected = float((forms[4] * forms[11]).sum() / forms[4].norm() / forms[11].norm())
     assert cosine_of_forms(left[4], right[4], left[11], right[11]) == pytest.approx(expected)
     assert expected < -0.9
-    assert alike(sketches(left[:1], right[:1]), at_least=0.9, most=10) == []
-    assert alike(sketches(left, right), at_least=0.9, most=1) == [(2, 7)]
+    assert similar(sketches(left[:1], right[:1]), at_least=0.9, most=10) == []
+    assert similar(sketches(left, right), at_least=0.9, most=1) == [(2, 7)]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 40])
@@ -192,12 +192,12 @@ def test_few_rows_at_a_time_find_the_same_pairs(rows: int, monkeypatch: pytest.M
     pairs.sort(key=lambda pair: -float(products[pair]))
     assert len(pairs) > 20
     monkeypatch.setattr(similarity, "_ROWS_AT_A_TIME", rows)
-    assert alike(sketched, at_least=0.9, most=1000) == pairs
-    assert alike(sketched, at_least=0.9, most=20) == pairs[:20]
+    assert similar(sketched, at_least=0.9, most=1000) == pairs
+    assert similar(sketched, at_least=0.9, most=20) == pairs[:20]
 
 
 def test_a_form_that_is_zero_is_like_none() -> None:
     left, right = maps(2, 30, 5), maps(2, 30, 5, seed=1)
     left[0] = 0
-    assert alike(sketches(left, right), at_least=0.9, most=10) == []
+    assert similar(sketches(left, right), at_least=0.9, most=10) == []
     assert cosine_of_forms(left[0], right[0], left[1], right[1]) == 0.0

@@ -27,7 +27,7 @@ def test_a_map_in_half_precision_rounds_as_a_product_in_half_precision_does() ->
 @pytest.mark.parametrize("name", ["factored", "stacked", "shared", "symmetric", "latent", "collaborative"])
 def test_multiplied_out_there_is_one_link_a_side_and_what_was_shared_stays_so(name: str) -> None:
     weights = make_layer(name, biased=True).weights("self")
-    plain = weights.multiplied_out()
+    plain = weights.with_single_links()
     for side in SIDES:
         chain, own = plain.chain(side), weights.chain(side)
         assert len(chain) == 1

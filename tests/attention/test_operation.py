@@ -416,7 +416,7 @@ CASES = {
     ),
     "short": Case((20, 20, 4, 4, 4, 8, 8), False, {}, "fused", "one to one", "flash", "does not hold"),
     "short, asked for": Case(
-        (20, 20, 4, 4, 4, 8, 8), True, {"path": "fast"}, "fused", "one to one", "flash", "was asked for"
+        (20, 20, 4, 4, 4, 8, 8), True, {"path": "fast"}, "fused", "one to one", "flash", "by the caller"
     ),
     "long, training": Case(
         (150, 150, 4, 4, 4, 8, 8), True, {"causal": True}, "fused", "one to one", "flash", "2 × 4 × 150 × 150"
@@ -428,7 +428,7 @@ CASES = {
         "written out",
         "one to one",
         "batched products",
-        "was asked for",
+        "by the caller",
     ),
     "weights": Case(
         (20, 20, 4, 4, 4, 8, 8),
@@ -437,7 +437,7 @@ CASES = {
         "written out",
         "one to one",
         "batched products",
-        "weights were asked for",
+        "weights are wanted",
     ),
     "dropout": Case(
         (20, 20, 4, 4, 4, 8, 8),
@@ -524,7 +524,7 @@ CASES = {
         "fused",
         "grouped by the kernel",
         "math",
-        "was asked for",
+        "by the caller",
     ),
     "bias with a gradient that is not recorded": Case(
         (150, 150, 4, 4, 4, 8, 8),

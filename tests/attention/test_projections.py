@@ -17,7 +17,7 @@ from heads import with_semantics
 from made import Made
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.positions import alibi_slopes
 from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import AttentionWeights, Link
@@ -664,13 +664,13 @@ def test_the_explanation_is_that_of_the_operation_it_calls(
     from triptych.attention import layer as layer_module
 
     seen: list[tuple[Any, ...]] = []
-    call = layer_module.attend
+    call = layer_module.compute_attention
 
     def spy(*handed: Any) -> Any:
         seen.append(handed)
         return call(*handed)
 
-    monkeypatch.setattr(layer_module, "attend", spy)
+    monkeypatch.setattr(layer_module, "compute_attention", spy)
     layer = make_layer(name, biased=False)
     for query_len, key_len, options in [
         (6, 6, {}),
@@ -892,7 +892,7 @@ def test_weights_that_nobody_writes_are_refused_with_each_difference() -> None:
         layer = MultiHeadAttention.from_weights(weights)
         assert layer.parameterisation.name == "as_written"
         assert writing_cost(layer.weights()) == writing_cost(weights)
-        assert_same(layer(x).output, attend(weights, x), kind="output")
+        assert_same(layer(x).output, run_layer(weights, x), kind="output")
     without = dataclasses.replace(factored, o=(*factored.o, Link(torch.ones(1, 24, dtype=torch.float64))))
     with pytest.raises(ValueError, match="as_written: the heads' outputs need a map of their own at the end"):
         MultiHeadAttention.from_weights(without)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych import user_code
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.attention import (
@@ -107,7 +107,7 @@ def test_formula_weights_steps_and_a_cache_agree_with_the_layer(kind: dict[str, 
     layer, x = layer_of(kind, positions=AlibiPositions()).eval(), torch.randn(2, N, D, dtype=torch.double)
     with torch.no_grad():
         given = layer(x, causal=True, need_weights=True)
-        torch.testing.assert_close(attend(layer.weights("causal"), x), given.output)
+        torch.testing.assert_close(run_layer(layer.weights("causal"), x), given.output)
         torch.testing.assert_close(layer.steps(x, causal=True).output, given.output)
         torch.testing.assert_close(layer.steps(x, causal=True).weights, given.weights)
         torch.testing.assert_close(layer.queries_and_keys(x, causal=True).weights(), given.weights)
@@ -129,7 +129,7 @@ def test_a_layer_of_its_weights_is_the_same_layer_and_its_configuration_too(kind
     assert [(n, p.shape) for n, p in made.named_parameters()] == [
         (n, p.shape) for n, p in layer.named_parameters()
     ]
-    some = layer.weights().semantics.of_heads([2, 0])
+    some = layer.weights().semantics.select_heads([2, 0])
     assert all(part.shape[0] == 2 for part in (some.scores.tensors().values() if some.scores else ()))
 
 
@@ -179,7 +179,7 @@ def test_a_rewrite_of_queries_and_keys_is_refused_and_one_of_values_is_not() -> 
     with pytest.raises(RewriteRefusedError, match="scores that are no product, and W_QK says nothing"):
         truncate(weights, qk_rank=2)
     cut = truncate(weights, ov_rank=WIDTH).weights
-    torch.testing.assert_close(attend(cut, x), attend(weights, x))
+    torch.testing.assert_close(run_layer(cut, x), run_layer(weights, x))
 
 
 LM = {"num_layers": 1, "d_model": D, "num_heads": H, "context": 32, "positions": {"scheme": "alibi"}}

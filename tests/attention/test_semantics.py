@@ -11,7 +11,7 @@ from torch import Tensor
 from heads import D_MODEL, NUM_HEADS, make_layer, random_input
 from tolerances import assert_same
 from triptych.algebra.cost import cached_numbers, writing_cost
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.positions import (
     ALiBi,
     DisentangledBias,
@@ -63,7 +63,7 @@ def parts(width: int, key_heads: int) -> dict[str, dict[str, Any]]:
         "chunk, soft cap": {"chunk": 3, "soft_cap": 2.0},
         "gate": {"gate": HeadGate(drawn(H, D_MODEL), drawn(H))},
         "gate, window, turned": {"gate": HeadGate(drawn(H, D_MODEL)), "window": 3, "rotary": rotary},
-        "slopes": {"bias": ALiBi.of_count(H)},
+        "slopes": {"bias": ALiBi.for_heads(H)},
         "buckets": {"bias": RelativePositionBias(drawn(6, H), both_ways=True, max_distance=16)},
         "buckets, one way": {"bias": RelativePositionBias(drawn(6, H), both_ways=False, max_distance=16)},
         "distances": {
@@ -106,21 +106,21 @@ def test_a_layer_is_the_plain_formula_and_learns_what_it_does_besides(name: str,
     for kind in ("self", "causal"):
         layer, weights = held(name, given, kind)
         x = random_input(N)
-        assert_same(layer(x).output, attend(weights, x), kind="output")
-        assert_same(layer(x, path="reference", need_weights=True).output, attend(weights, x), kind="output")
-
+        wanted = run_layer(weights, x)
+        assert_same(layer(x).output, wanted, kind="output")
+        assert_same(layer(x, path="reference", need_weights=True).output, wanted, kind="output")
         own = replace(layer.projections.weights(), semantics=layer.semantics)
         assert sorted(layer.semantics.learned()) == sorted(
             name for name, _ in layer.named_parameters(recurse=False)
         )
-        expected = torch.autograd.grad(attend(own, x).square().mean(), list(layer.parameters()))
+        expected = torch.autograd.grad(run_layer(own, x).square().mean(), list(layer.parameters()))
         found = torch.autograd.grad(layer(x).output.square().mean(), list(layer.parameters()))
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other, kind="gradient")
 
     cache = LayerCache()
     steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 3), (3, 4), (4, 5), (5, N))]
-    assert_same(torch.cat(steps, dim=1), attend(weights, x), kind="output")
+    assert_same(torch.cat(steps, dim=1), run_layer(weights, x), kind="output")
 
 
 @pytest.mark.parametrize(("name", "part"), cases())
@@ -137,7 +137,7 @@ def test_padding_on_the_left_changes_nothing(name: str, part: str, cached: bool)
         steps.append(layer(x[:, i:j], mask=seen, positions=PositionIds(ids[:, i:j], N), cache=cache).output)
     found = torch.cat(steps, dim=1)
     for row, skipped in enumerate(padding.tolist()):
-        alone = attend(weights, x[row : row + 1, skipped:])
+        alone = run_layer(weights, x[row : row + 1, skipped:])
         assert_same(found[row : row + 1, skipped:], alone, kind="output")
 
 
@@ -177,7 +177,7 @@ def test_keys_of_a_text_that_grows_past_the_limit_stay_as_they_were_turned(
         assert (expected - layers[0](x).output).abs().max() > 1e-3
         for layer in layers[1:]:
             assert_same(decoded(layer, padded)[there], expected[there], kind="output")
-    assert_same(layers[1](x).output, attend(once, x), kind="output")
+    assert_same(layers[1](x).output, run_layer(once, x), kind="output")
 
 
 @pytest.mark.parametrize(
@@ -189,12 +189,12 @@ def test_texts_beside_each_other_in_a_row_are_texts_alone(part: str) -> None:
     x, text = random_input(N), torch.tensor([0, 0, 0, 1, 1, 1, 1])
     for ids in (torch.tensor([0, 1, 2, 0, 1, 2, 3]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)):
         found = layer(x, mask=text[:, None] == text, positions=PositionIds(ids, N)).output
-        assert_same(found[:, :3], attend(weights, x[:, :3]), kind="output")
-        assert_same(found[:, 3:], attend(weights, x[:, 3:]), kind="output")
+        assert_same(found[:, :3], run_layer(weights, x[:, :3]), kind="output")
+        assert_same(found[:, 3:], run_layer(weights, x[:, 3:]), kind="output")
 
 
 def test_rows_of_a_batch_that_change_places_take_their_positions_with_them() -> None:
-    layer, _ = held("grouped", {"bias": ALiBi.of_count(H)}, "causal")
+    layer, _ = held("grouped", {"bias": ALiBi.for_heads(H)}, "causal")
     x, cache = random_input(N), LayerCache()
     ids = torch.arange(N) + torch.tensor([[0], [100]]) * (torch.arange(N) >= 4)
     layer(x[:, :5], positions=PositionIds(ids[:, :5], 200), cache=cache)
@@ -220,7 +220,7 @@ def test_cross_attention_normalises_caps_and_has_sinks() -> None:
     part = {**found["norms"], **found["soft cap"], **found["sinks"], "clip": 1.2}
     layer, weights = held("grouped", part, "cross")
     x, memory, cache = random_input(3), random_input(N), LayerCache()
-    expected = attend(weights, x, memory)
+    expected = run_layer(weights, x, memory)
     assert_same(layer(x, memory=memory).output, expected, kind="output")
     for _ in range(2):
         assert_same(layer(x, memory=memory, cache=cache).output, expected, kind="output")
@@ -231,7 +231,7 @@ def test_patches_of_a_picture_have_places() -> None:
     for part in ({"rotary": rotary}, {"bias": PatchPositionBias(drawn(3 * 5 + 3, H), 2, 3)}):
         layer, weights = held("grouped", part, "self")
         x = random_input(N)
-        assert_same(layer(x).output, attend(weights, x), kind="output")
+        assert_same(layer(x).output, run_layer(weights, x), kind="output")
 
 
 def test_what_is_learned_moves_is_saved_and_comes_back() -> None:
@@ -333,15 +333,15 @@ def test_any_chains_are_held_as_they_are_written(name: str) -> None:
     weights = odd_chains(name)
     layer, x = MultiHeadAttention.from_weights(weights), random_input(N)
     assert layer.parameterisation.name == "as_written"
-    expected = attend(weights, x)
+    expected = run_layer(weights, x)
     assert_same(layer(x).output, expected, kind="output")
     assert_same(layer(x, path="reference").output, expected, kind="output")
     assert writing_cost(layer.weights()) == writing_cost(weights)
-    assert_same(attend(layer.weights(), x), expected, kind="output")
+    assert_same(run_layer(layer.weights(), x), expected, kind="output")
 
     parameters = list(layer.parameters())
     own = replace(layer.projections.weights(), semantics=layer.semantics)
-    gradients = torch.autograd.grad(attend(own, x).square().mean(), parameters)
+    gradients = torch.autograd.grad(run_layer(own, x).square().mean(), parameters)
     found = torch.autograd.grad(layer(x).output.square().mean(), parameters)
     for one, other in zip(found, gradients, strict=True):
         assert_same(one, other, kind="gradient")
@@ -367,7 +367,7 @@ def test_a_latent_with_turned_channels_is_all_that_is_cached_and_decodes_absorbe
     layer(x[:, :6], mask=there[:, None, None, :6], positions=PositionIds(ids[:, :6], N), cache=cache)
     last = layer(x[:, 6:], mask=there[:, None, None], positions=PositionIds(ids[:, 6:], N), cache=cache)
     for row, skipped in enumerate(padding.tolist()):
-        alone = attend(weights, x[row : row + 1, skipped:])[:, -1:]
+        alone = run_layer(weights, x[row : row + 1, skipped:])[:, -1:]
         assert_same(last.output[row : row + 1], alone, kind="output")
 
 
@@ -385,7 +385,7 @@ def test_a_memory_of_another_width_is_read() -> None:
     plain = make_layer("factored", biased=True).weights("cross")
     weights = replace(plain, k=(Link(drawn(H, 10, 6)),), v=(Link(drawn(H, 10, 6)),))
     layer, x, memory = MultiHeadAttention.from_weights(weights), random_input(3), drawn(2, N, 10)
-    assert_same(layer(x, memory=memory).output, attend(weights, x, memory), kind="output")
+    assert_same(layer(x, memory=memory).output, run_layer(weights, x, memory), kind="output")
     assert layer.explain(3, N)[0] == "expanded"
     with pytest.raises(ValueError, match="an input is 24 wide, and the layer's memory width 10"):
         layer(x, memory=x.clone())
@@ -396,7 +396,7 @@ def test_a_layer_with_qk_norm_is_the_plain_formula_and_trains_it(name: str) -> N
     layer = MultiHeadAttention(24, H, PARAMETERISATIONS[name](), qk_norm=True).double()
     assert {"q_norm_weight", "k_norm_weight"} <= dict(layer.named_parameters()).keys()
     x = random_input(N)
-    assert_same(layer(x, causal=True).output, attend(layer.weights("causal"), x), kind="output")
+    assert_same(layer(x, causal=True).output, run_layer(layer.weights("causal"), x), kind="output")
     layer(x).output.square().mean().backward()
     for parameter in (layer.q_norm_weight, layer.k_norm_weight):
         assert parameter.grad is not None
@@ -432,7 +432,7 @@ def test_a_recipe_asks_for_gates_of_language_models_and_they_begin_half_open() -
     model = LanguageModel.of(config, "decoder", 11).double()
     attention, x = model.blocks[0].self_attention, random_input(N)
     without = replace(attention.weights(), semantics=replace(attention.semantics, gate=None))
-    assert_same(attention(x).output, attend(without, x) / 2, kind="output")
+    assert_same(attention(x).output, run_layer(without, x) / 2, kind="output")
     with pytest.raises(ValueError, match="output_gate is true, and encoder-decoder models have none"):
         ModelConfig.model_validate({"decoder": {"cross_attention": {"output_gate": True}}})
 
@@ -450,6 +450,6 @@ def test_key_heads_that_are_repeated_take_their_norms_along(
     x, cache = random_input(N), LayerCache()
     for adopted in (False, True):
         layer = MultiHeadAttention.from_weights(weights, adopted=adopted)
-        assert_same(layer(x).output, attend(weights, x), kind="output")
+        assert_same(layer(x).output, run_layer(weights, x), kind="output")
     steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 3), (3, N))]
-    assert_same(torch.cat(steps, dim=1), attend(weights, x), kind="output")
+    assert_same(torch.cat(steps, dim=1), run_layer(weights, x), kind="output")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY, Tiny
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.positions import PatchPositionBias
 from triptych.algebra.rewrites import EXACT, Truncate
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -45,7 +45,7 @@ def outputs(folder: Path) -> list[torch.Tensor]:
     layers = [checkpoint.read(site) for site in checkpoint.sites]
     random = torch.Generator().manual_seed(5)
     return [
-        attend(
+        run_layer(
             layer.weights.to(torch.float64),
             torch.randn(1, 9, layer.weights.d_model, generator=random, dtype=torch.float64),
         )
@@ -249,4 +249,4 @@ def test_more_positions_than_a_picture_has_are_an_error(name: str, tmp_path: Pat
     checkpoint = open_checkpoint(tmp_path)
     layer = checkpoint.read(checkpoint.sites[0])
     with pytest.raises(ValueError, match="and a picture has 1"):
-        attend(layer.weights, torch.randn(1, 30, layer.weights.d_model))
+        run_layer(layer.weights, torch.randn(1, 30, layer.weights.d_model))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from checkpoints.oracle import has_experts
 from checkpoints.tiny_models import TINY, Tiny, most
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.weights import SIDES
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -198,7 +198,7 @@ def furthest_of_layers(
             memory = in_batch(heard[layer.borrows.module, "x"])
         x, expected = in_batch(heard[site.module, "x"]), in_batch(heard[site.module, "out"])
         x = x if len(x) == len(expected) else x.transpose(0, 1)  # Longformer has the length first
-        outputs = [attend(layer.weights.to(torch.float64), x, memory)]
+        outputs = [run_layer(layer.weights.to(torch.float64), x, memory)]
         if layer.borrows is None:  # which only a whole model has
             plain = layer.weights.without_norms().mapped(lambda tensor: tensor.double())
             with torch.no_grad():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import triptych
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, in_batch, inputs, made, overheard
-from triptych.algebra.function import attend, channels, probabilities
+from triptych.algebra.function import channels, probabilities, run_layer
 from triptych.algebra.weights import Link
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.models import load_language_model
@@ -107,8 +107,8 @@ def test_gates_follow_their_heads_and_all_other_layers_stay_as_they_were(step: s
         without = weights.o[0].weight.index_fill(0, torch.tensor([2]), 0.0)
         weights = replace(weights, o=(Link(without),))
     x = torch.randn(2, 7, 24, dtype=torch.float64)
-    found = attend(after.read(after.sites[0]).weights.to(torch.float64), x)
-    assert float((found - attend(weights, x)).abs().max()) < 1e-12
+    found = run_layer(after.read(after.sites[0]).weights.to(torch.float64), x)
+    assert float((found - run_layer(weights, x)).abs().max()) < 1e-12
     again = type(model).from_pretrained(
         tmp_path / "out", attn_implementation="eager", experts_implementation="eager"
     )

@@ -153,7 +153,7 @@ EXPECTED: dict[str, dict[str, str]] = {
 }
 REASONS = {
     "! post": "post-norm: the residual carries its gain",
-    "! sandwich": "norms stand on both sides",
+    "! sandwich": "there are norms on both sides",
     "! tied": "the output map is the embedding",
     "! cross": "read by the keys and values of every decoder layer",
     "! no slot": "there is no bias slot on",

@@ -16,7 +16,7 @@ from checkpoints.oracle import has_experts
 from checkpoints.test_families import inputs, made, running
 from checkpoints.tiny_models import TINY, most
 from heads import with_semantics
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites import (
     LayerToRewrite,
     PruneHeads,
@@ -109,7 +109,7 @@ def output(layer: AttentionLayer, weights: AttentionWeights | None = None) -> Te
         memory = torch.randn(2, 5, layer.weights.k[0].d_in, generator=random, dtype=torch.float64)
     used = layer.weights if weights is None else weights
     folded = weights is not None and weights.norm is None
-    return attend(used, x if folded else seen(layer, x), memory)
+    return run_layer(used, x if folded else seen(layer, x), memory)
 
 
 def assert_same(found: Tensor, expected: Tensor) -> None:

@@ -16,7 +16,7 @@ from checkpoints.tiny_marian import write_marian
 from command import Command
 from small_checkpoints import D, gpt2, gpt2_that_runs, llama
 from tiny_recipe import tiny_recipe
-from triptych.algebra.rewrites.registry import REWRITES, option_names, signature, summary
+from triptych.algebra.rewrites.registry import REWRITES, option_names, purpose, signature
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.rewriting import comparing
 from triptych.rewriting.certificate import Certificate, read_certificate
@@ -551,7 +551,7 @@ def blocks(language: str) -> list[str]:
 
 def table_of_rewrites() -> str:
     rows = [
-        f"| `{kind.name}` | {summary(kind)[:-1]} | {kind.tier} | {kind.where_refused()} |"
+        f"| `{kind.name}` | {purpose(kind)[:-1]} | {kind.tier} | {kind.where_refused()} |"
         for kind in REWRITES
     ]
     return "\n".join(("| name | what | tier | refused where |", "|---|---|---|---|", *rows))
@@ -578,7 +578,7 @@ def test_the_list_names_every_rewrite_with_its_options(triptych: Command) -> Non
     assert answer.code == 0, answer.err
     for kind in REWRITES:
         assert signature(kind) in answer.out
-        assert summary(kind) in answer.out
+        assert purpose(kind) in answer.out
         for name in option_names(kind):
             assert name in answer.out
 

@@ -20,9 +20,8 @@ from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import Compared
-from triptych.rewriting.running import compared as compare
-from triptych.rewriting.verification import models_again
+from triptych.rewriting.running import Comparison, compare_outputs
+from triptych.rewriting.verification import check_models
 
 
 @pytest.fixture(scope="module")
@@ -178,14 +177,14 @@ def text_of(compared: Path, kind: str) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def measured(compared: Path) -> dict[str, Compared]:
+def measured(compared: Path) -> dict[str, Comparison]:
     """What both models give now, on the text and on random tokens."""
     found = {}
     for kind in ("out", "drawn"):
         one, other = open_text_model(compared / "source"), open_text_model(compared / kind)
         text, seed = text_of(compared, kind), read_certificate(compared / kind).probes.seed
         windows = one.random_windows(seed) if text is None else one.windows(text, MOST_TOKENS)
-        found[kind] = compare(one, other, windows)
+        found[kind] = compare_outputs(one, other, windows)
     return found
 
 
@@ -301,7 +300,7 @@ def test_an_original_that_cannot_be_loaded_is_said_not_to_be_tried(
 @pytest.mark.parametrize("way", [1, -1])
 def test_a_digit_of_what_was_measured_of_whole_models_is_noticed(
     compared: Path,
-    measured: dict[str, Compared],
+    measured: dict[str, Comparison],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     name: str,
@@ -317,9 +316,9 @@ def test_a_digit_of_what_was_measured_of_whole_models_is_noticed(
     assert value > 0
     told = certificate.model_copy(update={"end_to_end": certified.model_copy(update={name: changed})})
     # Both models ran once; what they gave is held against each certificate.
-    monkeypatch.setattr("triptych.rewriting.verification.compared", lambda *_: measured[kind])
+    monkeypatch.setattr("triptych.rewriting.verification.compare_outputs", lambda *_: measured[kind])
     source = open_checkpoint(compared / "source")
-    (found,) = models_again(told, compared / "source", compared / kind, source, text_of(compared, kind))
+    (found,) = check_models(told, compared / "source", compared / kind, source, text_of(compared, kind))
     assert found.held is False
     assert said in found.found
     assert "certified" in found.found

@@ -96,7 +96,7 @@ def test_a_model_in_another_dtype_is_compared_in_float32(tmp_path: Path) -> None
 
 
 def test_what_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctranslate2, "_rotary", lambda *_: {"rotary_dim": 0, "rotary_interleave": True})
+    monkeypatch.setattr(ctranslate2, "_rotary_args", lambda *_: {"rotary_dim": 0, "rotary_interleave": True})
     with pytest.raises(DataError, match=r"logits by CTranslate2 .*: nothing is written"):
         write_generator(make(), tmp_path)
 

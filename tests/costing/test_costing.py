@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from triptych.algebra.cost import cached_numbers, pass_cost
 from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention
 from triptych.costing import pages, timing
-from triptych.costing.counting import CostReport, CostRow, CostSpec, LeftOut, cost, evaluate
+from triptych.costing.counting import CostReport, CostRow, CostSpec, LeftOut, cost, evaluate_formula
 from triptych.costing.timing import Machine, measure_times
 
 BATCH, LENGTH, CONTEXT, MEMORY = 2, 6, 9, 5
@@ -76,8 +76,8 @@ def test_formulas_give_the_numbers_of_the_module_and_of_its_cache(spec: CostSpec
     assert row.parameters == sum(p.numel() for p in layer.parameters())
     assert row.formulas.num_parameters == row.parameters - biases
     cls = PARAMETERISATIONS[name]
-    assert evaluate(cls.parameters_formula, row.sizes) == row.formulas.num_parameters
-    assert evaluate(cls.cache_formula, row.sizes) == cached_numbers(layer.weights())
+    assert evaluate_formula(cls.parameters_formula, row.sizes) == row.formulas.num_parameters
+    assert evaluate_formula(cls.cache_formula, row.sizes) == cached_numbers(layer.weights())
 
 
 @pytest.mark.parametrize(("spec", "name"), CASES)
@@ -378,19 +378,19 @@ def test_a_prediction_is_the_slower_of_arithmetic_and_memory() -> None:
     ],
 )
 def test_counts_have_three_digits(number: float | int, text: str) -> None:
-    assert pages.count(number) == text
+    assert pages.format_count(number) == text
 
 
 @pytest.mark.parametrize(
     ("number", "text"), [(512, "512 B"), (2048, "2.00 KiB"), (8 * 2**20, "8.00 MiB"), (2**40, "1.00 TiB")]
 )
 def test_sizes_are_powers_of_1024(number: float, text: str) -> None:
-    assert pages.size(float(number)) == text
+    assert pages.format_bytes(float(number)) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.1e-5, "41.0 µs")])
 def test_durations_have_their_unit(seconds: float, text: str) -> None:
-    assert pages.duration(seconds) == text
+    assert pages.format_seconds(seconds) == text
 
 
 def test_notes_tell_what_was_absorbed_and_what_left_out() -> None:

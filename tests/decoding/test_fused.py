@@ -54,7 +54,7 @@ def parts() -> dict[str, dict[str, Any]]:
         },
         "norm of values": {"v_norm": HeadNorm(1e-6), "rotary": ROTARY},
         "norms of each head": {"q_norm": HeadNorm(1e-6, drawn(4, 6)), "k_norm": HeadNorm(1e-6, drawn(2, 6))},
-        "slopes": {"bias": ALiBi.of_count(NUM_HEADS)},
+        "slopes": {"bias": ALiBi.for_heads(NUM_HEADS)},
         "buckets": {"bias": RelativePositionBias(drawn(6, NUM_HEADS), both_ways=False, max_distance=16)},
         "distances": {"bias": DisentangledBias(drawn(4, 6, 6), drawn(4, 6, 6), 3, None, 0.4), "scale": 0.3},
         "window, turned": {"window": 3, "rotary": ROTARY},
@@ -163,7 +163,7 @@ def test_a_long_text_is_read_in_memory_linear_in_its_length(
 @torch.no_grad()
 def test_key_heads_that_are_repeated_for_more_values_take_their_norms_along(part: str) -> None:
     weights = make_layer("grouped", biased=True).weights("causal")
-    values = (weights.v[0].of_heads(NUM_HEADS),)
+    values = (weights.v[0].repeat(NUM_HEADS),)
     model = model_with(replace(weights, v=values, semantics=replace(weights.semantics, **parts()[part])))
     quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
     ids = torch.randint(VOCAB, (2, LENGTH))

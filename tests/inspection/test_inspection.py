@@ -490,7 +490,7 @@ def test_a_form_that_all_heads_share_is_no_near_copy_of_itself() -> None:
         d_model=D, num_heads=HEADS, q=(q,), k=(k,), v=(v,), o=(o,), semantics=Semantics(1.0)
     )
     assert inspect(OneLayer(shared)).copies == ()
-    written_out = replace(shared, v=(v.of_heads(HEADS),), o=(o.of_heads(HEADS),))
+    written_out = replace(shared, v=(v.repeat(HEADS),), o=(o.repeat(HEADS),))
     assert len(inspect(OneLayer(written_out)).copies) == HEADS * (HEADS - 1) // 2
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from checkpoints.test_families import in_batch, made, overheard
 from checkpoints.tiny_models import TINY
-from triptych.algebra.function import channels, of_heads
+from triptych.algebra.function import channels, for_heads
 from triptych.algebra.rewrites import Truncate
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -55,12 +55,12 @@ def scores(layer: AttentionLayer, x: Tensor, memory: Tensor | None) -> Tensor:
     q, k, _ = channels(weights, x, memory)
     if layer.weights.semantics.rotary is not None:
         q, k = (layer.weights.semantics.rotary(t) for t in (q, k))
-    return q @ of_heads(k, weights.num_heads).mT * weights.scale
+    return q @ for_heads(k, weights.num_heads).mT * weights.scale
 
 
 def values(layer: AttentionLayer, x: Tensor, memory: Tensor | None) -> Tensor:
     weights = layer.weights.to(torch.float64)
-    return of_heads(channels(weights, x, memory).v, weights.num_heads) @ weights.W_O
+    return for_heads(channels(weights, x, memory).v, weights.num_heads) @ weights.W_O
 
 
 def largest_moves(

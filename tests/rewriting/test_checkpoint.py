@@ -538,7 +538,7 @@ def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
             verify(tmp_path)
 
 
-def test_the_schema_in_the_docs_is_that_of_the_certificate() -> None:
+def test_the_schema_in_the_docs_describes_the_certificate() -> None:
     path = Path(__file__).parents[2] / "docs" / "reference" / "certificate.schema.json"
     assert json.loads(path.read_text(encoding="utf-8")) == Certificate.model_json_schema()
 

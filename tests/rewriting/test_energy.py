@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, make_layer, turned_by, with_semantics
-from triptych.algebra.function import channels, of_heads
+from triptych.algebra.function import channels, for_heads
 from triptych.algebra.moments import MomentsGatherer
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import LayerToRewrite, RewriteRefusedError, Truncate
@@ -55,7 +55,7 @@ def turned(weights: AttentionWeights, distances: range, weigh: bool) -> Tensor:
             [link.weight, torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]],
             1,
         )
-        for link in (weights.multiplied(side).of_heads(NUM_HEADS) for side in ("q", "k"))  # type: ignore[arg-type]
+        for link in (weights.multiplied(side).repeat(NUM_HEADS) for side in ("q", "k"))  # type: ignore[arg-type]
     ]
     for m in distances:
         q, k = turned_by(ROTATION, rows[0], m), turned_by(ROTATION, rows[1], 0)
@@ -120,7 +120,7 @@ def test_what_heads_do_on_a_text_keeps_its_share(name: str, criterion: str) -> N
     found = []
     for each in (weights, after):
         q, k, _ = (t.transpose(0, 1).flatten(1, 2) for t in channels(each, x))
-        k = of_heads(k[None], NUM_HEADS)[0]
+        k = for_heads(k[None], NUM_HEADS)[0]
         if criterion == "centred":
             k = k - k.mean(dim=1, keepdim=True)
         found.append(q @ k.mT)

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 
 from checkpoints.tiny_marian import write_marian
 from small_checkpoints import cannot_be_run, gpt2_that_runs
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites import FoldNorm, FoldValueBias, Truncate
 from triptych.algebra.weights import Norm
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -72,7 +72,7 @@ def test_what_is_kept_is_what_the_models_own_layers_are_given(rewritten: Path) -
     assert length == 16
     torch.testing.assert_close(given[name].x, heard["x"][:, :length], rtol=1e-5, atol=1e-6)
     read = source.read(source.sites[1])
-    found = attend(read.weights, given[name].x)
+    found = run_layer(read.weights, given[name].x)
     torch.testing.assert_close(found, heard["y"][:, :length], rtol=1e-4, atol=1e-5)
 
 

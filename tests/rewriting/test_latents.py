@@ -142,9 +142,9 @@ def test_an_ablated_head_is_saved_and_only_output_maps_change(original: Path, tm
 @pytest.mark.parametrize(
     ("do", "why"),
     [
-        ("expand", "a norm stands after map 1"),
-        ("truncate(rank=4, forms=['qk'])", "a norm stands after map 1"),
-        ("merge_kv_heads(num_kv_heads=2, bounded=True)", "a norm stands after map 1"),
+        ("expand", "there is a norm after map 1"),
+        ("truncate(rank=4, forms=['qk'])", "there is a norm after map 1"),
+        ("merge_kv_heads(num_kv_heads=2, bounded=True)", "there is a norm after map 1"),
     ],
 )
 def test_what_the_norm_of_a_latent_forbids_is_refused(tmp_path: Path, do: str, why: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites import fold_norm
 from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link, Norm
@@ -68,7 +68,7 @@ def on_probes(weights: AttentionWeights, dtype: torch.dtype) -> Tensor:
     x = torch.randn(3, 5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
     x = x - x.mean(-1, keepdim=True)
     x = x / x.square().mean(-1, keepdim=True).sqrt()
-    return attend(weights.to(dtype), x.to(dtype)).double()
+    return run_layer(weights.to(dtype), x.to(dtype)).double()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

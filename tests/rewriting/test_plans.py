@@ -38,7 +38,7 @@ from triptych.errors import TriptychError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig, write_model
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import plan_rewrite
-from triptych.rewriting.recipe import RewriteRecipe, recipe_of
+from triptych.rewriting.recipe import RewriteRecipe, to_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -233,9 +233,9 @@ def test_of_every_run_of_ours_what_is_planned_is_done(
 
 def test_exact_stands_for_every_exact_rewrite_in_recipes_and_in_python(tmp_path: Path) -> None:
     (tmp_path / "rewrite.toml").write_text('do = ["truncate(rank=2)", "exact"]\n')
-    for found in (recipe_of(["truncate(rank=2)", "exact"]), recipe_of([tmp_path / "rewrite.toml"])):
+    for found in (to_recipe(["truncate(rank=2)", "exact"]), to_recipe([tmp_path / "rewrite.toml"])):
         assert {step.name for step in found.step} == {"truncate", *(step.name for step in EXACT)}
         assert [step.place for step in found.step] == sorted(step.place for step in found.step)
         assert found.skip_refused
     with pytest.raises(UsageError, match="exact does fold already"):
-        recipe_of(["fold", "exact"])
+        to_recipe(["fold", "exact"])

@@ -16,8 +16,8 @@ from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge, unit
-from triptych.rewriting.running import compared
+from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge_rounding, unit
+from triptych.rewriting.running import compare_outputs
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
 
@@ -154,7 +154,7 @@ def test_a_family_that_was_misread_is_noticed_when_the_certificate_is_tried_agai
     told = read_family(family)
     rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, family=told, compare=False)
     one, other = open_text_model(source), open_text_model(tmp_path / "out")
-    found = compared(one, other, one.random_windows(2017))
+    found = compare_outputs(one, other, one.random_windows(2017))
     entry = {
         "by": one.by,
         "text": "random tokens",
@@ -181,8 +181,8 @@ def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: P
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     save_file(tensors, path, {"format": "pt"})
     one, other = open_text_model(source), open_text_model(tmp_path / "out")
-    found = compared(one, other, one.random_windows(1))
-    assert not judge(found, other, changed_parameters(one, other), torch.float32).is_rounding
+    found = compare_outputs(one, other, one.random_windows(1))
+    assert not judge_rounding(found, other, changed_parameters(one, other), torch.float32).is_rounding
 
 
 def test_the_layer_that_is_named_is_the_first_that_moves_by_more_than_rounding(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_outputs_that_are_no_numbers_are_infinitely_far(tmp_path: Path) -> None:
         for parameter in other.model.parameters():
             if parameter.ndim == 1:
                 parameter[0] = torch.nan
-    assert compared(one, other, one.random_windows(1)).worst_logit == torch.inf
+    assert compare_outputs(one, other, one.random_windows(1)).worst_logit == torch.inf
 
 
 def test_a_rewritten_model_with_nan_is_refused_by_its_tensor(tmp_path: Path) -> None:

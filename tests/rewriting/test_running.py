@@ -15,7 +15,7 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
 from triptych.opening import TransformersModel, open_text_model, why_not_run
-from triptych.rewriting.comparing import Opened, open_original
+from triptych.rewriting.comparing import Original, open_original
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -85,14 +85,14 @@ def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
     said = "GPT2LMHeadModel does not run on token ids alone: shapes differ"
     assert open_original(folder, None) == f"the original cannot be run: {folder}: {said}"
     opened = open_original(folder, text_in(tmp_path))
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, Original)
     with pytest.raises(DataError, match=said):
         opened.model.outputs(opened.windows[0])
 
 
 def test_random_tokens_of_a_translator_whose_padding_comes_last_are_in_its_vocabulary(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
-    assert isinstance(open_original(tmp_path, None), Opened)
+    assert isinstance(open_original(tmp_path, None), Original)
 
 
 def test_a_pipe_in_the_folder_of_a_model_is_not_opened_by_transformers(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ class _Extended(NamedTuple):
 def _extended(
     before: AttentionWeights, after: AttentionWeights, side: Side, *, biased: bool = True
 ) -> _Extended:
-    """With the row `b / √d`, for one more input of √d, if either has a bias that counts."""
-    links = [weights.multiplied(side).of_heads(weights.num_heads) for weights in (before, after)]
+    """The maps of a side, with the row `b / √d` for one more input of √d if either has a bias that counts."""
+    links = [weights.multiplied(side).repeat(weights.num_heads) for weights in (before, after)]
     biased = biased and any(link.bias is not None for link in links)
     d, found = links[0].d_in, []
     for link, weights in zip(links, (before, after), strict=True):

@@ -20,10 +20,10 @@ def allocate(
     A budget first gives every form one channel. Then it buys the channels that are left by descending energy
     per cost, passing over those that it no longer pays for and those that carry nothing.
 
-    Up to the first channel passed over, no ranks of at most the same cost keep more energy: with λ the
-    ratio of the last channel bought, the ranks found maximise Σ (energy − λ · cost), since in every form
-    energies only fall and just those of ratio above λ (some of those at λ) were taken; ranks of more energy
-    for no more cost would make it larger. With one cost for all it is the best use of the whole budget.
+    Up to the first channel passed over, no ranks of at most the same cost keep more energy. With λ the ratio
+    of the last channel bought, the ranks found maximise Σ (energy − λ · cost): in every form energies only
+    fall, and what is taken is every channel of a ratio above λ and some at λ. Ranks of more energy for no
+    more cost would make the sum larger. With one cost for all it is the best use of the whole budget.
     """
     _require_sound(spectra, costs, energy, share)
     if energy is not None:

@@ -20,9 +20,9 @@ _SIZE_OF_DRAWS = 1 << 16
 
 @cache
 def random_spectra(d: int, width: int) -> Spectrum:
-    """Of forms L Rᵀ of random maps, `[d, width]` both; one a draw."""
+    """The spectra of forms L Rᵀ of random maps, both `[d, width]`; one a draw."""
     generator, draws = np.random.default_rng(0), _draws(width)
-    left, right = (_triangles(generator, draws, d, width) for _ in range(2))
+    left, right = (_random_triangles(generator, draws, d, width) for _ in range(2))
     return Spectrum(torch.linalg.svdvals(left @ right.mT))
 
 
@@ -58,13 +58,13 @@ def _random_pairs(d: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """R and QᵀB of pairs of random maps A = Q R and B, and ‖B‖² − ‖QᵀB‖²."""
     generator, draws = np.random.default_rng(0), _draws(width)
     rank = min(d, width)
-    one = _triangles(generator, draws, d, width)
+    one = _random_triangles(generator, draws, d, width)
     other = generator.standard_normal((draws, rank, width))
     left_out = generator.standard_gamma((d - rank) * width / 2, draws) * 2
     return one, torch.from_numpy(other), torch.from_numpy(left_out)
 
 
-def _triangles(generator: np.random.Generator, draws: int, d: int, width: int) -> Tensor:
+def _random_triangles(generator: np.random.Generator, draws: int, d: int, width: int) -> Tensor:
     """R of random maps `[d, width]`, without the maps (Bartlett's decomposition)."""
     diagonal = np.arange(min(d, width))
     found = np.triu(generator.standard_normal((draws, len(diagonal), width)), 1)

@@ -18,7 +18,7 @@ Route = Literal["expanded", "absorbed"]
 class WritingCost:
     """The cost of one layer's writing, before anything is said of lengths."""
 
-    parameters: int  # learned numbers, biases included
+    parameters: int  # biases included
     query_flops: int
     memory_flops: int
     output_flops: int
@@ -27,7 +27,7 @@ class WritingCost:
 
     @property
     def token_flops(self) -> int:
-        """Of a token that is query and key in one, as in self-attention, without its pairs."""
+        """The operations of a token that is query and key in one, as in self-attention, without its pairs."""
         return self.query_flops + self.memory_flops + self.output_flops
 
 
@@ -41,8 +41,8 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
         # Heads that share the last map are summed before it.
         output_flops=maps_flops((weights.o[:-1],), weights.num_heads)
         + maps_flops((weights.o[-1:],))
-        + _of_gates(weights)[0],
-        pair_flops=2 * weights.num_heads * (_width(weights, weights.q) + _width(weights, weights.v)),
+        + _gate_cost(weights)[0],
+        pair_flops=2 * weights.num_heads * (_out_width(weights, weights.q) + _out_width(weights, weights.v)),
         cached_numbers=cached_numbers(weights),
     )
 
@@ -61,7 +61,7 @@ def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
 def cached_numbers(weights: AttentionWeights) -> int:
     """Numbers kept of a token while decoding."""
     entries = {
-        tuple(id(link) for link in made): _numbers(weights, made)
+        tuple(id(link) for link in made): _chain_numbers(weights, made)
         for made in (_applied_before_storing(weights, chain)[0] for chain in (weights.k, weights.v))
     }
     return sum(entries.values())
@@ -77,18 +77,18 @@ def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Ch
     return chain[:cut], chain[cut:]
 
 
-def _width(weights: AttentionWeights, chain: Chain) -> int:
+def _out_width(weights: AttentionWeights, chain: Chain) -> int:
     """Width of what a chain makes, one head's."""
     return chain[-1].d_out if chain else weights.d_model
 
 
-def _of_gates(weights: AttentionWeights) -> tuple[int, int]:
-    """Operations for the gates of all heads of a token, and their learned numbers."""
+def _gate_cost(weights: AttentionWeights) -> tuple[int, int]:
+    """Operations for the gates of all heads of a token, and their parameters."""
     gate = weights.semantics.gate
     return (0, 0) if gate is None else (gate.flops, gate.num_parameters)
 
 
-def _numbers(weights: AttentionWeights, chain: Chain) -> int:
+def _chain_numbers(weights: AttentionWeights, chain: Chain) -> int:
     """Numbers that a chain makes of one token, all copies."""
     return max(link.copies for link in chain) * chain[-1].d_out if chain else weights.d_model
 
@@ -101,7 +101,7 @@ class PassCost:
     route: Route  # "expanded" where keys and values are made of what is remembered of each token
     flops: int  # of the matrix products, a multiplication and an addition being two
     diagonal_flops: int  # multiplications by diagonal maps (one a channel), which are not in `flops`
-    weight_numbers: int  # learned numbers of the maps that are used, biases included
+    weight_numbers: int  # parameters of the maps that are used, biases included
     moved_numbers: int  # numbers, `weight_numbers` apart, that pass between memory and processor in the ideal
     kept_numbers: int  # numbers that training keeps for the backward pass, each tensor once
     pair_numbers: int  # attention weights, one a head and pair: kept besides where attention is written out
@@ -179,7 +179,7 @@ class _Pass:
         self.flops += 2 * heads * pairs * (q.width + v.width)
         if self.route == "absorbed":
             attended = self._chain(attended, rest_v)
-        gate_flops, gate_numbers = _of_gates(weights)
+        gate_flops, gate_numbers = _gate_cost(weights)
         self.flops += self.query_len * gate_flops
         summed = self._chain(attended, weights.o[:-1])
         if weights.o and (copies := weights.o[-1].copies) < summed.streams:

@@ -337,7 +337,7 @@ class BilinearForm:
 
     def _working_factors(self) -> tuple[Tensor, Tensor]:
         # torch has no QR or SVD below float32.
-        _require_finite(left=self.left, right=self.right)
+        _require_finite_factors(left=self.left, right=self.right)
         dtype = torch.promote_types(self.left.dtype, torch.float32)
         return self.left.to(dtype), self.right.to(dtype)
 
@@ -423,7 +423,7 @@ def _finite_product(one: Tensor, two: Tensor) -> Tensor:
     return product
 
 
-def _require_finite(**tensors: Tensor) -> None:
+def _require_finite_factors(**tensors: Tensor) -> None:
     if not all(are_finite(tensor) for tensor in tensors.values()):
         counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
         where = " and ".join(f"{count} of {name}" for name, count in counts.items() if count)

@@ -15,7 +15,7 @@ from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Side
 
 
-def attend(
+def run_layer(
     weights: AttentionWeights,
     x: Float[Tensor, "batch query_len d_model"],
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
@@ -23,9 +23,9 @@ def attend(
 ) -> Float[Tensor, "batch query_len d_out"]:
     """The output of a layer, step by step, in the dtype of its maps."""
     q, k, v = channels(weights, x, memory)
-    mixed = gated(weights, x, probabilities(weights, q, k, mask) @ of_heads(v, weights.num_heads))
+    mixed = gated(weights, x, probabilities(weights, q, k, mask) @ for_heads(v, weights.num_heads))
     for link in weights.o:
-        mixed = link.of_heads(weights.num_heads)(mixed)
+        mixed = link.repeat(weights.num_heads)(mixed)
     out = mixed.sum(dim=1)
     return out if weights.o_bias is None else out + weights.o_bias
 
@@ -43,7 +43,7 @@ def channels(
     x: Float[Tensor, "batch query_len d_model"],
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
 ) -> Channels:
-    """What the maps, and the norms after them, make of the inputs; arguments as of `attend`."""
+    """What the maps, and the norms after them, make of the inputs; arguments as of `run_layer`."""
     y = x if memory is None else memory
     semantics = weights.semantics
     q = _through(weights, "q", x)
@@ -53,10 +53,10 @@ def channels(
     v = v if semantics.v_norm is None else semantics.v_norm(v)
     if semantics.clip is not None:
         q, k, v = (t.clamp(-semantics.clip, semantics.clip) for t in (q, k, v))
-    return Channels(of_heads(q, weights.num_heads), k, v)
+    return Channels(for_heads(q, weights.num_heads), k, v)
 
 
-def of_heads(t: Float[Tensor, "batch copies length width"], num_heads: int) -> Tensor:
+def for_heads(t: Float[Tensor, "batch copies length width"], num_heads: int) -> Tensor:
     """Each copy once for every query head that reads it."""
     return t.repeat_interleave(num_heads // t.shape[1], dim=1)
 
@@ -67,15 +67,15 @@ def probabilities(
     k: Float[Tensor, "batch key_heads key_len d_k"],
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "batch heads query_len key_len"]:
-    """How much each query takes from each key, from what `channels` gave; the mask as that of `attend`."""
+    """The attention weights of queries and keys from `channels`; the mask as that of `run_layer`."""
     semantics = weights.semantics
     query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if semantics.rotary is not None:
         q, k = semantics.rotary(q), semantics.rotary(k)
-    q = semantics.regained(q)
+    q = semantics.apply_late_gains(q)
     if semantics.temperature is not None:
         q = semantics.temperature(q, query_positions)
-    k = of_heads(k, weights.num_heads)
+    k = for_heads(k, weights.num_heads)
     scores = semantics.compare(q, k)
     if semantics.bias is not None:
         scores = scores + semantics.bias(q, k, query_positions, key_positions)
@@ -104,7 +104,7 @@ def _through(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:
     for link in weights.chain(side):
         if x.shape[1] not in (1, link.copies):
             x = x.repeat_interleave(max(1, link.copies // x.shape[1]), dim=1)
-        x = link.of_heads(max(link.copies, x.shape[1]))(x)
+        x = link.repeat(max(link.copies, x.shape[1]))(x)
     return x
 
 

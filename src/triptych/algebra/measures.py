@@ -23,7 +23,7 @@ from torch import Tensor
 
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import share_a_map
-from triptych.algebra.similarity import MapSimilarity, Span, compare, span
+from triptych.algebra.similarity import MapSimilarity, Span, compare_maps, span
 from triptych.algebra.spectrum import Spectrum, or_one
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.threads import torch_threads
@@ -49,8 +49,8 @@ class RotaryPairs:
     factor: float = 1.0  # what these channels of queries and of keys are multiplied by as well
 
     @classmethod
-    def of(cls, rotation: RotaryEmbedding, longest: int) -> "RotaryPairs":
-        """Those that a rotation turns, in texts of at most that many tokens."""
+    def from_rotation(cls, rotation: RotaryEmbedding, longest: int) -> "RotaryPairs":
+        """The pairs that a rotation turns, in texts of at most `longest` tokens."""
         first, second = rotation.pairs
         return cls(
             first=tuple(first),
@@ -92,19 +92,19 @@ def measure_heads(weights: AttentionWeights, rotary_pairs: RotaryPairs | None = 
     """Measure every head of a layer, a few at a time on each of torch's threads."""
     itself, pairs = weights.semantics.kind != "cross", comparable(weights)
     chunks = list(_chunks(weights))
-    return _joined(_on_threads(lambda chunk: _measured(_Parts(chunk), itself, pairs, rotary_pairs), chunks))
+    return _join(_on_threads(lambda chunk: _measured(_Cores(chunk), itself, pairs, rotary_pairs), chunks))
 
 
 def _measured(
-    parts: "_Parts", itself: bool, compared: Collection[MapPair], rotary_pairs: RotaryPairs | None
+    parts: "_Cores", itself: bool, compared: Collection[MapPair], rotary_pairs: RotaryPairs | None
 ) -> HeadMeasures:
     values, symmetry, copying = parts.singular_values("q", "k"), None, None
     if rotary_pairs is not None:
         values = _with_rotary_pairs(parts, rotary_pairs)
-    elif itself and (turned := parts.turned("q", "k")) is not None:
+    elif itself and (turned := parts.square_product("q", "k")) is not None:
         symmetry = (turned * turned.mT).sum(dim=(-2, -1)) / or_one(values.square().sum(dim=-1))
     # In cross-attention what is written is of another space than what is read.
-    if itself and (turned := parts.turned("v", "o")) is not None:
+    if itself and (turned := parts.square_product("v", "o")) is not None:
         eigenvalues = torch.linalg.eigvals(turned)
         copying = eigenvalues.real.sum(dim=-1) / or_one(eigenvalues.abs().sum(dim=-1))
     return HeadMeasures(
@@ -118,7 +118,7 @@ def _measured(
     )
 
 
-def _joined(chunks: list[HeadMeasures]) -> HeadMeasures:
+def _join(chunks: list[HeadMeasures]) -> HeadMeasures:
     """The measures of all heads, chunk after chunk."""
 
     def joined(of: Callable[[HeadMeasures], Tensor | None]) -> Tensor | None:
@@ -153,7 +153,7 @@ def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chu
         return list(pool.map(work, chunks))
 
 
-def _with_rotary_pairs(parts: "_Parts", rotary_pairs: RotaryPairs) -> Tensor:
+def _with_rotary_pairs(parts: "_Cores", rotary_pairs: RotaryPairs) -> Tensor:
     """Singular values of the channels that stay, and the roots of the energies of the pairs that turn."""
     times = torch.ones(parts.R["q"].shape[-1], dtype=torch.float64)
     times[[*rotary_pairs.first, *rotary_pairs.second]] = rotary_pairs.factor
@@ -174,7 +174,7 @@ def _with_rotary_pairs(parts: "_Parts", rotary_pairs: RotaryPairs) -> Tensor:
     return values.sort(dim=-1, descending=True).values
 
 
-class _Parts:
+class _Cores:
     """The small matrices that represent the maps of a few heads."""
 
     def __init__(self, chunk: "_Chunk") -> None:
@@ -182,7 +182,7 @@ class _Parts:
         maps["o"] = maps["o"].mT
         self._d = {side: W.shape[1] for side, W in maps.items()}
         squares = {side: W.mT @ W for side, W in maps.items()}
-        sound = {side: _energies(square).isfinite() for side, square in squares.items()}
+        sound = {side: _squared_norms(square).isfinite() for side, square in squares.items()}
         self.finite: Bool[Tensor, " heads"] = torch.stack(
             [sound[side][chunk.places[side]] for side in SIDES]
         ).all(dim=0)
@@ -191,14 +191,14 @@ class _Parts:
                 maps[side] = torch.where(sound[side][:, None, None], maps[side], 0.0)
                 squares[side] = maps[side].mT @ maps[side]
         pairs = [pair for pair in _NEIGHBOURS if self._d[pair[0]] == self._d[pair[1]]]
-        triangles = None if chunk.has_many_digits else _triangles(squares)
+        triangles = None if chunk.has_many_digits else _cholesky_triangles(squares)
         if triangles is None:
             frames = {side: torch.linalg.qr(W) for side, W in maps.items()}
             spans = {side: span(frame.R, self._d[side]) for side, frame in frames.items()}
             maps = {side: frame.Q for side, frame in frames.items()}
         else:
             spans = {side: _full_span(R, squares[side]) for side, (R, _) in triangles.items()}
-        self._between = {pair: _between(maps, chunk.places, *pair) for pair in pairs}
+        self._between = {pair: _products(maps, chunk.places, *pair) for pair in pairs}
         if triangles is not None:
             # Q_aᵀ Q_b = R_a⁻ᵀ (W_aᵀ W_b) R_b⁻¹.
             inverses = {side: inverse[chunk.places[side]] for side, (_, inverse) in triangles.items()}
@@ -213,11 +213,11 @@ class _Parts:
         return values.where(self.finite.view(shape), math.nan)
 
     def singular_values(self, one: Side, other: Side) -> Tensor:
-        """Of the form of two maps."""
+        """The singular values of the form of two maps."""
         values: Tensor = torch.linalg.svdvals(self.R[one] @ self.R[other].mT)
         return values
 
-    def turned(self, one: Side, other: Side) -> Tensor | None:
+    def square_product(self, one: Side, other: Side) -> Tensor | None:
         """Small, with the traces and non-zero eigenvalues of a form and its powers; None if it has none."""
         between = self._between.get((one, other))
         return None if between is None else self.R[one] @ self.R[other].mT @ between.mT
@@ -227,7 +227,7 @@ class _Parts:
         between = self._between.get((one, other))
         if between is None:
             return None
-        found = compare(self.spans[one], self.spans[other], between, self._d[one])
+        found = compare_maps(self.spans[one], self.spans[other], between, self._d[one])
         return MapSimilarity(*map(self.known, found))
 
 
@@ -245,7 +245,7 @@ _NEIGHBOURS: tuple[tuple[Side, Side], ...] = (("q", "k"), ("q", "v"), ("k", "v")
 
 
 def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
-    chains = {side: _factors(weights, side) for side in SIDES}
+    chains = {side: _float64_maps(weights, side) for side in SIDES}
     copies = {side: math.lcm(*(link.copies for link in chain)) for side, chain in chains.items()}
     heads, largest = weights.num_heads, max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
     count = max(1, _NUMBERS_AT_A_TIME // largest)
@@ -264,7 +264,7 @@ def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
         )
 
 
-def _factors(weights: AttentionWeights, side: Side) -> Chain:
+def _float64_maps(weights: AttentionWeights, side: Side) -> Chain:
     """The maps of a side; several in float64, of whose product less than that would be taken for rank."""
     chain = weights.chain(side)
     if len(chain) < 2:
@@ -281,14 +281,14 @@ def _used(link: Link, first: int, last: int, copies: int) -> Link:
     return Link(link.weight[[copy * link.copies // copies for copy in range(first, last + 1)]])
 
 
-def _between(maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side) -> Tensor:
+def _products(maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side) -> Tensor:
     """W_oneᵀ W_other of every head; heads that share both copies share the product."""
     pairs = list(zip(places[one], places[other], strict=True))
     products = {(i, j): maps[one][i].mT @ maps[other][j] for i, j in dict.fromkeys(pairs)}
     return torch.stack([products[pair] for pair in pairs])
 
 
-def _triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor, Tensor]] | None:
+def _cholesky_triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor, Tensor]] | None:
     """R of W = Q R from WᵀW, and R⁻¹; the identity for W = 0.
 
     None if a map is too near to losing rank for that.
@@ -308,7 +308,7 @@ def _triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor, Tensor]]
 
 
 def _full_span(triangle: Tensor, square: Tensor) -> Span:
-    """Of maps that are zero or have all their columns independent."""
+    """The span of maps that are zero or have independent columns."""
     alive = _alive(square)
     basis = torch.eye(triangle.shape[-1], dtype=triangle.dtype) * alive
     return Span(triangle * alive, basis, alive[:, 0, 0] * triangle.shape[-1])
@@ -316,9 +316,9 @@ def _full_span(triangle: Tensor, square: Tensor) -> Span:
 
 def _alive(square: Tensor) -> Tensor:
     """`[copies, 1, 1]`: whether a map differs from zero."""
-    return _energies(square)[:, None, None] > 0
+    return _squared_norms(square)[:, None, None] > 0
 
 
-def _energies(square: Tensor) -> Tensor:
+def _squared_norms(square: Tensor) -> Tensor:
     """‖W‖² of every copy."""
     return square.diagonal(dim1=-2, dim2=-1).sum(dim=-1)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.algebra.function import channels, gated, of_heads, probabilities
+from triptych.algebra.function import channels, for_heads, gated, probabilities
 from triptych.algebra.weights import AttentionWeights
 from triptych.errors import DataError
 
@@ -66,9 +66,9 @@ class MomentsGatherer:
     ) -> None:
         """Take a batch in."""
         q, k, v = channels(weights, x, memory)
-        mixed = gated(weights, x, probabilities(weights, q, k) @ of_heads(v, weights.num_heads))
+        mixed = gated(weights, x, probabilities(weights, q, k) @ for_heads(v, weights.num_heads))
         y = x if memory is None else memory
-        served = _served(weights, y, k, v).double().flatten(0, 1) if self._served else None
+        served = _latent_inputs(weights, y, k, v).double().flatten(0, 1) if self._served else None
         # `[heads, tokens, width]`, the tokens of all texts of the batch one after the other.
         q, k, mixed, inputs, asked = (
             t.transpose(0, 1).double().flatten(1, 2) for t in (q, k, mixed, x[:, None], y[:, None])
@@ -115,7 +115,7 @@ class MomentsGatherer:
         )
 
 
-def _served(
+def _latent_inputs(
     weights: AttentionWeights, y: Tensor, k: Tensor, v: Tensor
 ) -> Float[Tensor, "batch key_len served"]:
     down, rotary = weights.k[0], weights.semantics.rotary

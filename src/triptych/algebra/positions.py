@@ -179,14 +179,14 @@ class RotaryEmbedding:
         turned = self.of_length(end)
         if turned is not self:
             grows = self.long is not None and self.long.grows  # no other length has use for its tables
-            return (turned._made if grows else turned.cos_sin)(begin, end, device, precise)
+            return (turned._make if grows else turned.cos_sin)(begin, end, device, precise)
         tables = self._tables.get((device, precise))
         if tables is None or len(tables[0]) < end:
-            tables = self._made(0, max(256, 1 << (end - 1).bit_length()), device, precise)
+            tables = self._make(0, max(256, 1 << (end - 1).bit_length()), device, precise)
             self._tables[device, precise] = tables
         return tables[0][begin:end], tables[1][begin:end]
 
-    def _made(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _make(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Angles in float64, rounded once: in float32 they would be off by 1e-3 at position 30,000.
         # Never as inference tensors: a translation may ask first, and training use them after it.
         with torch.inference_mode(False):
@@ -202,7 +202,7 @@ class ScoreBias(ABC):
     """Numbers added to the scaled scores."""
 
     scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]  # the name in reports and messages
-    of_each_head: ClassVar[Mapping[str, int]]  # the tensors with numbers of each head
+    head_dims: ClassVar[Mapping[str, int]]  # tensors of each head: the dimension that counts heads
     learned: ClassVar[bool] = True
     reads_content: ClassVar[bool] = False  # whether it depends on queries and keys
 
@@ -217,15 +217,15 @@ class ScoreBias(ABC):
         """What is added, broadcasting to `[batch, heads, query_len, key_len]`."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is there of `of_each_head`, by name."""
-        found = {name: getattr(self, name) for name in self.of_each_head}
+        """What is there of `head_dims`, by name."""
+        found = {name: getattr(self, name) for name in self.head_dims}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def of_heads(self, kept: Sequence[int]) -> "ScoreBias":
+    def select_heads(self, kept: Sequence[int]) -> "ScoreBias":
         """The bias of some heads, in some order."""
         order = torch.tensor(kept)
         parts = {
-            name: tensor.index_select(self.of_each_head[name], order.to(tensor.device))
+            name: tensor.index_select(self.head_dims[name], order.to(tensor.device))
             for name, tensor in self.tensors().items()
         }
         return replace(self, **parts)  # type: ignore[type-var]
@@ -243,19 +243,19 @@ class ALiBi(ScoreBias):
     """
 
     scheme = "alibi"
-    of_each_head = MappingProxyType({"slopes": 0})
+    head_dims = MappingProxyType({"slopes": 0})
     learned = False
     slopes: Float[Tensor, " heads"]
 
     @classmethod
-    def of_count(cls, num_heads: int) -> "ALiBi":
-        """With the authors' slopes; see `alibi_slopes`."""
+    def for_heads(cls, num_heads: int) -> "ALiBi":
+        """A bias with the authors' slopes; see `alibi_slopes`."""
         return cls(torch.tensor(alibi_slopes(num_heads), dtype=torch.float64))
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         # Not in bfloat16, which cannot count past 256.
         precise = torch.float64 if q.dtype == torch.float64 else torch.float32
-        distance = between(query_positions, key_positions).abs().to(precise)
+        distance = distances(query_positions, key_positions).abs().to(precise)
         distance = distance[:, None] if distance.ndim == 3 else distance
         return (-self.slopes.to(q.device, precise)[:, None, None] * distance).to(q.dtype)
 
@@ -276,13 +276,13 @@ class RelativePositionBias(ScoreBias):
     # Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1.
 
     scheme = "relative"
-    of_each_head = MappingProxyType({"table": 1})
+    head_dims = MappingProxyType({"table": 1})
     table: Float[Tensor, "buckets heads"]
     both_ways: bool  # whether keys after the query have buckets of their own, half of them
     max_distance: int  # from where on all distances share the last bucket
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = -between(query_positions, key_positions)
+        distance = -distances(query_positions, key_positions)
         return self.table.to(q.dtype)[self._buckets(distance)].movedim(-1, -3)
 
     def _buckets(self, distance: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class PatchPositionBias(ScoreBias):
     """
 
     scheme = "relative"
-    of_each_head = MappingProxyType({"table": 1})
+    head_dims = MappingProxyType({"table": 1})
     # `[(2 rows − 1)(2 columns − 1) + 3, heads]`. The last three are for the token before the patches: from it
     # to them, from them to it, and its own.
     table: Float[Tensor, "distances heads"]
@@ -340,7 +340,7 @@ class DisentangledBias(ScoreBias):
     # Source: He et al. 2021, arXiv 2006.03654, equation 4; buckets: github.com/microsoft/DeBERTa.
 
     scheme = "disentangled"
-    of_each_head = MappingProxyType({"keys": 0, "queries": 0})
+    head_dims = MappingProxyType({"keys": 0, "queries": 0})
     reads_content = True
     keys: Tensor | None  # of the distances, `[heads, 2 · span, d_k]`, read by queries; None if they are not
     queries: Tensor | None  # of the distances, reading keys; None if they do not
@@ -350,7 +350,7 @@ class DisentangledBias(ScoreBias):
     through_maps: bool = False  # whether the distances pass the layer's own maps of keys and queries
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = self._bucketed(between(query_positions, key_positions)).unsqueeze(-3)
+        distance = self._bucketed(distances(query_positions, key_positions)).unsqueeze(-3)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         total = torch.zeros(shape, dtype=q.dtype, device=q.device)
         if self.keys is not None:
@@ -375,7 +375,7 @@ class DisentangledBias(ScoreBias):
         return torch.where(distance.abs() <= middle, distance, bucket)
 
 
-def between(
+def distances(
     queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
 ) -> Int[Tensor, "*pairs query_len key_len"]:
     """How far each key lies behind each query."""

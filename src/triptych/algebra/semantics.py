@@ -1,7 +1,7 @@
 """`Semantics`: everything besides the maps that decides what an attention layer computes.
 
 Layers, checkpoints, the plain formula (`algebra.function`), the legality of rewrites, costs and decoding
-read this one record. Whoever can do without a part of it has to look whether the part is there.
+read this one record. Code that ignores a part of it has to check that the part is not there.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from triptych.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias, between
+from triptych.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias, distances
 
 Kind = Literal["self", "causal", "cross"]
 
@@ -33,7 +33,7 @@ class HeadNorm:
             `[heads · width]`.
         channels: how many channels are normalised, the first ones; all if None.
         turned: whether the weight, one for all heads, is multiplied with after positions turned what is
-            normalised (`regained`).
+            normalised (`apply_late_gain`).
     """
 
     eps: float
@@ -45,7 +45,7 @@ class HeadNorm:
     turned: bool = False
 
     @property
-    def of_each_head(self) -> bool:
+    def per_head(self) -> bool:
         """Whether heads have weights or biases of their own."""
         return any(
             part is not None and (part.ndim > 1 or self.over == "all heads")
@@ -54,7 +54,7 @@ class HeadNorm:
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """All of it but its numbers."""
+        """Everything but the weight and the bias."""
         shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
         return self.eps, self.centred, self.over, self.channels, self.turned, shapes
 
@@ -64,8 +64,8 @@ class HeadNorm:
             return torch.cat([self._normalised(first), rest], dim=-1)
         return self._normalised(x)
 
-    def regained(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
-        """What positions turned, times a weight that waits for it."""
+    def apply_late_gain(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
+        """What positions turned, times the weight if it is applied after that."""
         if not self.turned or self.weight is None:
             return x
         missing = x.shape[-1] - len(self.weight)
@@ -117,7 +117,7 @@ class HeadNorm:
         return (x if bias is None else x + bias.to(x.dtype)).to(dtype)
 
 
-def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
+def same_norm_structure(one: HeadNorm | None, other: HeadNorm | None) -> bool:
     """Whether two norms differ in nothing but their numbers, or neither is there."""
     return (None if one is None else one.structure) == (None if other is None else other.structure)
 
@@ -127,8 +127,8 @@ def alike(one: HeadNorm | None, other: HeadNorm | None) -> bool:
 class HeadGate:
     """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1.
 
-    One for each head, or for each channel of its values. Of differential attention the first head of a pair
-    is taken whole, and `σ(x w_i + b_i)` times what the second moves is taken off it.
+    One for each head, or for each channel of its values. In differential attention the first head of a pair
+    is taken whole, and `σ(x w_i + b_i)` times what the second moves is subtracted from it.
     """
 
     # Sources: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation.
@@ -144,13 +144,13 @@ class HeadGate:
         return len(self.whole) or self.weight.shape[0]
 
     @property
-    def of_channels(self) -> bool:
+    def per_channel(self) -> bool:
         """Whether each channel of a head's values has a gate of its own."""
         return self.weight.ndim == 3
 
     @property
     def num_parameters(self) -> int:
-        """Learned numbers of all heads."""
+        """The number of parameters, all heads."""
         return sum(part.numel() for part in self.tensors().values())
 
     @property
@@ -178,7 +178,7 @@ class HeadGate:
         """The weight, and the bias if there is one."""
         return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
 
-    def of_tensors(self, tensors: Mapping[str, Tensor]) -> "HeadGate":
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "HeadGate":
         """The gate of another weight and bias, by name."""
         return replace(self, weight=tensors["weight"], bias=tensors.get("bias"))
 
@@ -190,12 +190,12 @@ class HeadGate:
             bias = (moved if bias is None else bias.double() + moved).to(self.weight.dtype)
         return replace(self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias)
 
-    def of_heads(self, order: Sequence[int]) -> "HeadGate":
-        """That of some heads, in some order."""
+    def select_heads(self, order: Sequence[int]) -> "HeadGate":
+        """The gate of some heads, in the order given."""
         rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
         chosen = [rows[head] for head in self._own(order)]
         whole = tuple(self.whole[head] for head in order) if self.whole else ()
-        gate = self.of_tensors({name: part[chosen] for name, part in self.tensors().items()})
+        gate = self.with_tensors({name: part[chosen] for name, part in self.tensors().items()})
         return replace(gate, whole=whole)
 
 
@@ -238,7 +238,7 @@ class Scores(ABC):
     @classmethod
     @abstractmethod
     def drawn(cls, num_heads: int, d_k: int) -> "Scores":
-        """With fresh numbers."""
+        """New scores with random parameters."""
 
     @abstractmethod
     def __call__(
@@ -247,11 +247,11 @@ class Scores(ABC):
         """How well each query fits each key."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The learned numbers by name."""
+        """The parameters by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def of_heads(self, order: Sequence[int]) -> "Scores":
-        """Those of some heads, in some order."""
+    def select_heads(self, order: Sequence[int]) -> "Scores":
+        """The scores of some heads, in the order given."""
         return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
 
 
@@ -316,10 +316,10 @@ class Semantics:
             return "rotary"
         return "none" if self.bias is None else self.bias.scheme
 
-    def regained(self, q: Tensor) -> Tensor:
-        """Turned queries times the weights that wait for them; a key norm's gives the same scores here."""
+    def apply_late_gains(self, q: Tensor) -> Tensor:
+        """Turned queries times the weights applied after that; a key norm's gives the same scores here."""
         for norm in (self.q_norm, self.k_norm):
-            q = q if norm is None else norm.regained(q)
+            q = q if norm is None else norm.apply_late_gain(q)
         return q
 
     @property
@@ -348,15 +348,15 @@ class Semantics:
     def visible(
         self, queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
     ) -> Bool[Tensor, "*seen query_len key_len"] | None:
-        """Which keys the queries at these positions see, causal masks apart; None for all.
+        """The keys that the queries at these positions see, causal masks left out; None for all.
 
         Where each row of a batch has positions of its own, `[batch, 1, query_len, key_len]`.
         """
         seen = None
         if self.window is not None:
-            seen = between(queries, keys).abs() < self.window
+            seen = distances(queries, keys).abs() < self.window
         if self.chunk is not None:
-            same = between(queries // self.chunk, keys // self.chunk) == 0
+            same = distances(queries // self.chunk, keys // self.chunk) == 0
             seen = same if seen is None else seen & same
         return seen[:, None] if seen is not None and seen.ndim == 3 else seen
 
@@ -367,24 +367,24 @@ class Semantics:
             return 1 + self.bias.rows * self.bias.columns
         return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
 
-    def of_heads(self, kept: Sequence[int]) -> "Semantics":
+    def select_heads(self, kept: Sequence[int]) -> "Semantics":
         """What it is where some heads are left, in some order: their sinks, biases, gates and scores."""
         order = list(kept)
         parts = {
-            name: part.of_heads(order) for name in _OF_HEADS if (part := getattr(self, name)) is not None
+            name: part.select_heads(order) for name in _OF_HEADS if (part := getattr(self, name)) is not None
         }
         if self.sinks is None and not parts:
             return self
         return replace(self, sinks=None if self.sinks is None else self.sinks[order], **parts)
 
     def tensors(self) -> Iterator[Tensor]:
-        """The numbers of norms, biases, sinks and gates."""
+        """The tensors of norms, biases, sinks, gates and scores."""
         yield from self.learned().values()
         if self.bias is not None and not self.bias.learned:
             yield from self.bias.tensors().values()
 
     def learned(self) -> dict[str, Tensor]:
-        """The learned numbers that are no maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
+        """The parameters besides the maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
         parts = {name: getattr(self, name) for name in (*_NORMS, *_OF_HEADS)}
         found = {
             f"{name}_{own}": tensor
@@ -395,7 +395,7 @@ class Semantics:
         return found if self.sinks is None else {**found, "sinks": self.sinks}
 
     def with_learned(self, tensors: Mapping[str, Tensor]) -> "Semantics":
-        """The same with other learned numbers, named as `learned` names them; those not given stay."""
+        """The same with other parameters, named as `learned` names them; any not given stay."""
         parts: dict[str, dict[str, Tensor]] = {}
         changed: dict[str, Any] = {}
         for name, tensor in tensors.items():

@@ -50,22 +50,22 @@ def span(R: Float[Tensor, "heads k width"], d: int) -> Span:
     return Span(R, U * kept[..., None, :], kept.sum(dim=-1))
 
 
-def compare(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
+def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
     """Compare two maps of every head that read the same `d` channels, known by their spans."""
-    product = one.R.mT @ between @ other.R
-    norms = _norm(one.R) * _norm(other.R)
+    product, norm = one.R.mT @ between @ other.R, torch.linalg.matrix_norm
+    norms = norm(one.R) * norm(other.R)
     of_spaces = between if one.is_full and other.is_full else one.basis.mT @ between @ other.basis
     cosines = torch.linalg.svdvals(of_spaces).clamp(max=1.0)
     smaller, larger = torch.minimum(one.rank, other.rank), torch.maximum(one.rank, other.rank)
     place = torch.arange(cosines.shape[-1], device=cosines.device)
     shared = cosines.square().sum(dim=-1)
-    alike = one.R.shape[-1] == other.R.shape[-1]
+    same_width = one.R.shape[-1] == other.R.shape[-1]
     return MapSimilarity(
         cosine=product.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / norms
-        if alike
+        if same_width
         else torch.full_like(norms, math.nan),
         procrustes=torch.linalg.svdvals(product).sum(dim=-1) / norms,
-        cka=_norm(product).square() / (_norm(one.R.mT @ one.R) * _norm(other.R.mT @ other.R)),
+        cka=norm(product).square() / (norm(one.R.mT @ one.R) * norm(other.R.mT @ other.R)),
         angles=cosines.acos().masked_fill(place >= smaller[:, None], math.nan),
         overlap=shared / smaller,
         chance=larger.to(shared.dtype) / d,
@@ -133,7 +133,7 @@ def sketches(
     return normal
 
 
-def alike(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int) -> list[tuple[int, int]]:
+def similar(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int) -> list[tuple[int, int]]:
     """Pairs i < j of forms whose cosine may be `at_least`, of either sign; the `most` likeliest, in order.
 
     A few rows of all products are held at a time.
@@ -170,10 +170,5 @@ _SKETCH_MARGIN = 0.38
 
 
 def _inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> float:
-    """Of A and B, Σ A_ij B_ij."""
+    """Σ A_ij B_ij of A = left rightᵀ and B = other_left other_rightᵀ."""
     return float(((left.mT @ other_left) * (right.mT @ other_right)).sum())
-
-
-def _norm(x: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.matrix_norm(x)
-    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 @final
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Singular values, and what is read off them; nothing of it overflows or vanishes where they do not."""
+    """Singular values, and figures of them, which do not overflow or vanish where the values do not."""
 
     values: Float[Tensor, "*batch k"]  # descending
 

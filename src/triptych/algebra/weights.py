@@ -54,7 +54,7 @@ class Link:
 
     @property
     def num_parameters(self) -> int:
-        """Learned numbers held, all copies and biases."""
+        """The number of parameters, all copies and biases."""
         if not self.learned:
             return 0
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
@@ -66,7 +66,7 @@ class Link:
             return self.weight.numel()
         return 2 * self.weight.numel() if self.learned else 0
 
-    def of_heads(self, num_heads: int) -> "Link":
+    def repeat(self, num_heads: int) -> "Link":
         """The same map in more copies: `num_heads`, a multiple of those there are."""
         times = num_heads // self.copies
         if times == 1:
@@ -76,14 +76,14 @@ class Link:
 
     @property
     def gain(self) -> Tensor | None:
-        """`[d_out]`, what the norm after it multiplies its channels with; None for 1."""
+        """`[d_out]`, what the norm after the map multiplies its channels by; None for 1."""
         weight = None if self.norm is None else self.norm.weight
         if weight is None or weight.ndim > 1 or len(weight) > self.d_out:
             return None
         return torch.nn.functional.pad(weight.to(self.weight.dtype), (0, self.d_out - len(weight)), value=1.0)
 
     def then(self, other: "Link") -> "Link":
-        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`; of a norm between them only its gain is kept."""
+        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`; only the gain of a norm between them is kept."""
         if (gain := self.gain) is not None:
             other = Link(gain[None]).then(other)
         copies = math.lcm(self.copies, other.copies)
@@ -93,12 +93,12 @@ class Link:
             weight = (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
             bias = None if self.bias is None else _row_times(self.bias.expand(copies, -1), other.weight)
             return Link(
-                weight, _add(bias, other.bias), norm=other.norm, learned=self.learned or other.learned
+                weight, _add_biases(bias, other.bias), norm=other.norm, learned=self.learned or other.learned
             )
-        one, two = self.of_heads(copies), other.of_heads(copies)
+        one, two = self.repeat(copies), other.repeat(copies)
         return Link(
-            weight=_product(one.weight, two.weight),
-            bias=_add(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
+            weight=_multiply(one.weight, two.weight),
+            bias=_add_biases(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
             norm=other.norm,
             learned=self.learned or other.learned,
         )
@@ -110,7 +110,7 @@ class Link:
         else:
             # Batch and length in one dimension: otherwise each text of the batch would copy every map.
             rows = x.transpose(0, 1).flatten(1, 2)
-            y = _applied(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
+            y = _apply_weight(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
         y = y if self.bias is None else y + self.bias[:, None, :]
         return y if self.norm is None else self.norm(y)
 
@@ -208,7 +208,7 @@ class AttentionWeights:
 
     @property
     def num_parameters(self) -> int:
-        """Learned numbers of the maps and their biases, shared ones once; of gates, too, which are maps."""
+        """The number of parameters of the maps, their biases and the gates; shared ones count once."""
         gate = self.semantics.gate
         return (
             sum(link.num_parameters for link in self.links())
@@ -229,10 +229,8 @@ class AttentionWeights:
     def multiplied(self, side: Side) -> Link:
         """The chain of a side as one link per head (or group); the identity for an empty chain.
 
-        Of a norm between two links only the gain is kept: whoever replaces the chain by its product
-        has to look.
-
-        For the output side the bias is None: `o_bias` belongs to all heads together.
+        Only the gain of a norm between two links is kept: who replaces the chain by its product has to check
+        for norms. The bias of the output side is None: `o_bias` belongs to all heads together.
         """
         chain = self.chain(side)
         if not chain:
@@ -244,7 +242,7 @@ class AttentionWeights:
         return whole
 
     def behind_norms(self) -> "AttentionWeights":
-        """Of queries, keys and values the maps behind their last norm alone, which read what it divides."""
+        """Queries, keys and values with only the maps behind their last norm, which read its output."""
         chains: dict[str, Chain] = {}
         for side in SIDES[:3]:
             chain = self.chain(side)
@@ -265,12 +263,12 @@ class AttentionWeights:
         return next(self.tensors()).device
 
     def per_head(self, side: Side) -> Float[Tensor, "num_heads d_in d_out"]:
-        """The multiplied-out map of every query head: `W_Q`, `W_K`, `W_V` or `W_O`."""
-        return self.multiplied(side).of_heads(self.num_heads).weight
+        """The map of every query head, as one product: `W_Q`, `W_K`, `W_V` or `W_O`."""
+        return self.multiplied(side).repeat(self.num_heads).weight
 
     def head_bias(self, side: Literal["q", "k", "v"]) -> Float[Tensor, "num_heads width"] | None:
         """The composed bias of every query head, None if there is none."""
-        return self.multiplied(side).of_heads(self.num_heads).bias
+        return self.multiplied(side).repeat(self.num_heads).bias
 
     @property
     def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
@@ -319,35 +317,35 @@ class AttentionWeights:
         links: dict[int, Link] = {}
         chains: dict[int, Chain] = {}
 
-        def of_link(link: Link) -> Link:
+        def change_link(link: Link) -> Link:
             if id(link) not in links:
                 links[id(link)] = change(link)
             return links[id(link)]
 
-        def of_side(side: Side) -> Chain:
+        def change_side(side: Side) -> Chain:
             chain = self.chain(side)
             if side not in sides:
                 return chain
             if id(chain) not in chains:
-                new = tuple(of_link(link) for link in chain)
+                new = tuple(change_link(link) for link in chain)
                 same = all(one is other for one, other in zip(new, chain, strict=True))
                 chains[id(chain)] = chain if same else new
             return chains[id(chain)]
 
         heads = self.num_heads if num_heads is None else num_heads
-        q, k, v, o = (of_side(side) for side in SIDES)
+        q, k, v, o = (change_side(side) for side in SIDES)
         return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
         """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
 
-        def of_link(link: Link) -> Link:
+        def change_link(link: Link) -> Link:
             bias, norm = None if link.bias is None else change(link.bias), link.norm
             if norm is not None:
                 norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
             return replace(link, weight=change(link.weight), bias=bias, norm=norm)
 
-        def of_norm(norm: Norm | None) -> Norm | None:
+        def change_norm(norm: Norm | None) -> Norm | None:
             if norm is None:
                 return None
             return replace(
@@ -355,10 +353,10 @@ class AttentionWeights:
             )
 
         return self.each_link(
-            of_link,
+            change_link,
             o_bias=None if self.o_bias is None else change(self.o_bias),
-            norm=of_norm(self.norm),
-            memory_norm=of_norm(self.memory_norm),
+            norm=change_norm(self.norm),
+            memory_norm=change_norm(self.memory_norm),
         )
 
     @property
@@ -390,10 +388,10 @@ class AttentionWeights:
             q=(*self.q[:-1], replace(last, weight=last.weight * ratio, bias=bias)),
         )
 
-    def multiplied_out(self) -> "AttentionWeights":
+    def with_single_links(self) -> "AttentionWeights":
         """The same maps with one link a side, in at least float32; what was shared stays so.
 
-        As `multiplied`, it passes over what is between two links.
+        As in `multiplied`, norms between two links are left out but for their gains.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
@@ -405,12 +403,12 @@ class AttentionWeights:
         q, k, v, o = (chains[id(whole.chain(side))] for side in SIDES)
         return replace(whole, q=q, k=k, v=v, o=o)
 
-    def evened(self, groups: int) -> "AttentionWeights":
+    def with_even_copies(self, groups: int) -> "AttentionWeights":
         """The same maps with one copy a head for queries and outputs, and `groups` for keys and values."""
 
         def even(side: Side, copies: int) -> Chain:
             chain = self.chain(side)
-            return (chain[0].of_heads(copies),) if len(chain) == 1 else chain
+            return (chain[0].repeat(copies),) if len(chain) == 1 else chain
 
         if self.tied("k", "v") or self.tied("q", "k"):
             return self
@@ -444,7 +442,7 @@ def standard_scale(d_k: int) -> float:
     return 1 / math.sqrt(d_k)
 
 
-def _product(one: Tensor, two: Tensor) -> Tensor:
+def _multiply(one: Tensor, two: Tensor) -> Tensor:
     match one.ndim, two.ndim:
         case 2, 2:
             return one * two
@@ -456,7 +454,7 @@ def _product(one: Tensor, two: Tensor) -> Tensor:
             return one @ two
 
 
-def _applied(rows: Tensor, weight: Tensor) -> Tensor:
+def _apply_weight(rows: Tensor, weight: Tensor) -> Tensor:
     """`rows @ weight`. In float16 on a CPU by way of float32, in which such products are summed anyway."""
     if weight.dtype == torch.float16 and weight.device.type == "cpu":
         return (rows.float() @ weight.float()).half()  # two to four times as fast
@@ -467,7 +465,7 @@ def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
     return row * matrix if matrix.ndim == 2 else (row[:, None, :] @ matrix)[:, 0]
 
 
-def _add(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+def _add_biases(one: Tensor | None, two: Tensor | None) -> Tensor | None:
     if one is None or two is None:
         return one if two is None else two
     return one + two

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from triptych.algebra.function import channels, of_heads, probabilities
+from triptych.algebra.function import channels, for_heads, probabilities
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights
@@ -48,17 +48,17 @@ def score_parts(call: LayerCall) -> ScoreParts:
     compared = call.queries_and_keys()
     weights, x, memory = in_float64(call)
     semantics = weights.semantics
-    turned_k = of_heads(compared.k.double(), weights.num_heads)
+    turned_k = for_heads(compared.k.double(), weights.num_heads)
     whole = semantics.compare(compared.q.double(), turned_k)
     q, k, _ = channels(weights, x, memory)
-    before = semantics.compare(q, of_heads(k, weights.num_heads))
+    before = semantics.compare(q, for_heads(k, weights.num_heads))
     mixed = semantics.q_norm is not None or semantics.k_norm is not None or semantics.clip is not None
     mixed = mixed or semantics.scores is not None
     content = before
     if not mixed and (weights.head_bias("q") is not None or weights.head_bias("k") is not None):
         bare = weights.each_link(lambda link: replace(link, bias=None), ("q", "k"))
         plain = channels(bare, x, memory)
-        content = semantics.compare(plain.q, of_heads(plain.k, weights.num_heads))
+        content = semantics.compare(plain.q, for_heads(plain.k, weights.num_heads))
     found = {"content": content[0]}
     if content is not before:
         found["biases"] = (before - content)[0]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from triptych.algebra.function import channels, of_heads
+from triptych.algebra.function import channels, for_heads
 from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.sites import AnyModel, attention_sites
@@ -161,7 +161,7 @@ class HeadSteps:
         turned = semantics.rotary is not None or semantics.temperature is not None
         if turned and semantics.scores is None:
             q, k, _ = channels(weights, call.x, call.memory)
-            self.content = self._labelled(of_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
+            self.content = self._labelled(for_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
         self.products = self._labelled(steps.products[of_row])
         self.scaled = self._labelled(steps.scaled[of_row])
         self.biased = None if semantics.bias is None else self._labelled(steps.biased[of_row])

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.algebra.function import channels, gated, of_heads
+from triptych.algebra.function import channels, for_heads, gated
 from triptych.algebra.resampling import ratio_intervals
 from triptych.attending.windows import HeadFigures, Place, Told, Window, Windows
 from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
@@ -314,9 +314,9 @@ def _heads_left_out(site: AttentionSite, instead: Sequence[Tensor]) -> Iterator[
 def even_output(call: LayerCall) -> Float[Tensor, "rows length joined"]:
     """What would meet W_O if every head looked evenly at the keys that its queries see."""
     weights = call.layer.weights()
-    v = of_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
+    v = for_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
     even = call.queries_and_keys().visible().to(v.dtype)
     mixed = gated(weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v)
     for link in weights.o[:-1]:
-        mixed = link.of_heads(weights.num_heads)(mixed)
+        mixed = link.repeat(weights.num_heads)(mixed)
     return mixed.transpose(1, 2).flatten(2)

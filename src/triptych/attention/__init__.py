@@ -29,10 +29,10 @@ from triptych.attention.positions import AlibiPositions as AlibiPositions
 from triptych.attention.positions import AttentionPositions as AttentionPositions
 from triptych.attention.positions import LearnedPositions as LearnedPositions
 from triptych.attention.positions import NoPositions as NoPositions
-from triptych.attention.positions import Places as Places
 from triptych.attention.positions import PositionIds as PositionIds
 from triptych.attention.positions import RotaryPositions as RotaryPositions
 from triptych.attention.positions import SinusoidalPositions as SinusoidalPositions
+from triptych.attention.positions import TokenPlaces as TokenPlaces
 from triptych.attention.positions import sinusoidal as sinusoidal
 from triptych.attention.projections import PARAMETERISATIONS as PARAMETERISATIONS
 from triptych.attention.projections import parameterisation as parameterisation
@@ -40,6 +40,8 @@ from triptych.attention.projections import parameterisation_class as parameteris
 from triptych.attention.projections.abstract import LayerSizes as LayerSizes
 from triptych.attention.projections.abstract import Maps as Maps
 from triptych.attention.projections.abstract import Parameterisation as Parameterisation
+from triptych.attention.projections.composed import ScaledOutside as ScaledOutside
+from triptych.attention.projections.composed import ScalePlace as ScalePlace
 from triptych.attention.projections.maps import FromHeads as FromHeads
 from triptych.attention.projections.maps import HeadMap as HeadMap
 from triptych.attention.projections.maps import PerHead as PerHead
@@ -57,8 +59,6 @@ from triptych.attention.projections.table import IdentityQuery as IdentityQuery
 from triptych.attention.projections.table import IdentityValue as IdentityValue
 from triptych.attention.projections.table import KeyValue as KeyValue
 from triptych.attention.projections.table import Latent as Latent
-from triptych.attention.projections.table import ScaledOutside as ScaledOutside
-from triptych.attention.projections.table import ScalePlace as ScalePlace
 from triptych.attention.projections.table import Shared as Shared
 from triptych.attention.projections.table import Stacked as Stacked
 from triptych.attention.projections.table import Symmetric as Symmetric

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych.algebra.cost import Route
-from triptych.algebra.function import of_heads
+from triptych.algebra.function import for_heads
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
 from triptych.algebra.weights import AttentionWeights, Head, standard_scale
@@ -21,14 +21,15 @@ from triptych.attention.checks import (
     check_sizes,
     scores_class,
 )
-from triptych.attention.operation import Explanation, attend, explain
+from triptych.attention.operation import Explanation, compute_attention, explain_inputs
 from triptych.attention.planning import Inputs, Path
-from triptych.attention.positions import AttentionPositions, Places, PositionIds
-from triptych.attention.projections import parameterisation_of
+from triptych.attention.positions import AttentionPositions, PositionIds, TokenPlaces
+from triptych.attention.projections import fit_parameterisation
 from triptych.attention.projections.abstract import Parameterisation
-from triptych.attention.projections.table import AsWritten, Factored, Grouped, ScaledOutside, ScalePlace
+from triptych.attention.projections.composed import AsWritten, ScaledOutside, ScalePlace
+from triptych.attention.projections.table import Factored, Grouped
 from triptych.attention.queries_keys import QueriesAndKeys
-from triptych.attention.written_out import by_position, causal_mask, prepared, tempered, weights_of
+from triptych.attention.written_out import by_position, causal_mask, prepared, tempered, to_weights
 
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
 ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
@@ -45,11 +46,11 @@ class Tap(Protocol):
 class Kept(NamedTuple):
     """What a call attends to: keys and values as their layer keeps them, and the positions of tokens."""
 
-    places: Places
+    places: TokenPlaces
     entries: tuple[Tensor, ...]
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "Kept":
-        """Of one row of the batch alone, without padding on the right."""
+        """What one row of the batch attends to, without padding on the right."""
         one, keys = slice(row, row + 1), self.places.keys
         given = self.places.given and self.places.given.of_row(row, query_len)
         keys = keys[one, :key_len] if keys is not None and keys.ndim == 2 else keys
@@ -81,7 +82,7 @@ class LayerSteps:
     kept: Kept  # what the call attends to
 
 
-_FROM_THE_START = Places(0)
+_FROM_THE_START = TokenPlaces(0)
 # Below the root of QK-norm; most families with one have it.
 _EPS = 1e-6
 
@@ -90,7 +91,7 @@ class LayerOutput(NamedTuple):
     """What the layer gives back."""
 
     output: Float[Tensor, "batch query_len d_model"]
-    weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless asked for
+    weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless wanted
     kept: Kept | None = None  # what other layers may attend to, too
 
 
@@ -206,7 +207,7 @@ class MultiHeadAttention(nn.Module):
         check_can_be_held(weights)
         semantics = weights.semantics
         dropout = semantics.dropout if dropout is None else dropout
-        weights, parameterisation = parameterisation_of(weights, named=named, own=own)
+        weights, parameterisation = fit_parameterisation(weights, named=named, own=own)
         if adopted and isinstance(parameterisation, Factored | Grouped):
             with torch.device("meta"):
                 layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
@@ -228,13 +229,13 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def semantics(self) -> Semantics:
-        """What the layer does besides its maps; its learned numbers are parameters of the layer."""
+        """What the layer does besides its maps, with the parameters of the layer."""
         if not self._learned:
             return self._semantics
         return self._semantics.with_learned({name: getattr(self, name) for name in self._learned})
 
     def _hold(self, semantics: Semantics, like: Tensor | None = None) -> None:
-        """Do this besides the maps, with learned numbers of the layer's own."""
+        """Do this besides the maps, with parameters of the layer's own."""
         learned = semantics.learned()
         for name in {*self._learned} - {*learned}:  # that the parameterisation would have
             delattr(self, name)
@@ -253,21 +254,21 @@ class MultiHeadAttention(nn.Module):
         self._rotate_cached_keys: RotaryEmbedding | None = (
             None if late or semantics.rotary is None else projections.rotate_cached_keys(semantics.rotary)
         )
-        self._turned_late = semantics.rotary if self._rotate_cached_keys is None else None
-        # Of a text that grows past the limit, keys stay as they were turned: they are kept besides.
-        self._keeps_keys = self._turned_late is not None and self._turned_late.long is not None
+        self._late_rotation = semantics.rotary if self._rotate_cached_keys is None else None
+        # Keys of a text that grows past the limit stay as they were turned: they are kept as well.
+        self._keeps_keys = self._late_rotation is not None and self._late_rotation.long is not None
         # Later queries must know the position of a key.
         self._compares_positions = semantics.bias is not None or semantics.is_local
-        self._compares_positions |= self._turned_late is not None and not self._keeps_keys
+        self._compares_positions |= self._late_rotation is not None and not self._keeps_keys
         # Queries, keys or values are changed between their maps and their product.
         between = semantics.k_norm, semantics.v_norm, semantics.clip
         of_queries = semantics.q_norm, semantics.rotary, semantics.temperature
-        self._changes = any(part is not None for part in (*between, *of_queries))
+        self._changes_qkv = any(part is not None for part in (*between, *of_queries))
         # Keys and values are no product of a map and what is cached, keys are compared and not the cache,
         # or the key bias counts, which the absorbed route leaves out.
-        on_scores = self._turned_late, semantics.soft_cap, semantics.sinks, semantics.scores
-        self._expands = any(part is not None for part in (*between, *on_scores))
-        self._expands |= semantics.bias is not None and semantics.bias.reads_content
+        on_scores = self._late_rotation, semantics.soft_cap, semantics.sinks, semantics.scores
+        self._needs_expanded = any(part is not None for part in (*between, *on_scores))
+        self._needs_expanded |= semantics.bias is not None and semantics.bias.reads_content
 
     @property
     def _key_width(self) -> int:
@@ -354,7 +355,7 @@ class MultiHeadAttention(nn.Module):
             return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
         q, places, cached = self._project(semantics, x, memory, value_memory, cache, positions, lent)
         inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
-        attended = attend(inputs, need_weights, path)
+        attended = compute_attention(inputs, need_weights, path)
         mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
         output = self.projections.output(mixed, route)
         return LayerOutput(output, attended.weights, Kept(places, cached))
@@ -380,12 +381,12 @@ class MultiHeadAttention(nn.Module):
         semantics, tap = self.semantics, self.tap or _untouched
         causal = semantics.kind == "causal" if causal is None else causal
         q, places, cached = self._project(semantics, x, memory, None, cache, positions, lent)
-        q = self._compared_queries(semantics, q, places)
-        k, v = self._compared_keys(semantics, places, cached)
+        q = self._finish_queries(semantics, q, places)
+        k, v = self._finish_keys(semantics, places, cached)
         first = None if memory is not None else k.shape[2] - q.shape[2]
         q = tap("q", q, first)
-        k, v = tap("k", of_heads(k, self.num_heads), first), tap("v", of_heads(v, self.num_heads), first)
-        queries, keys = _positions_of(places, q, k)
+        k, v = (tap("k", for_heads(k, self.num_heads), first), tap("v", for_heads(v, self.num_heads), first))
+        queries, keys = _query_and_key_positions(places, q, k)
         order = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
         if row is not None and self.tap is None:
             own = slice(row, row + 1)
@@ -401,7 +402,7 @@ class MultiHeadAttention(nn.Module):
         seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         for part in (near, mask, order):
             seen = seen if part is None else seen & part
-        weights = tap("weights", weights_of(scores, seen, semantics.sinks, False), first)
+        weights = tap("weights", to_weights(scores, seen, semantics.sinks, False), first)
         mixed = F.dropout(weights, self.dropout, self.training) @ v
         gate = None if semantics.gate is None else semantics.gate(x)
         z = tap("z", mixed if gate is None else mixed * gate, first)
@@ -423,11 +424,11 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(x, memory, None)
         semantics = self.semantics
         q, places, cached = self._project(semantics, x, memory, None, None, positions, lent)
-        q = self._compared_queries(semantics, q, places)
-        k, _ = self._compared_keys(semantics, places, cached)
+        q = self._finish_queries(semantics, q, places)
+        k, _ = self._finish_keys(semantics, places, cached)
         wide = torch.promote_types(q.dtype, torch.float32)
         causal = semantics.kind == "causal" if causal is None else causal
-        where = _positions_of(places, q, k)
+        where = _query_and_key_positions(places, q, k)
         return QueriesAndKeys(q.to(wide), k.to(wide), semantics, *where, mask, causal)
 
     def explain(
@@ -459,13 +460,11 @@ class MultiHeadAttention(nn.Module):
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
         y = self._zeros(batch, key_len, self.projections.memory_width)
-        q, cached = (
-            self.projections.queries(self._zeros(batch, query_len, self.d_model)),
-            self._stored(semantics, self.projections.project_kv(y, y), None),
-        )
-        places = Places(max(0, key_len - query_len))
+        q = self.projections.queries(self._zeros(batch, query_len, self.d_model))
+        cached = self._to_keep(semantics, self.projections.project_kv(y, y), None)
+        places = TokenPlaces(max(0, key_len - query_len))
         inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
-        return route, explain(inputs, need_weights, path)
+        return route, explain_inputs(inputs, need_weights, path)
 
     def _zeros(self, batch: int, length: int, width: int) -> Tensor:
         """An input, which has a gradient if the layer's own numbers do."""
@@ -501,31 +500,31 @@ class MultiHeadAttention(nn.Module):
         cache: AttentionCache | None,
         positions: PositionIds | None,
         lent: Kept | None,
-    ) -> tuple[Tensor, Places, tuple[Tensor, ...]]:
-        """Queries, where they and the keys stand, and what is kept of all tokens attended to."""
+    ) -> tuple[Tensor, TokenPlaces, tuple[Tensor, ...]]:
+        """Queries, the places of the tokens, and what is kept of all tokens attended to."""
         if lent is not None:
             return self.projections.queries(x), *lent
         if memory is not None and cache is not None and cache.length:
             return self.projections.queries(x), _FROM_THE_START, cache.entries
         if memory is None and value_memory is None:
-            q, added = self.projections.of_one_sequence(x)
+            q, added = self.projections.project_one_sequence(x)
         else:
             keys_from = x if memory is None else memory
             added = self.projections.project_kv(
                 keys_from, keys_from if value_memory is None else value_memory
             )
             q = self.projections.queries(x)
-        places = _FROM_THE_START if memory is not None else Places.of(cache, positions)
-        if self._changes:
-            added = self._stored(semantics, added, places)
+        places = _FROM_THE_START if memory is not None else TokenPlaces.after(cache, positions)
+        if self._changes_qkv:
+            added = self._to_keep(semantics, added, places)
         if cache is None:
             return q, places, added
         if memory is not None or not self._compares_positions:
             return q, places, cache.append(added)
-        return q, *places.kept(cache, added)
+        return q, *places.add(cache, added)
 
-    def _stored(
-        self, semantics: Semantics, added: tuple[Tensor, ...], places: Places | None
+    def _to_keep(
+        self, semantics: Semantics, added: tuple[Tensor, ...], places: TokenPlaces | None
     ) -> tuple[Tensor, ...]:
         """What is kept of tokens, from what the maps make of them: keys as they are compared."""
         k, *values = added
@@ -533,17 +532,17 @@ class MultiHeadAttention(nn.Module):
             k = prepared(k, semantics, semantics.k_norm)
             values = [prepared(v, semantics, semantics.v_norm) for v in values]
         if self._rotate_cached_keys is not None and places is not None:
-            k = places.turned(k, self._rotate_cached_keys)
-        if self._keeps_keys and self._turned_late is not None and places is not None:
-            made, _ = self._made_keys(semantics, (k,))
-            values = [places.turned(made, self._turned_late)]
+            k = places.rotate(k, self._rotate_cached_keys)
+        if self._keeps_keys and self._late_rotation is not None and places is not None:
+            made, _ = self._make_keys(semantics, (k,))
+            values = [places.rotate(made, self._late_rotation)]
         return k, *values
 
     def _inputs(
         self,
         semantics: Semantics,
         q: Tensor,
-        places: Places,
+        places: TokenPlaces,
         cached: tuple[Tensor, ...],
         mask: Tensor | None,
         causal: bool,
@@ -556,39 +555,39 @@ class MultiHeadAttention(nn.Module):
         # Under a causal mask the first of more queries than keys see nothing.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
         whole = sums_to_one and semantics.gate is None  # a bias of the values comes out as it is
-        if path == "reference" or self._expands or not (whole or self.projections.absorbs_biases):
+        if path == "reference" or self._needs_expanded or not (whole or self.projections.absorbs_biases):
             route = "expanded"
-        if self._changes:
-            q = self._compared_queries(semantics, q, places)
+        if self._changes_qkv:
+            q = self._finish_queries(semantics, q, places)
         if route == "absorbed":
             q, k, v = self.projections.absorbed(q, cached)
         else:
-            k, v = self._compared_keys(semantics, places, cached)
+            k, v = self._finish_keys(semantics, places, cached)
         added = None
         if semantics.bias is not None or semantics.is_local:
-            near, added = by_position(semantics, q, k, *_positions_of(places, q, k))
+            near, added = by_position(semantics, q, k, *_query_and_key_positions(places, q, k))
             mask = near if mask is None else mask if near is None else mask & near
         return Inputs(q, k, v, mask, added, causal, semantics, dropout), route
 
-    def _compared_queries(self, semantics: Semantics, q: Tensor, places: Places) -> Tensor:
+    def _finish_queries(self, semantics: Semantics, q: Tensor, places: TokenPlaces) -> Tensor:
         """Queries of the maps as they meet the keys."""
         return tempered(prepared(q, semantics, semantics.q_norm, semantics.rotary, places), semantics, places)
 
-    def _compared_keys(
-        self, semantics: Semantics, places: Places, cached: tuple[Tensor, ...]
+    def _finish_keys(
+        self, semantics: Semantics, places: TokenPlaces, cached: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Keys as they meet the queries, and values, of what is kept."""
-        k, v = self._made_keys(semantics, cached)
+        k, v = self._make_keys(semantics, cached)
         if self._keeps_keys and len(cached) == 2:
             k = cached[1]
-        elif self._turned_late is not None:
-            k = places.turned_keys(k, self._turned_late)
+        elif self._late_rotation is not None:
+            k = places.rotate_keys(k, self._late_rotation)
         return k, v
 
-    def _made_keys(self, semantics: Semantics, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def _make_keys(self, semantics: Semantics, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Keys before they turn late, and values, of what is kept."""
         k, v = self.projections.keys_values(cached)
-        if self._changes and not self.projections.caches_keys:
+        if self._changes_qkv and not self.projections.caches_keys:
             k = prepared(k, semantics, semantics.k_norm)
             v = prepared(v, semantics, semantics.v_norm)
         return k, v
@@ -599,9 +598,9 @@ def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:
     return value
 
 
-def _positions_of(places: Places, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Where queries and keys stand."""
+def _query_and_key_positions(places: TokenPlaces, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions of queries and keys."""
     if places.given is not None:
-        return places.of_tokens(q), places.of_keys(k)
+        return places.query_positions(q), places.key_positions(k)
     key_len = k.shape[2]
-    return torch.arange(key_len - q.shape[2], key_len, device=q.device), places.of_keys(k)
+    return torch.arange(key_len - q.shape[2], key_len, device=q.device), places.key_positions(k)

@@ -19,12 +19,12 @@ from torch.nn.attention import SDPBackend
 
 from triptych.algebra.semantics import Semantics
 from triptych.attention.planning import (
+    AttentionPlan,
     HeadGrouping,
     Implementation,
     Inputs,
     Kernel,
     Path,
-    Plan,
     make_plan,
     reason,
 )
@@ -42,7 +42,7 @@ class Attended(NamedTuple):
     """The result of attention."""
 
     output: Float[Tensor, "batch num_heads query_len d_v"]
-    # before dropout; None unless asked for
+    # before dropout; None unless wanted
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None
 
 
@@ -100,11 +100,11 @@ def attention(
         path: "reference" writes equation 1 out, "fast" calls torch's kernels, "auto" chooses.
 
     Returns:
-        The output, zero in rows that may attend to nothing, and the weights if asked for.
+        The output, zero in rows that may attend to nothing, and the weights if wanted.
 
     Raises:
         ValueError: head counts or shapes that do not fit, a mask that is not boolean, a bias that is
-            not floating point, or the fast path asked for something that only the reference path can do.
+            not floating point, or the fast path called for something that only the reference path can do.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1; shared heads: Ainslie et al. 2023,
     arXiv 2305.13245; soft caps: Gemma Team 2024, arXiv 2408.00118, section 2; sinks: OpenAI 2025, arXiv
@@ -113,10 +113,10 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     semantics = Semantics(scale, soft_cap=soft_cap, sinks=sinks)
     given = Inputs(q, k, v, mask, bias, causal, semantics, dropout)
-    return attend(given, need_weights, path)
+    return compute_attention(given, need_weights, path)
 
 
-def attend(given: Inputs, need_weights: bool, path: Path) -> Attended:
+def compute_attention(given: Inputs, need_weights: bool, path: Path) -> Attended:
     """`attention` of inputs that are put together already, as a layer has them."""
     given.check()
     plan = make_plan(given, need_weights, path)
@@ -154,10 +154,10 @@ def explain_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     semantics = Semantics(scale, soft_cap=soft_cap, sinks=sinks)
     given = Inputs(q, k, v, mask, bias, causal, semantics, dropout)
-    return explain(given, need_weights, path)
+    return explain_inputs(given, need_weights, path)
 
 
-def explain(given: Inputs, need_weights: bool, path: Path) -> Explanation:
+def explain_inputs(given: Inputs, need_weights: bool, path: Path) -> Explanation:
     """`explain_attention` of inputs that are put together already."""
     given.check()
     plan = make_plan(given, need_weights, path)
@@ -169,7 +169,7 @@ def explain(given: Inputs, need_weights: bool, path: Path) -> Explanation:
     return Explanation(plan.path, plan.heads, kernel, reason(plan, kernel, given))
 
 
-def _prepare(plan: Plan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """The tensors that torch's fused operation is handed, and its options."""
     q, k, v, bias = given.q, given.k, given.v, given.bias
     batch, num_heads, query_len, d_k = q.shape
@@ -207,7 +207,7 @@ def _prepare(plan: Plan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], 
     return (q, k, v), {"attn_mask": added, **by}
 
 
-def _restore(plan: Plan, output: Tensor, given: Inputs) -> Tensor:
+def _restore(plan: AttentionPlan, output: Tensor, given: Inputs) -> Tensor:
     """The output that belongs to the queries and values as they were before `_prepare`."""
     q, v = given.q, given.v
     if plan.path == "fused, padded":

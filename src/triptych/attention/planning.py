@@ -15,7 +15,7 @@ Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math
 
 
 class Inputs(NamedTuple):
-    """What `attention` was given. Of the semantics, it computes scale, scores, soft cap and sinks."""
+    """What `attention` was given. It computes scale, scores, soft cap and sinks of the semantics."""
 
     q: Tensor
     k: Tensor
@@ -102,7 +102,7 @@ _Why = Literal[
 _BEYOND_KERNELS = ("scores", "soft cap", "sinks")
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """The way chosen for a call; see `Explanation`."""
 
     path: Implementation
@@ -115,7 +115,7 @@ class Plan(NamedTuple):
         return self.path == "written out" or self.path == "written out in pieces"
 
 
-def make_plan(given: Inputs, need_weights: bool, path: Path) -> Plan:
+def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
     """Choose how to compute a call."""
     why = "asked" if path == "reference" else _why_written_out(given, need_weights)
     if path == "fast":
@@ -133,7 +133,7 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> Plan:
     if why is not None:
         in_pieces = why == "pieces" or (why in _BEYOND_KERNELS and _many_and_untrained(given))
         written: Implementation = "written out in pieces" if in_pieces else "written out"
-        return Plan(written, "one to one" if one_to_one else "grouped by rows", why)
+        return AttentionPlan(written, "one to one" if one_to_one else "grouped by rows", why)
 
     on_cpu = q.is_cpu
     # The kernel for CPUs knows one width only; torch's other choice there would hold all the
@@ -152,7 +152,7 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> Plan:
         heads = "grouped by the kernel"
     else:
         heads = "expanded"  # the memory-efficient kernel does not group, and math holds the weights
-    return Plan(route, heads, "asked" if path == "fast" else "kernel")
+    return AttentionPlan(route, heads, "asked" if path == "fast" else "kernel")
 
 
 def _flash_on_gpu(given: Inputs) -> bool:
@@ -236,7 +236,7 @@ def _many_and_untrained(given: Inputs) -> bool:
 
 
 def _copied(given: Inputs) -> int:
-    """Of each token, how many numbers the kernel for CPUs would be given as padded or repeated copies."""
+    """How many numbers of each token the kernel for CPUs would get as padded or repeated copies."""
     _, key_heads, _, d_k = given.k.shape
     _, value_heads, _, d_v = given.v.shape
     if d_k == d_v and key_heads == value_heads:
@@ -255,7 +255,7 @@ def _max_keys(dtype: torch.dtype) -> int:
     return thresholds.MAX_KEYS_WRITTEN_OUT.get(dtype, thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE)
 
 
-def reason(plan: Plan, kernel: Kernel, given: Inputs) -> str:
+def reason(plan: AttentionPlan, kernel: Kernel, given: Inputs) -> str:
     """One sentence that says why a plan was chosen, with the numbers."""
     q, num_key_heads = given.q, given.k.shape[1]
     batch, num_heads, query_len, d_k = q.shape
@@ -263,8 +263,8 @@ def reason(plan: Plan, kernel: Kernel, given: Inputs) -> str:
     held = f"{batch} × {num_heads} × {query_len} × {num_keys} weights"
     limit = f"{_max_keys(q.dtype)} keys in {str(q.dtype).removeprefix('torch.')}"
     because = {
-        "asked": "the path was asked for",
-        "weights": "the weights were asked for, and no kernel of torch returns them",
+        "asked": "the path was chosen by the caller",
+        "weights": "the weights are wanted, and no kernel of torch returns them",
         "scores": "no kernel of torch compares queries and keys in another way than by products",
         "soft cap": "no kernel of torch caps the scores",
         "sinks": "no kernel of torch knows scores that move nothing",

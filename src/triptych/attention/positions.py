@@ -32,11 +32,11 @@ class PositionIds(NamedTuple):
     sharing: int | None = None
 
     def of_row(self, row: int, length: int) -> "PositionIds":
-        """Those of the first tokens of one row of a batch."""
+        """The positions of the first tokens of one row of a batch."""
         ids = self.ids[row : row + 1] if self.ids.ndim == 2 else self.ids
         return self._replace(ids=ids[..., :length])
 
-    def of_slots(self, count: Any) -> Int[Tensor, " key_len"]:
+    def slot_positions(self, count: Any) -> Int[Tensor, " key_len"]:
         """The positions of `count` keys; `count` is an int, or a symbol in a traced model."""
         slots = torch.arange(count, device=self.ids.device)
         return slots if self.sharing in (None, 1) else slots // self.sharing
@@ -58,7 +58,7 @@ class PositionIds(NamedTuple):
         return start.end if isinstance(start, PositionIds) else start + x.shape[-2]
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """The positions of a call's tokens, and the keys that they see."""
 
     start: int  # the position of the first token, where none are given
@@ -67,25 +67,25 @@ class Places(NamedTuple):
     keys: Int[Tensor, "*rows key_len"] | None = None
 
     @classmethod
-    def of(cls, cache: AttentionCache | None, given: PositionIds | None) -> "Places":
-        """Of tokens that follow those of a cache, if there is one."""
+    def after(cls, cache: AttentionCache | None, given: PositionIds | None) -> "TokenPlaces":
+        """The places of tokens that come after the tokens of a cache, if there is one."""
         own = given.ids if cache is None and given is not None and given.sharing is None else None
         return cls(0 if cache is None else cache.length, given, own)
 
-    def of_piece(self, queries: slice, keys: slice) -> "Places":
-        """Of some of the tokens, and of the keys that they see; without the number of the first."""
+    def piece(self, queries: slice, keys: slice) -> "TokenPlaces":
+        """The places of some of the tokens, and of the keys that they see; `start` stays."""
         given = self.given and self.given._replace(ids=self.given.ids[..., queries])
         return self._replace(given=given, keys=None if self.keys is None else self.keys[..., keys])
 
-    def kept(self, cache: AttentionCache, added: tuple[Tensor, ...]) -> "tuple[Places, tuple[Tensor, ...]]":
+    def add(self, cache: AttentionCache, new: tuple[Tensor, ...]) -> "tuple[TokenPlaces, tuple[Tensor, ...]]":
         """Add tokens to a cache, with their positions if given; returns key positions and all entries."""
         given = self.given
         keeps = given is not None and given.sharing is None
         try:
             if given is None or not keeps:
-                return self, cache.append(added)
-            batch, _, length, _ = added[0].shape
-            *held, keys = cache.append((*added, given.ids.expand(batch, length)[:, None, :, None]))
+                return self, cache.append(new)
+            batch, _, length, _ = new[0].shape
+            *held, keys = cache.append((*new, given.ids.expand(batch, length)[:, None, :, None]))
         except ValueError:  # another number of entries than there are
             which = "without positions and these have some" if keeps else "with positions and these have none"
             raise ValueError(
@@ -93,34 +93,34 @@ class Places(NamedTuple):
             ) from None
         return self._replace(keys=keys[:, 0, :, 0]), tuple(held)
 
-    def turned(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """Queries or keys of the tokens."""
+    def rotate(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """Queries or keys of the tokens, rotated."""
         if self.given is None:
             return rotary(x, self.start)
         return rotary.at(x, self.given.ids, self.given.end)
 
-    def turned_keys(self, k: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """All keys."""
+    def rotate_keys(self, k: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        """All keys, rotated."""
         if self.given is None:
             return rotary(k)
         if self.keys is not None:
             return rotary.at(k, self.keys, max(self.given.end, k.shape[2]))
         # Slots may follow that hold no token yet.
-        return rotary.at(k, self.of_keys(k).clamp(max=self.given.end - 1), self.given.end)
+        return rotary.at(k, self.key_positions(k).clamp(max=self.given.end - 1), self.given.end)
 
-    def of_tokens(self, x: Tensor) -> Tensor:
+    def query_positions(self, x: Tensor) -> Tensor:
         """The position of every token."""
         if self.given is None:
             return torch.arange(self.start, self.start + x.shape[2], device=x.device)
         return self.given.ids
 
-    def of_keys(self, k: Tensor) -> Tensor:
+    def key_positions(self, k: Tensor) -> Tensor:
         """The position of every key."""
         if self.keys is not None:
             return self.keys
         if self.given is None:
             return torch.arange(k.shape[2], device=k.device)
-        return self.given.of_slots(k.shape[2])
+        return self.given.slot_positions(k.shape[2])
 
 
 def sinusoidal(
@@ -188,7 +188,7 @@ class LearnedPositions(nn.Module):
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}: at least one position is needed")
         self.weight = nn.Parameter(torch.empty(max_tokens, d_model))
-        # The mean square of a sine is 1/2: beside embeddings of the same scale, these rows begin
+        # The mean square of a sine is 1/2: next to embeddings of the same scale, these rows begin
         # with the weight that the sinusoidal ones have.
         nn.init.normal_(self.weight, std=math.sqrt(0.5))
 
@@ -258,7 +258,7 @@ class AlibiPositions:
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
         """What a layer does with it."""
-        return replace(semantics, bias=ALiBi.of_count(num_heads))
+        return replace(semantics, bias=ALiBi.for_heads(num_heads))
 
 
 # How self-attention itself tells positions apart.

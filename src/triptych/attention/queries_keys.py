@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.algebra.semantics import Semantics
-from triptych.attention.written_out import piece_of, scores_of, weights_of
+from triptych.attention.written_out import slice_broadcast, to_scores, to_weights
 
-# Of the weights that are computed at a time.
+# Of weights, computed at a time.
 BLOCK_BYTES = 1 << 24
 
 
@@ -31,8 +31,8 @@ class QueriesAndKeys:
     q: Float[Tensor, "batch num_heads query_len d_k"]
     k: Float[Tensor, "batch num_key_heads key_len d_k"]  # consecutive query heads share one
     semantics: Semantics  # of the layer: scale, bias, soft cap, sinks, window
-    query_positions: Int[Tensor, "*rows query_len"]  # where queries stand
-    key_positions: Int[Tensor, "*columns key_len"]  # where keys stand
+    query_positions: Int[Tensor, "*rows query_len"]  # of every query
+    key_positions: Int[Tensor, "*columns key_len"]  # of every key
     # True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all
     mask: Bool[Tensor, "..."] | None
     causal: bool  # a query sees only its own position and earlier ones; the queries are the last of the keys
@@ -56,14 +56,14 @@ class QueriesAndKeys:
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
         """What the softmax takes before any mask: scaled, with bias and soft cap."""
-        part = self if heads is None else self._of_heads(heads)
+        part = self if heads is None else self._select_heads(heads)
         return part._scores(slice(*rows.indices(self.query_len)), self.key_len)
 
     def weights(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
         """The attention weights; 0 in rows that may attend to nothing. Arguments as in `scores`."""
-        part = self if heads is None else self._of_heads(heads)
+        part = self if heads is None else self._select_heads(heads)
         return part._weights(slice(*rows.indices(self.query_len)))
 
     def visible(self) -> Bool[Tensor, "rows heads query_len key_len"]:
@@ -80,14 +80,14 @@ class QueriesAndKeys:
         self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES
     ) -> Iterator[WeightBlock]:
         """All weights, as many queries at a time as a number of bytes holds, at least one."""
-        part = self if heads is None else self._of_heads(heads)
+        part = self if heads is None else self._select_heads(heads)
         row_bytes = part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
         step = max(1, most_bytes // row_bytes)
         for start in range(0, self.query_len, step):
             rows = slice(start, min(start + step, self.query_len))
             yield WeightBlock(rows, part._weights(rows))
 
-    def _of_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
+    def _select_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
         chosen, shared = list(heads), self.num_heads // self.k.shape[1]
         mask = self.mask
         if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
@@ -95,7 +95,7 @@ class QueriesAndKeys:
         return QueriesAndKeys(
             self.q[:, chosen],
             self.k[:, [head // shared for head in chosen]],
-            self.semantics.of_heads(chosen),
+            self.semantics.select_heads(chosen),
             self.query_positions,
             self.key_positions,
             mask,
@@ -107,7 +107,7 @@ class QueriesAndKeys:
         added = None
         if bias is not None:
             added = bias(q, k, self.query_positions[..., rows], self.key_positions[..., :seen])
-        return scores_of(q, k, added, self.semantics)
+        return to_scores(q, k, added, self.semantics)
 
     def _weights(self, rows: slice) -> Tensor:
         # No query of these sees what comes after the last of them.
@@ -116,7 +116,7 @@ class QueriesAndKeys:
         near = self.semantics.visible(self.query_positions[..., rows], self.key_positions[..., :seen])
         mask = self.mask
         if mask is not None:
-            mask = piece_of(mask, (slice(None), slice(None), rows, slice(0, seen)))
+            mask = slice_broadcast(mask, (slice(None), slice(None), rows, slice(0, seen)))
             near = mask if near is None else mask & near
-        weights = weights_of(scores, near, self.semantics.sinks, self.causal)
+        weights = to_weights(scores, near, self.semantics.sinks, self.causal)
         return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))

@@ -19,7 +19,7 @@ from triptych import thresholds
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import Semantics
 from triptych.attention.planning import Inputs
-from triptych.attention.positions import Places
+from triptych.attention.positions import TokenPlaces
 
 
 def padding_mask(ids: Int[Tensor, "batch key_len"], pad_id: int) -> Bool[Tensor, "batch 1 1 key_len"]:
@@ -39,15 +39,15 @@ def causal_mask(
     return torch.ones(query_len, key_len, dtype=torch.bool, device=device).tril(offset)
 
 
-# Of scores that are no products, which may hold a vector for each pair of a query and a key.
+# At a time, for scores that are no products, which may hold a vector for each pair of a query and a key.
 _BYTES_OF_PAIRS = 1 << 28
 
 
 def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
     """Output and weights; the weights are those before dropout."""
-    scores = scores_of(given.q, given.k, given.bias, given.semantics)
-    weights = weights_of(scores, given.mask, given.semantics.sinks, given.causal)
-    return _product(F.dropout(weights, given.dropout), given.v), weights
+    scores = to_scores(given.q, given.k, given.bias, given.semantics)
+    weights = to_weights(scores, given.mask, given.semantics.sinks, given.causal)
+    return _grouped_product(F.dropout(weights, given.dropout), given.v), weights
 
 
 def prepared(
@@ -55,19 +55,19 @@ def prepared(
     semantics: Semantics,
     norm: Callable[[Tensor], Tensor] | None = None,
     rotary: RotaryEmbedding | None = None,
-    places: Places | None = None,
+    places: TokenPlaces | None = None,
 ) -> Tensor:
     """Queries, keys or values of the maps as they meet each other: normalised, clipped and turned."""
     x = x if norm is None else norm(x)
     if semantics.clip is not None:
         x = x.clamp(-semantics.clip, semantics.clip)
-    return x if rotary is None or places is None else places.turned(x, rotary)
+    return x if rotary is None or places is None else places.rotate(x, rotary)
 
 
-def tempered(q: Tensor, semantics: Semantics, places: Places) -> Tensor:
+def tempered(q: Tensor, semantics: Semantics, places: TokenPlaces) -> Tensor:
     """Turned queries as they meet the keys."""
-    q = semantics.regained(q)
-    return q if semantics.temperature is None else semantics.temperature(q, places.of_tokens(q))
+    q = semantics.apply_late_gains(q)
+    return q if semantics.temperature is None else semantics.temperature(q, places.query_positions(q))
 
 
 def by_position(
@@ -78,9 +78,9 @@ def by_position(
     return semantics.visible(queries, keys), None if bias is None else bias(q, k, queries, keys)
 
 
-def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, semantics: Semantics) -> Tensor:
+def to_scores(q: Tensor, k: Tensor, bias: Tensor | None, semantics: Semantics) -> Tensor:
     """What the softmax takes, before any mask."""
-    return finished_scores(_compared(q, k, semantics), bias, semantics.soft_cap)
+    return finished_scores(_raw_scores(q, k, semantics), bias, semantics.soft_cap)
 
 
 def finished_scores(products: Tensor, bias: Tensor | None, soft_cap: float | None) -> Tensor:
@@ -89,7 +89,7 @@ def finished_scores(products: Tensor, bias: Tensor | None, soft_cap: float | Non
     return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
 
 
-def _compared(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
+def _raw_scores(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
     """Scaled products, or other scores; of these, as many queries at a time as may hold a vector a pair."""
     if semantics.scores is not None:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -99,10 +99,10 @@ def _compared(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
         return torch.cat([semantics.scores(part, k) for part in parts], dim=2)
     if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
         k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
-    return _product(q * semantics.scale, k.transpose(-2, -1))
+    return _grouped_product(q * semantics.scale, k.transpose(-2, -1))
 
 
-def weights_of(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal: bool) -> Tensor:
+def to_weights(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal: bool) -> Tensor:
     """The softmax of scores; 0 in rows that may attend to nothing."""
     allowed = combined_mask(mask, causal, scores.shape[-2], scores.shape[-1], scores.device)
     if sinks is not None:
@@ -149,9 +149,9 @@ def in_pieces(given: Inputs) -> Tensor:
             q=q[of_queries],
             k=k[of_keys][:, :, seen],
             v=v[of_keys][:, :, seen],
-            mask=None if mask is None else piece_of(mask, (*of_queries, seen)),
-            bias=None if bias is None else piece_of(bias, (*of_queries, seen)),
-            semantics=semantics.of_heads(range(num_heads)[of_queries[1]]),
+            mask=None if mask is None else slice_broadcast(mask, (*of_queries, seen)),
+            bias=None if bias is None else slice_broadcast(bias, (*of_queries, seen)),
+            semantics=semantics.select_heads(range(num_heads)[of_queries[1]]),
         )
         output[of_queries], _ = written_out(piece)
     return output
@@ -162,7 +162,7 @@ def even_parts(length: int, room: int) -> int:
     return -(-length // -(-length // max(1, room)))
 
 
-def piece_of(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
+def slice_broadcast(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
     """What broadcasts to a piece of `[batch, num_heads, query_len, key_len]` as `x` does to the whole."""
     own = ranges[len(ranges) - x.dim() :]
     return x[tuple(slice(None) if size == 1 else range_ for size, range_ in zip(x.shape, own, strict=True))]
@@ -175,7 +175,7 @@ def _every_query_sees_a_key(allowed: Tensor) -> bool:
     return bool(allowed.any(dim=-1).all())
 
 
-def _product(rows: Tensor, shared: Tensor) -> Tensor:
+def _grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
     """`[batch, heads, n, m]` times `[batch, groups, m, p]`: the rows of a group lie below each other."""
     batch, num_heads, n, m = rows.shape
     num_groups = shared.shape[1]

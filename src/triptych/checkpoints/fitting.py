@@ -236,10 +236,10 @@ class Fitting:
         groups = math.lcm(links["k"].copies, links["v"].copies)
         return replace(
             self.after,
-            q=(links["q"].of_heads(heads),),
-            k=(links["k"].of_heads(groups),),
-            v=(links["v"].of_heads(groups),),
-            o=(links["o"].of_heads(heads),),
+            q=(links["q"].repeat(heads),),
+            k=(links["k"].repeat(groups),),
+            v=(links["v"].repeat(groups),),
+            o=(links["o"].repeat(heads),),
             norm=None,
             memory_norm=None,
         )
@@ -252,9 +252,9 @@ class Fitting:
                 "rotary key, and queries as they did; here they do no longer",
                 "leave out the step that takes them apart",
             )
-        o = (after.multiplied("o").of_heads(after.num_heads),)
+        o = (after.multiplied("o").repeat(after.num_heads),)
         evened = {
-            side: (*chain[:-1], chain[-1].of_heads(after.num_heads))
+            side: (*chain[:-1], chain[-1].repeat(after.num_heads))
             for side, chain in (("q", after.q), ("k", after.k), ("v", after.v))
         }
         return replace(after, **evened, o=o, norm=None, memory_norm=None)  # type: ignore[arg-type]
@@ -279,7 +279,7 @@ class Fitting:
         filled: dict[Side, Link] = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
         both: tuple[tuple[Side, Link], ...] = ("k", k), ("v", v)
         for side, link in both:
-            of_heads = link.of_heads(whole.num_heads)
+            of_heads = link.repeat(whole.num_heads)
             filled[side] = _spread(of_heads, groups, old.groups)
             if not torch.equal(filled[side].weight[groups], of_heads.weight):
                 refuse(
@@ -301,7 +301,7 @@ class Fitting:
                 + ("is to keep" if self.same_sizes else "has no field to change, or cannot for one layer"),
                 f"merge_kv_heads to {old.groups} or fewer",
             )
-        return whole.evened(old.groups)
+        return whole.with_even_copies(old.groups)
 
     def _in_widths(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         sizes = sizes_of(whole)

@@ -91,13 +91,13 @@ def _ups(weights: AttentionWeights) -> tuple[Tensor, Tensor]:
     rank, _ = ranks_of(weights)
     assert rank is not None
     turned, heads = weights.k[0].d_out - rank, weights.num_heads
-    k_up, v_up = (chain[1].of_heads(heads).weight for chain in (weights.k, weights.v))
+    k_up, v_up = (chain[1].repeat(heads).weight for chain in (weights.k, weights.v))
     return k_up[:, :rank, : k_up.shape[-1] - turned], v_up[:, :rank]
 
 
 def latent_parts(weights: AttentionWeights) -> dict[str, Tensor]:
     """The parts of a `LayerMap`, but for the output, from chains as `read_latent` gives them."""
-    links = {"kv_down": weights.k[0], "q_up": weights.q[-1].of_heads(weights.num_heads)}
+    links = {"kv_down": weights.k[0], "q_up": weights.q[-1].repeat(weights.num_heads)}
     if len(weights.q) > 1:
         links["q_down"] = weights.q[0]
     found = {"kv_up": torch.cat(_ups(weights), dim=-1).mT.flatten(0, 1)}

@@ -142,7 +142,7 @@ class _LayerWriter:
             ("q_norm", self.semantics.q_norm, heads),
             ("k_norm", self.semantics.k_norm, groups[:, 0]),
         ):
-            if norm is None or not norm.of_each_head:
+            if norm is None or not norm.per_head:
                 continue
             if not bool((groups == groups[:, :1]).all()):
                 refuse(

@@ -92,11 +92,11 @@ def cost(
 
 def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:
     console = Terminal()
-    console.print(pages.setting(report.spec))
-    console.print(pages.work(report.spec))
+    console.print(pages.describe_layer(report.spec))
+    console.print(pages.describe_work(report.spec))
     if own := pages.own_sizes(report):
         console.print(own)
-    print_whole(pages.cost_table(report), console)
+    print_whole(pages.counts_table(report), console)
     for note in (*pages.notes(report), *pages.LEGEND):
         console.print(note, soft_wrap=True)
     if formulas:
@@ -106,7 +106,7 @@ def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> No
             console.print(line, soft_wrap=True)
     if timed is not None:
         console.print()
-        console.print(pages.machine(timed))
+        console.print(pages.describe_machine(timed))
         print_whole(pages.timing_table(timed), console)
         for line in pages.TIMING_LEGEND:
             console.print(line, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from triptych.algebra.rewrites.registry import REWRITES, option_names, read_rewrite, signature, summary
+from triptych.algebra.rewrites.registry import REWRITES, option_names, purpose, read_rewrite, signature
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.cli.options import numbers, open_model
 from triptych.cli.signatures import Options
@@ -111,7 +111,7 @@ def _print_rewrites(console: Console) -> None:
     """Every rewrite with its options, from the records."""
     for kind in REWRITES:
         tier = f"{kind.tier}; refused: {kind.where_refused()}"
-        console.print(f"{signature(kind)}\n    {summary(kind)}\n    {tier}")
+        console.print(f"{signature(kind)}\n    {purpose(kind)}\n    {tier}")
         for name in option_names(kind):
             if name not in Rewrite.model_fields:
                 console.print(f"    {name}: {kind.model_fields[name].description}")

@@ -44,7 +44,7 @@ class ConversionCheck:
     note: str = ""  # why the check was not run, or on how much it was run
 
 
-class Written(NamedTuple):
+class WrittenModel(NamedTuple):
     """What the writer of a format tells of the folder that it filled."""
 
     architecture: str  # in the format's own words
@@ -85,7 +85,7 @@ def random_pairs(
 
 
 @torch.no_grad()
-def logits_of(model: EncoderDecoder, pairs: Pairs) -> Tensor:
+def compute_logits(model: EncoderDecoder, pairs: Pairs) -> Tensor:
     """The logits of our own model, in evaluation mode, on the CPU."""
     device = next(model.parameters()).device
     logits: Tensor = model.eval()(pairs.src.to(device), pairs.tgt_in.to(device))

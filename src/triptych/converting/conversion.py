@@ -12,7 +12,7 @@ import torch
 
 from triptych.checkpoints.source import is_own
 from triptych.converting import ctranslate2, hugging_face
-from triptych.converting.checks import ConversionCheck, Quantization, Written
+from triptych.converting.checks import ConversionCheck, Quantization, WrittenModel
 from triptych.converting.onnx import write_onnx
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
@@ -71,30 +71,32 @@ def convert(
         raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"the folder of {target} does not exist: make it first")
-    written: list[Written] = []
-    write_folder(target, lambda folder: written.append(_write(opened, folder, to, quantization)))
+    written: list[WrittenModel] = []
+    write_folder(target, lambda folder: written.append(_write_format(opened, folder, to, quantization)))
     return Conversion(str(opened.folder), str(target), "run" if to == "triptych" else to, *written[0])
 
 
-def _write(opened: OpenedModel, folder: Path, to: TargetFormat, quantization: Quantization) -> Written:
+def _write_format(
+    opened: OpenedModel, folder: Path, to: TargetFormat, quantization: Quantization
+) -> WrittenModel:
     match to:
         case "hf" if opened.translates:
-            return hugging_face.write_translator(opened, folder)
+            return hugging_face.write_hf_translator(opened, folder)
         case "hf":
-            return hugging_face.write_language_model(opened, folder)
+            return hugging_face.write_hf_language_model(opened, folder)
         case "ctranslate2" if opened.translates:
-            return ctranslate2.write_translator(opened, folder, quantization)
+            return ctranslate2.write_ct2_translator(opened, folder, quantization)
         case "ctranslate2":
-            return ctranslate2.write_text_generator(opened, folder, quantization)
+            return ctranslate2.write_ct2_generator(opened, folder, quantization)
         case "onnx":
             return write_onnx(opened, folder)
         case "triptych":
             return _write_ours(opened, folder)
 
 
-def _write_ours(run: OpenedModel, folder: Path) -> Written:
+def _write_ours(run: OpenedModel, folder: Path) -> WrittenModel:
     run.save(folder)
-    (folder / "README.md").write_text(_readme(run.folder), encoding="utf-8")
+    (folder / "README.md").write_text(_run_readme(run.folder), encoding="utf-8")
     again, tokenizers = dict(read_model(folder).named_parameters()), TokenizerPair.load(folder)
     same = all(torch.equal(again[name], tensor) for name, tensor in run.encoder_decoder.named_parameters())
     for ours, theirs in (
@@ -105,10 +107,10 @@ def _write_ours(run: OpenedModel, folder: Path) -> Written:
     if not same:
         raise DataError(f"{folder} does not read back as it was written: check the disk")
     check = ConversionCheck("every tensor and both tokenizers are read again bit for bit", True)
-    return Written("encoder-decoder", sum(tensor.numel() for tensor in again.values()), (), (check,))
+    return WrittenModel("encoder-decoder", sum(tensor.numel() for tensor in again.values()), (), (check,))
 
 
-def _readme(source: Path) -> str:
+def _run_readme(source: Path) -> str:
     return f"""---
 library_name: triptych
 tags: [translation]

@@ -23,9 +23,9 @@ from triptych.checkpoints.marian_tokenizers import write_tokenizers
 from triptych.converting.checks import (
     ConversionCheck,
     Quantization,
-    Written,
+    WrittenModel,
     compare_logits,
-    logits_of,
+    compute_logits,
     random_pairs,
     rounded_difference,
 )
@@ -66,7 +66,7 @@ def _activation(name: str) -> Any:
     return getattr(common_spec.Activation, _ACTIVATIONS[name])
 
 
-def write_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> Written:
+def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
     """Fill a folder that `ctranslate2.Translator` reads."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     special = {run.tokenizers.target.pad_id, run.tokenizers.target.bos_id, run.tokenizers.target.eos_id}
@@ -94,10 +94,10 @@ def write_translator(run: OpenedModel, folder: Path, quantization: Quantization)
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
     if run.shortlist is not None:
         write_text(folder / "vmap.txt", run.shortlist.as_text(run.tokenizers))
-    (folder / "README.md").write_text(_readme_of_translator(run, length), encoding="utf-8")
+    (folder / "README.md").write_text(_translator_readme(run, length), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     check = _check_translator(run, folder, quantization)
-    return Written(f"Transformer, {quantization}", parameters, plain.done, (check,))
+    return WrittenModel(f"Transformer, {quantization}", parameters, plain.done, (check,))
 
 
 def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
@@ -189,12 +189,12 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     found = torch.tensor([score.log_probs for score in scores])
     what = "log-probabilities of tokens by CTranslate2 and by the model"
     following = torch.cat([pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], target.eos_id)], dim=1)
-    log_probs = logits_of(run.encoder_decoder, pairs).double().log_softmax(dim=-1)
+    log_probs = compute_logits(run.encoder_decoder, pairs).double().log_softmax(dim=-1)
     expected = log_probs.gather(2, following[:, :, None])[:, :, 0].float()
-    return _compared(what, expected, found, quantization)
+    return _check_close(what, expected, found, quantization)
 
 
-def _readme_of_translator(run: OpenedModel, length: int) -> str:
+def _translator_readme(run: OpenedModel, length: int) -> str:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     target = run.tokenizers.target
     alpha, beam = run.decoding.alpha, run.decoding.beam_size
@@ -238,7 +238,7 @@ both search alike.
 """
 
 
-def write_text_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> Written:
+def write_ct2_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
     """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer."""
     model, tokenizer = opened.language_model, opened.tokenizer
     check = write_generator(model, folder, quantization)
@@ -246,12 +246,12 @@ def write_text_generator(opened: OpenedModel, folder: Path, quantization: Quanti
         tokenizer.save_files(folder)
     else:
         tokenizer.save(folder / "tokenizer.json")
-    write_text(folder / "README.md", _readme(opened.end_ids))
+    write_text(folder / "README.md", _generator_readme(opened.end_ids))
     count = sum(parameter.numel() for parameter in model.parameters())
-    return Written(f"TransformerDecoder, {quantization}", count, (), (check,))
+    return WrittenModel(f"TransformerDecoder, {quantization}", count, (), (check,))
 
 
-def _readme(end_ids: Sequence[int]) -> str:
+def _generator_readme(end_ids: Sequence[int]) -> str:
     return f"""# A language model for CTranslate2, converted with triptych
 
 Its tokens are the numbers of the tokenizer's, as text.
@@ -274,7 +274,7 @@ def write_generator(
 ) -> ConversionCheck:
     """Fill a folder that `ctranslate2.Generator` reads; its tokens are the numbers "0", "1", … of ours."""
     require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
-    spec = _spec(model)
+    spec = _generator_spec(model)
     vocabulary = [str(token) for token in range(model.vocab_size)]
     spec.register_vocabulary(vocabulary)
     # Every token of ours is known, and the engine names the tokens that end a text.
@@ -282,14 +282,14 @@ def write_generator(
     norm = model.architecture.final_norm
     assert norm is not None  # models without one are refused
     _save(spec, folder, quantization, norm.eps)
-    return _check(model, folder, quantization)
+    return _check_generator(model, folder, quantization)
 
 
 def _refused(what: str) -> UsageError:
     return UsageError(f"CTranslate2 cannot hold this model: {what}")
 
 
-def _spec(model: LanguageModel) -> Any:
+def _generator_spec(model: LanguageModel) -> Any:
     from ctranslate2.specs import transformer_spec
 
     norm, feed_forward = require_plain(model, _refused)
@@ -300,7 +300,7 @@ def _spec(model: LanguageModel) -> Any:
         raise _refused("sinusoidal positions of the embeddings")
     plain = plain_layers(model, _refused)
     sizes = head_sizes(plain, _refused)
-    rotary, *others = (_rotary(weights.semantics.rotary, sizes.width) for weights in plain)
+    rotary, *others = (_rotary_args(weights.semantics.rotary, sizes.width) for weights in plain)
     if any(other != rotary for other in others):
         raise _refused("its layers have different rotary positions")
     if not rotary and made.embeddings.positions == "none":
@@ -322,7 +322,7 @@ def _spec(model: LanguageModel) -> Any:
     return spec
 
 
-def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
+def _rotary_args(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
     """Arguments of the spec for rotary positions; none without them."""
     if rotary is None:
         return {}
@@ -335,7 +335,7 @@ def _rotary(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _check(model: LanguageModel, folder: Path, quantization: Quantization) -> ConversionCheck:
+def _check_generator(model: LanguageModel, folder: Path, quantization: Quantization) -> ConversionCheck:
     import ctranslate2
 
     length = min(12, model.max_tokens or 12)
@@ -347,10 +347,10 @@ def _check(model: LanguageModel, folder: Path, quantization: Quantization) -> Co
     tokens = [[str(token) for token in row] for row in ids.tolist()]
     found = torch.as_tensor(numpy.asarray(generator.forward_batch(tokens)))
     what = "logits by CTranslate2 and by the model"
-    return _compared(what, expected, found, quantization)
+    return _check_close(what, expected, found, quantization)
 
 
-def _compared(what: str, expected: Tensor, found: Tensor, quantization: Quantization) -> ConversionCheck:
+def _check_close(what: str, expected: Tensor, found: Tensor, quantization: Quantization) -> ConversionCheck:
     if quantization == "int8":
         return rounded_difference(what, expected, found)
     return compare_logits(what, expected, found, _TOLERANCE)

@@ -39,13 +39,13 @@ _ACTIVATIONS = {our: their for their, our in reversed([*ACTIVATIONS.items()])}
 
 @final
 @dataclass(frozen=True)
-class Exported:
+class ExportedModel:
     settings: Mapping[str, Any]  # of its `config.json`.
     tensors: Mapping[str, Tensor]  # by the format's names
     done: tuple[str, ...] = ()  # what was done to make the model fit, in words
 
 
-def _export(
+def _fill_family(
     model: EncoderDecoder | LanguageModel,
     family: str,
     kind: str,
@@ -74,9 +74,6 @@ def _export(
     return settings, new_tensors(model, layers, settings, sizes, given), shapes
 
 
-# Encoder-decoders.
-
-
 def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
     """Which of Hugging Face's architectures computes the same: Pegasus is Marian with pre-norm."""
     scheme = model.config.positions.scheme
@@ -101,7 +98,7 @@ def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
     return "pegasus"
 
 
-def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> Exported:
+def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> ExportedModel:
     """A translator with plainly written heads in the format of Marian or Pegasus."""
     model, config = plain.model, plain.model.config
     kind, target = translator_type(model), tokenizers.target
@@ -131,7 +128,7 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     }
     sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
     layers = [site.layer.weights() for site in sites]
-    settings, tensors, shapes = _export(model, "marian", kind, layers, facts, given)
+    settings, tensors, shapes = _fill_family(model, "marian", kind, layers, facts, given)
     if "lm_head.weight" in tensors:  # it may be the decoder's table, a tie that Pegasus does not have
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
     done: tuple[str, ...] = ()
@@ -144,13 +141,10 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
                     tensors[name] = tensors[name].index_select(dim, order)
     if kind == "pegasus" and not shared:
         tensors["model.shared.weight"] = tensors["model.encoder.embed_tokens.weight"].clone()
-    return Exported(settings, tensors, done)
+    return ExportedModel(settings, tensors, done)
 
 
-# Language models.
-
-
-def language_model(model: LanguageModel) -> Exported:
+def language_model(model: LanguageModel) -> ExportedModel:
     """A language model of a recipe in the first format that holds it."""
     reasons = []
     for kind in ("gpt2", "llama"):
@@ -161,7 +155,7 @@ def language_model(model: LanguageModel) -> Exported:
     raise UsageError(f"no format of transformers holds this model: {'; '.join(reasons)}")
 
 
-def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exported:
+def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> ExportedModel:
     name, norm_kind, gated = ("GPT-2", "layer", False) if kind == "gpt2" else ("Llama", "rms", True)
 
     def refused(what: str) -> UsageError:
@@ -216,7 +210,7 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
             "mlp_biases": feed_forward.bias,
         }
     filled = [padded(weights, sizes) for weights in layers]
-    settings, tensors, _ = _export(model, kind, kind, filled, facts | asdict(sizes), given)
+    settings, tensors, _ = _fill_family(model, kind, kind, filled, facts | asdict(sizes), given)
     made_of = {site.layer.parameterisation.name for site in attention_sites(model)}
     plain = made_of <= {"factored", "grouped"} and (kind == "llama" or sizes == found)
-    return Exported(settings, tensors, () if plain else ("every head written as W_Q, W_K, W_V and W_O",))
+    return ExportedModel(settings, tensors, () if plain else ("every head written as W_Q, W_K, W_V and W_O",))

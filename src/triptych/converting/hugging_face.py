@@ -19,10 +19,10 @@ from triptych.converting import formats
 from triptych.converting.checks import (
     TOLERANCES,
     ConversionCheck,
-    Written,
+    WrittenModel,
     compare_logits,
     compare_tokenizers,
-    logits_of,
+    compute_logits,
     random_pairs,
 )
 from triptych.converting.plain import plain_model
@@ -46,23 +46,23 @@ _SAMPLES = (
 )
 
 
-def write_translator(run: OpenedModel, folder: Path) -> Written:
+def write_hf_translator(run: OpenedModel, folder: Path) -> WrittenModel:
     """Fill a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` read."""
     formats.translator_type(run.encoder_decoder)  # refuses before any work is done
     plain = plain_model(run.encoder_decoder, "Hugging Face's format")
     made = formats.translator(plain, run.tokenizers, run.decoding.max_extra_tokens)
     architecture = str(made.settings["model_type"])
-    _write(folder, made.settings, made.tensors)
+    _write_checkpoint(folder, made.settings, made.tensors)
     write_json(folder / "generation_config.json", _generation(made.settings, run))
     write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
-    write_text(folder / "README.md", _readme(run, architecture))
+    write_text(folder / "README.md", _hf_readme(run, architecture))
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
     checks += _with_transformers(_check_logits, _check_ids, run, folder)
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
-    return Written(architecture, parameters, (*plain.done, *made.done), tuple(checks))
+    return WrittenModel(architecture, parameters, (*plain.done, *made.done), tuple(checks))
 
 
-def write_language_model(opened: OpenedModel, folder: Path) -> Written:
+def write_hf_language_model(opened: OpenedModel, folder: Path) -> WrittenModel:
     """Fill a folder that `AutoModelForCausalLM` or `AutoModelForMaskedLM` and `AutoTokenizer` read."""
     if goes_on(opened.folder):
         copy_checkpoint(opened.folder, folder)
@@ -71,17 +71,17 @@ def write_language_model(opened: OpenedModel, folder: Path) -> Written:
         made, tokenizer = formats.language_model(opened.language_model), opened.tokenizer
         assert isinstance(tokenizer, PretrainedTokenizer)
         ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_id") for kind in ("bos", "eos", "pad")}
-        _write(folder, {**made.settings, **ids, "use_cache": True}, made.tensors)
+        _write_checkpoint(folder, {**made.settings, **ids, "use_cache": True}, made.tensors)
         tokenizer.save_files(folder)
         name, folded = str(made.settings["model_type"]), made.done
     again, model = load_language_model(folder).model, opened.language_model
     checks = [_compare(model, again.eval(), "triptych")]
     checks += _with_transformers(_check_language_model, _check_ids_of_texts, opened, folder)
     count = sum(parameter.numel() for parameter in again.parameters())
-    return Written(name, count, folded, tuple(checks))
+    return WrittenModel(name, count, folded, tuple(checks))
 
 
-def _write(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _write_checkpoint(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     write_json(folder / "config.json", settings)
     write_weights(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
@@ -129,8 +129,8 @@ def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     return compare_logits(
         _LOGITS.format("triptych"),
-        logits_of(run.encoder_decoder, pairs),
-        logits_of(model, pairs),
+        compute_logits(run.encoder_decoder, pairs),
+        compute_logits(model, pairs),
         TOLERANCES[model.decoder.embeddings.table.weight.dtype],
     )
 
@@ -155,7 +155,7 @@ def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
         raise DataError(f"{folder} is read as {found.dtype}, and the model is {dtype}")
     # Marian's positions in transformers are numbers of float32 in any dtype.
     tolerance = max(TOLERANCES[dtype], 1e-6) if theirs.config.model_type == "marian" else TOLERANCES[dtype]
-    what, own = _LOGITS.format("transformers"), logits_of(run.encoder_decoder, pairs)
+    what, own = _LOGITS.format("transformers"), compute_logits(run.encoder_decoder, pairs)
     return compare_logits(what, own, found, tolerance, f"{pairs.tgt_in.numel()} tokens")
 
 
@@ -215,7 +215,7 @@ def _check_ids_of_texts(opened: OpenedModel, folder: Path) -> list[ConversionChe
     return [ConversionCheck(_IDS, True, note=f"{len(_SAMPLES)} texts")]
 
 
-def _readme(run: OpenedModel, architecture: str) -> str:
+def _hf_readme(run: OpenedModel, architecture: str) -> str:
     own = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     own_target = not run.tokenizers.joint and not own
     target = (

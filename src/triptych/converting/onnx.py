@@ -20,9 +20,9 @@ from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenize
 from triptych.converting.checks import (
     ConversionCheck,
     Pairs,
-    Written,
+    WrittenModel,
     compare_logits,
-    logits_of,
+    compute_logits,
     random_pairs,
 )
 from triptych.converting.plain import max_positions
@@ -42,7 +42,7 @@ _TOLERANCE = 1e-4
 
 @final
 class EncoderGraph(nn.Module):
-    """From source tokens to what the decoder reads of them: keys and values of every layer, and a mask."""
+    """Source tokens in; keys and values of every decoder layer and a mask out."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class EncoderGraph(nn.Module):
 
 @final
 class DecoderGraph(nn.Module):
-    """From the next target tokens and what is kept of those before them to logits, and what to keep."""
+    """The next target tokens and the keys and values of earlier ones in; logits and longer ones out."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class JoinedCache(AttentionCache):
         self.entries = tuple(entry.index_select(0, rows) for entry in self.entries)
 
 
-def write_onnx(run: OpenedModel, folder: Path) -> Written:
+def write_onnx(run: OpenedModel, folder: Path) -> WrittenModel:
     """Fill a folder with `encoder.onnx` and `decoder.onnx`."""
     require_extra("convert", "onnx", "onnxscript", what="--to onnx")
     model = copy.deepcopy(run.encoder_decoder).cpu().float().eval()
@@ -113,12 +113,12 @@ def write_onnx(run: OpenedModel, folder: Path) -> Written:
     for graph in graphs:
         graph.eval().requires_grad_(False)
     pairs = random_pairs(model, target.bos_id, target.eos_id, src_len=7, tgt_len=5)
-    _export(*graphs, pairs, folder)
+    _export_graphs(*graphs, pairs, folder)
     write_tokenizers(run.tokenizers, model.config.max_source_tokens + 1, folder)
-    (folder / "README.md").write_text(_readme(run, length), encoding="utf-8")
+    (folder / "README.md").write_text(_onnx_readme(run, length), encoding="utf-8")
     done = ("every head written as W_Q, W_K, W_V and W_O",)
-    check = _check(run, folder)
-    return Written("encoder.onnx and decoder.onnx, float32", _count_numbers(folder), done, (check,))
+    check = _check_graphs(run, folder)
+    return WrittenModel("encoder.onnx and decoder.onnx, float32", _count_numbers(folder), done, (check,))
 
 
 def _count_numbers(folder: Path) -> int:
@@ -129,7 +129,7 @@ def _count_numbers(folder: Path) -> int:
     return sum(math.prod(tensor.dims) for graph in graphs for tensor in graph.initializer)
 
 
-def _export(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: Path) -> None:
+def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: Path) -> None:
     with torch.no_grad():
         mask, *memory = encoder(pairs.src)
     names = [f"{kind}.{i}" for i in range(len(memory) // 2) for kind in ("keys", "values")]
@@ -177,7 +177,7 @@ def _without_remarks() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check(run: OpenedModel, folder: Path) -> ConversionCheck:
+def _check_graphs(run: OpenedModel, folder: Path) -> ConversionCheck:
     """The graphs in onnxruntime: a whole output at once, and token by token, at lengths of their own."""
     what = "logits of the graphs, run by onnxruntime, and of the model"
     if not is_installed("onnxruntime"):
@@ -186,7 +186,7 @@ def _check(run: OpenedModel, folder: Path) -> ConversionCheck:
         )
     target = run.tokenizers.target
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id, src_len=13, tgt_len=9)
-    expected = logits_of(run.encoder_decoder, pairs)
+    expected = compute_logits(run.encoder_decoder, pairs)
     graphs = OnnxGraphs(folder)
     compare_logits(
         what, expected, graphs.logits(pairs.src, pairs.tgt_in, step=pairs.tgt_in.shape[1]), _TOLERANCE
@@ -230,7 +230,7 @@ class OnnxGraphs:
         return torch.cat(found, dim=1)
 
 
-def _readme(run: OpenedModel, length: int) -> str:
+def _onnx_readme(run: OpenedModel, length: int) -> str:
     target = run.tokenizers.target
     extra, never = run.decoding.max_extra_tokens, sorted({target.pad_id, target.bos_id})
     return f"""# A translation model as ONNX graphs, converted with triptych
@@ -241,7 +241,7 @@ and values of those before (none at first), and gives logits and the longer keys
 ```python
 import numpy as np
 import onnxruntime
-{_tokenizers(run)}
+{_tokenizer_code(run)}
 
 encoder = onnxruntime.InferenceSession(f"{{folder}}/encoder.onnx")
 decoder = onnxruntime.InferenceSession(f"{{folder}}/decoder.onnx")
@@ -268,7 +268,7 @@ is filled up with token {run.encoder_decoder.pad_id}.
 """
 
 
-def _tokenizers(run: OpenedModel) -> str:
+def _tokenizer_code(run: OpenedModel) -> str:
     """Python that opens the tokenizers of a converted model."""
     if isinstance(run.tokenizers.source, SentencePieceTokenizer):
         setup = """import json

@@ -46,7 +46,7 @@ def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
     scaled = weights.with_scale(standard_scale(sizes.width))
     more_heads = sizes.num_heads - weights.num_heads
     for side, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
-        link = scaled.multiplied(side).of_heads(weights.num_heads if more_heads else heads)  # type: ignore[arg-type]
+        link = scaled.multiplied(side).repeat(weights.num_heads if more_heads else heads)  # type: ignore[arg-type]
         bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias
         missing = sizes.width - link.d_out
         weight = pad(link.weight, (0, missing, 0, 0, 0, more_heads))
@@ -54,9 +54,6 @@ def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
     W_O = pad(scaled.W_O, (0, 0, 0, sizes.width - scaled.W_O.shape[1], 0, more_heads))
     o_bias = W_O.new_zeros(weights.d_model) if weights.o_bias is None else weights.o_bias
     return replace(scaled, num_heads=sizes.num_heads, o=(Link(W_O),), o_bias=o_bias, **chains)
-
-
-# Encoder-decoders.
 
 
 @final
@@ -83,7 +80,7 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
     num_heads = {}
     for stack, kinds in _STACKS.items():
         sites = {name: found for name, found in before.items() if name.split(".")[0] in kinds}
-        num_heads[stack] = _number_of_heads(model.config.d_model, sites, target)
+        num_heads[stack] = _common_num_heads(model.config.d_model, sites, target)
         for name, weights in sites.items():
             plain[name], steps = _plain_site(name, weights, num_heads[stack], target)
             for step in steps:
@@ -92,7 +89,7 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
     return PlainModel(with_attention(model, plain).eval(), num_heads, done)
 
 
-def _number_of_heads(d_model: int, sites: Mapping[str, AttentionWeights], target: str) -> int:
+def _common_num_heads(d_model: int, sites: Mapping[str, AttentionWeights], target: str) -> int:
     """The least that divides d_model and is enough for every site: so heads are as wide as can be."""
     most = max(weights.num_heads for weights in sites.values())
     if most > d_model:
@@ -166,9 +163,6 @@ def position_table(stack: LanguageModel, length: int) -> Tensor:
     if embeddings.config.positions == "none":
         return some.new_zeros(length, d_model)
     return sinusoidal(length, d_model, embeddings.config.sinusoidal_layout).to(some)
-
-
-# Language models.
 
 
 def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, FeedForwardConfig]:

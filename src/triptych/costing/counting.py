@@ -87,7 +87,7 @@ class CostSpec:
             parameterisation_class(name)
             if times > 1:
                 raise ValueError(f"{name} is given {times} times")
-        known = {field for name in self.parameterisations for field in _options(name)}
+        known = {field for name in self.parameterisations for field in _option_names(name)}
         for field in _SIZES:
             if getattr(self, field) is not None and field not in known:
                 raise ValueError(
@@ -111,7 +111,7 @@ class CostSpec:
     def choice(self, name: str) -> Parameterisation:
         """A parameterisation with the options among these that it has."""
         given: dict[str, int | bool | None] = {}
-        for option in _options(name):
+        for option in _option_names(name):
             if option in _SIZES and getattr(self, option) is not None:
                 given[option] = getattr(self, option)
             elif option.endswith("_bias"):
@@ -126,7 +126,7 @@ class Formulas:
 
     W_QK: str  # the form of head i as a product of the maps; `W_OV` is its other form
     W_OV: str
-    parameters: str  # learned numbers without biases, in d, h, d_k, d_v and the sizes of its own
+    parameters: str  # without biases, in d, h, d_k, d_v and the sizes of its own
     num_parameters: int  # the same as a number
     cache: str  # numbers cached per token
     num_cached: int  # the same as a number
@@ -137,7 +137,7 @@ class Formulas:
 class CostRow:
     """What one parameterisation costs.
 
-    FLOPs are those of matrix products (a multiplication and an addition are two), every query with
+    FLOPs count matrix products (a multiplication and an addition are two), every query with
     every key: a causal mask would need (length + 1) / 2 pairs a token in place of length, but only
     kernels that skip blocks save them. Left out is what works number by number: softmax, scale, biases
     and diagonal maps (the m_i of `collaborative`, the factor of `four_matrix`).
@@ -145,7 +145,7 @@ class CostRow:
 
     name: str  # of the parameterisation
     sizes: dict[str, int]  # its own sizes and widths
-    parameters: int  # learned numbers, biases included; `parameter_bytes` in the spec's dtype
+    parameters: int  # biases included; `parameter_bytes` in the spec's dtype
     parameter_bytes: int
     cached_numbers: int  # kept per token while decoding; `cache_bytes` of all sequences at the context
     cache_bytes: int
@@ -168,10 +168,8 @@ class CostRow:
     # `decode_bytes` is the same for one step.
     prefill_bytes: int
     decode_bytes: int
-    prefill_intensity: float
-    """FLOPs per byte moved."""
+    prefill_intensity: float  # FLOPs per byte moved
     decode_intensity: float
-    """FLOPs per byte moved."""
     formulas: Formulas  # of forms, parameters and cache
 
 
@@ -212,13 +210,13 @@ def cost(spec: CostSpec) -> CostReport:
         except ValueError as error:
             left_out.append(LeftOut(name, str(error)))
         else:
-            rows.append(_row(spec, chosen, weights))
+            rows.append(_cost_row(spec, chosen, weights))
     if not rows:
         raise ValueError("; ".join(f"{left.name}: {left.reason}" for left in left_out))
     return CostReport(spec, tuple(rows), tuple(left_out))
 
 
-def _row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> CostRow:
+def _cost_row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> CostRow:
     prefill = pass_cost(weights, spec.length)
     decode = pass_cost(weights, 1, cached=spec.context - 1)
     per_number, batch = spec.bytes_per_number, spec.batch
@@ -249,13 +247,13 @@ def _row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) ->
     )
 
 
-def _options(name: str) -> list[str]:
+def _option_names(name: str) -> list[str]:
     return [field.name for field in dataclasses.fields(parameterisation_class(name))]
 
 
 def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
     """Refuse widths other than the spec's: a row of another size could not be compared with the others."""
-    options = _options(name)
+    options = _option_names(name)
     for option, wanted, chain in (("d_k", spec.key_width, weights.k), ("d_v", spec.value_width, weights.v)):
         width = chain[-1].d_out if chain else weights.d_model
         if option not in options and width != wanted:
@@ -284,13 +282,13 @@ def _formulas(chosen: Parameterisation, weights: AttentionWeights, sizes: dict[s
         W_QK=W_QK,
         W_OV=W_OV,
         parameters=_readable(parameters),
-        num_parameters=evaluate(parameters, sizes) if parameters else unbiased,
+        num_parameters=evaluate_formula(parameters, sizes) if parameters else unbiased,
         cache=_readable(cache),
-        num_cached=evaluate(cache, sizes) if cache else cached_numbers(weights),
+        num_cached=evaluate_formula(cache, sizes) if cache else cached_numbers(weights),
     )
 
 
-def evaluate(formula: str, sizes: dict[str, int]) -> int:
+def evaluate_formula(formula: str, sizes: dict[str, int]) -> int:
     """The value of a parameterisation's formula (a Python expression) at some sizes."""
     return int(eval(formula, {"__builtins__": {}}, dict(sizes)))
 

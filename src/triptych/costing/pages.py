@@ -23,7 +23,7 @@ TIMING_LEGEND = (
 )
 
 
-def count(number: float | int) -> str:
+def format_count(number: float | int) -> str:
     """A number in three digits: 131, 65.5K, 1.05M, 2.15G."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * size:
@@ -31,7 +31,7 @@ def count(number: float | int) -> str:
     return f"{number}" if isinstance(number, int) else _three_digits(number)
 
 
-def size(number: float | int) -> str:
+def format_bytes(number: float | int) -> str:
     """Bytes in three digits: 512 B, 2.00 KiB, 8.00 MiB."""
     for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if number >= 0.9995 * 1024**power:
@@ -39,7 +39,7 @@ def size(number: float | int) -> str:
     return f"{number:.0f} B"
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A time in three digits: 41.2 µs, 1.30 ms, 2.05 s."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 0.9995:
@@ -51,7 +51,7 @@ def _three_digits(number: float) -> str:
     return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"
 
 
-def setting(spec: CostSpec) -> str:
+def describe_layer(spec: CostSpec) -> str:
     """The layer whose costs are counted, in one line."""
     heads = "1 head" if spec.num_heads == 1 else f"{spec.num_heads} heads"
     biases = "with biases" if spec.biases else "no biases"
@@ -61,7 +61,7 @@ def setting(spec: CostSpec) -> str:
     )
 
 
-def work(spec: CostSpec) -> str:
+def describe_work(spec: CostSpec) -> str:
     """The work that is counted, in one line: sequences, tokens of training and prefill, context."""
     sequences = "1 sequence" if spec.batch == 1 else f"{spec.batch:,} sequences"
     return (
@@ -97,7 +97,7 @@ def notes(report: CostReport) -> list[str]:
     return found + [f"{left.name} left out: {left.reason}" for left in report.left_out]
 
 
-def cost_table(report: CostReport) -> Table:
+def counts_table(report: CostReport) -> Table:
     """A row for each parameterisation, its costs in columns."""
     return Table(
         title="Cost",
@@ -116,15 +116,15 @@ def cost_table(report: CostReport) -> Table:
         rows=tuple(
             (
                 row.name,
-                count(row.parameters),
+                format_count(row.parameters),
                 f"{row.cached_numbers:,}",
-                size(row.cache_bytes),
-                count(row.training_flops),
-                count(row.prefill_flops),
-                count(row.decode_flops),
-                size(row.activation_bytes),
-                count(row.prefill_intensity),
-                count(row.decode_intensity),
+                format_bytes(row.cache_bytes),
+                format_count(row.training_flops),
+                format_count(row.prefill_flops),
+                format_count(row.decode_flops),
+                format_bytes(row.activation_bytes),
+                format_count(row.prefill_intensity),
+                format_count(row.decode_intensity),
             )
             for row in report.rows
         ),
@@ -161,7 +161,7 @@ def timing_table(timed: TimingReport) -> Table:
             (row.name, *(cell for one in (row.forward, row.training, row.decode) for cell in _cells(one)))
             for row in timed.rows
         ),
-        caption=" ".join((machine(timed), *TIMING_LEGEND)),
+        caption=" ".join((describe_machine(timed), *TIMING_LEGEND)),
         numeric=tuple(range(1, 1 + 3 * len(_PASSES))),
     )
 
@@ -169,20 +169,20 @@ def timing_table(timed: TimingReport) -> Table:
 _PASSES = ("forward", "fwd+bwd", "decode")
 
 
-def machine(timed: TimingReport) -> str:
+def describe_machine(timed: TimingReport) -> str:
     """What times were measured on, and its rates, in one line."""
     found = timed.machine
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
-    product = count(found.gemm_flops_per_second)
+    product = format_count(found.gemm_flops_per_second)
     return (
         f"{found.device}, {threads}, {found.dtype}, torch {found.torch}: a large product "
-        f"{product[:-1]} {product[-1]}FLOP/s, a large copy {size(found.bytes_per_second)}/s."
+        f"{product[:-1]} {product[-1]}FLOP/s, a large copy {format_bytes(found.bytes_per_second)}/s."
     )
 
 
 def _cells(timing: Timing) -> tuple[str, str, str]:
     spread = (timing.high_seconds - timing.low_seconds) / 2 / timing.seconds
-    return duration(timing.seconds), f"{spread:.0%}", f"{timing.ratio:.2f}"
+    return format_seconds(timing.seconds), f"{spread:.0%}", f"{timing.ratio:.2f}"
 
 
 def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> Report:
@@ -190,18 +190,18 @@ def cost_page(report: CostReport, timed: TimingReport | None = None, command: st
     spec = report.spec
     rows = report.rows
     charts = [
-        _bars("Parameters", rows, lambda row: row.parameters, count),
+        _bars("Parameters", rows, lambda row: row.parameters, format_count),
         _bars(
             "Cache",
             rows,
             lambda row: row.cache_bytes,
-            size,
+            format_bytes,
             f"What decoding keeps of {spec.context:,} tokens, for the whole batch.",
         ),
         BarChart(
             "FLOPs per token",
             tuple(
-                Bar(row.name, flops, count(flops), series)
+                Bar(row.name, flops, format_count(flops), series)
                 for row in rows
                 for series, flops in (("prefill", row.prefill_flops), ("decode", row.decode_flops))
             ),
@@ -212,7 +212,7 @@ def cost_page(report: CostReport, timed: TimingReport | None = None, command: st
             "Activations",
             rows,
             lambda row: row.activation_bytes,
-            size,
+            format_bytes,
             "Kept for the backward pass, the whole batch, through a fused kernel.",
         ),
     ]
@@ -226,7 +226,7 @@ def cost_page(report: CostReport, timed: TimingReport | None = None, command: st
         ("training, prefill", f"{spec.length:,} tokens"),
         ("decoding at", f"{spec.context:,} tokens"),
     ]
-    tables = [cost_table(report), formula_table(report)]
+    tables = [counts_table(report), formula_table(report)]
     if timed is not None:
         tables.insert(1, timing_table(timed))
     said = [f"Other sizes: {own_sizes(report)}."] if own_sizes(report) else []

@@ -101,7 +101,9 @@ def measure_times(
         torch.manual_seed(0)
         rates = _Rates(spec, device)
         rates.take()
-        layers = [_layer(row, spec, device) for row in report.rows]
+        choices = [spec.choice(row.name) for row in report.rows]
+        made = [MultiHeadAttention(spec.d_model, spec.num_heads, choice) for choice in choices]
+        layers = [layer.to(device=device, dtype=DTYPES[spec.dtype]) for layer in made]
         for number, (what, prepare) in enumerate(_PASSES.items()):
             calls = [prepare(layer, spec, device) for layer in layers]
 
@@ -114,12 +116,12 @@ def measure_times(
     machine = rates.machine()
     rows = []
     for row, *samples in zip(report.rows, *taken, strict=True):
-        predicted = (machine.predicted_seconds(*work) for work in _work(row, spec))
+        predicted = (machine.predicted_seconds(*work) for work in _work_per_pass(row, spec))
         rows.append(TimedRow(row.name, *map(_timing, samples, predicted)))
     return TimingReport(machine, tuple(rows))
 
 
-def _work(row: CostRow, spec: CostSpec) -> tuple[tuple[int, int], ...]:
+def _work_per_pass(row: CostRow, spec: CostSpec) -> tuple[tuple[int, int], ...]:
     """FLOPs and bytes of each pass for the whole batch."""
     tokens = spec.batch * spec.length
     return (
@@ -169,11 +171,6 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _layer(row: CostRow, spec: CostSpec, device: torch.device) -> MultiHeadAttention:
-    layer = MultiHeadAttention(spec.d_model, spec.num_heads, spec.choice(row.name))
-    return layer.to(device=device, dtype=DTYPES[spec.dtype])
 
 
 def _forward(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> Callable[[], object]:

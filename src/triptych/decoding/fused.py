@@ -27,16 +27,16 @@ from triptych.attention import (
     LayerOutput,
     LearnedPositions,
     MultiHeadAttention,
-    Places,
     PositionIds,
+    TokenPlaces,
 )
 from triptych.attention.written_out import (
     by_position,
     finished_scores,
-    piece_of,
     prepared,
+    slice_broadcast,
     tempered,
-    weights_of,
+    to_weights,
 )
 from triptych.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
 from triptych.decoding.maps import MappedFiles, Maps, constant
@@ -87,8 +87,8 @@ class FusedAttention(nn.Module):
         self.scale = semantics.scale if self.changed or read else 1.0
         scale = 1.0 if self.changed or read else semantics.scale
         scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
-        queries = _stacked_rows(scaled.of_heads(self.num_heads), self.width)
-        keys, values = (_stacked_rows(link.of_heads(self.groups), self.width) for link in (k, v))
+        queries = _stacked_rows(scaled.repeat(self.num_heads), self.width)
+        keys, values = (_stacked_rows(link.repeat(self.groups), self.width) for link in (k, v))
         joined = (
             [queries] if is_cross or borrows else [queries, keys] if self.same else [queries, keys, values]
         )
@@ -97,7 +97,7 @@ class FusedAttention(nn.Module):
         self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
         gate = semantics.gate
         if gate is not None:
-            gate = gate.of_tensors({name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
+            gate = gate.with_tensors({name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
         self.gate = gate
         if is_cross:
             self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
@@ -122,7 +122,7 @@ class FusedAttention(nn.Module):
             heads = self.inward(x).view(batch, length, -1, self.width).transpose(1, 2)
         if self.is_cross:
             assert cache is not None
-            places, (k, v) = Places(0), cache.entries
+            places, (k, v) = TokenPlaces(0), cache.entries
         else:
             heads, k, v, places = self._of_one_sequence(heads, cache, positions, lent)
         kept = Kept(places, (v,) if self.same else (k, v))
@@ -141,8 +141,8 @@ class FusedAttention(nn.Module):
         for start in range(0, length, at_a_time):
             rows = slice(start, min(start + at_a_time, length))
             seen = slice(0, min(even_length(first + rows.stop), key_len) if causal else key_len)
-            own = None if mask is None else piece_of(mask, (slice(None), slice(None), rows, seen))
-            part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], places.of_piece(rows, seen)
+            own = None if mask is None else slice_broadcast(mask, (slice(None), slice(None), rows, seen))
+            part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], places.piece(rows, seen)
             found = self._mixed(*part, first + start, own, causal, is_even)
             mixed[:, :, rows] = found.reshape(batch, self.num_heads, -1, self.width)
         return self._output(mixed, x, kept)
@@ -152,7 +152,7 @@ class FusedAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        places: Places,
+        places: TokenPlaces,
         first: Any,
         mask: Tensor | None,
         causal: bool,
@@ -188,15 +188,15 @@ class FusedAttention(nn.Module):
 
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None, lent: Kept | None
-    ) -> tuple[Tensor, Tensor, Tensor, Places]:
-        places, semantics, rotary = Places.of(cache, positions), self.semantics, self.rotary
+    ) -> tuple[Tensor, Tensor, Tensor, TokenPlaces]:
+        places, semantics, rotary = TokenPlaces.after(cache, positions), self.semantics, self.rotary
         if lent is not None:
             places = lent.places
             q = tempered(prepared(heads, semantics, self._q_norm, rotary, places), semantics, places)
             return q, *self._read(lent.entries, places), places
         q, *kept = torch.split_with_sizes(heads, self._parts, 1)
         if rotary is not None and not self.changed and not self.same:  # queries and keys at once
-            turned = places.turned(heads.narrow(1, 0, self.num_heads + self.groups), rotary)
+            turned = places.rotate(heads.narrow(1, 0, self.num_heads + self.groups), rotary)
             q, kept[0] = turned.split_with_sizes(self._parts[:2], 1)
         elif rotary is not None or self.changed:
             q = prepared(q, semantics, self._q_norm, rotary, places)
@@ -208,17 +208,17 @@ class FusedAttention(nn.Module):
         q = tempered(q, semantics, places)
         # What turns when it is read must be kept with its position.
         if cache is not None and (self.positional or (self.same and rotary is not None)):
-            places, entries = places.kept(cache, tuple(kept))
+            places, entries = places.add(cache, tuple(kept))
         else:
             entries = tuple(kept) if cache is None else cache.append(tuple(kept))
         return q, *self._read(entries, places), places
 
-    def _read(self, entries: tuple[Tensor, ...], places: Places) -> tuple[Tensor, Tensor]:
+    def _read(self, entries: tuple[Tensor, ...], places: TokenPlaces) -> tuple[Tensor, Tensor]:
         """Keys and values, of what is kept."""
         if not self.same:
             return entries[0], entries[1]
         (v,) = entries
-        return v if self.rotary is None else places.turned_keys(v, self.rotary), v
+        return v if self.rotary is None else places.rotate_keys(v, self.rotary), v
 
     def _padded(self, norm: HeadNorm | None, width: int) -> Callable[[Tensor], Tensor] | None:
         """A norm of the channels that are no filling."""
@@ -227,10 +227,10 @@ class FusedAttention(nn.Module):
         return lambda heads: F.pad(norm(heads[..., :width]), (0, self.width - width))
 
     def _compared(
-        self, mask: Tensor | None, q: Tensor, k: Tensor, places: Places, first: Any
+        self, mask: Tensor | None, q: Tensor, k: Tensor, places: TokenPlaces, first: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """The mask with what windows hide, and what is added to scores because of positions."""
-        keys = places.of_keys(k)
+        keys = places.key_positions(k)
         queries = keys[first : first + q.shape[2]] if places.given is None else places.given.ids
         near, bias = by_position(self.semantics, q[..., : self.d_k], k[..., : self.d_k], queries, keys)
         return mask if near is None else _both(mask, near, k), bias
@@ -268,7 +268,7 @@ class FusedAttention(nn.Module):
         scores, key_len = torch.bmm(rows, k.mT), k.shape[1]
         scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
         scores = finished_scores(scores, bias, self.semantics.soft_cap)
-        weights = weights_of(scores if mask is None else scores + mask, None, self.semantics.sinks, False)
+        weights = to_weights(scores if mask is None else scores + mask, None, self.semantics.sinks, False)
         weights = weights.reshape(groups, count, key_len)
         if missing > 0:
             weights = F.pad(weights, (0, 0, 0, missing))
@@ -322,13 +322,13 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     if any(link.copies > 1 or link.norm is not None for link in common):
         return weights
     up_k, up_v = (
-        replace(weights, k=chain).multiplied("k").of_heads(weights.num_heads) for chain in (rest_k, rest_v)
+        replace(weights, k=chain).multiplied("k").repeat(weights.num_heads) for chain in (rest_k, rest_v)
     )
     if up_k.bias is not None and (semantics.sinks is not None or semantics.soft_cap is not None):
         return weights
     if up_v.bias is not None and (semantics.sinks is not None or semantics.gate is not None):
         return weights
-    queries = weights.multiplied("q").of_heads(weights.num_heads).then(Link(up_k.weight.mT))
+    queries = weights.multiplied("q").repeat(weights.num_heads).then(Link(up_k.weight.mT))
     per_head, o_bias = weights.W_O, weights.o_bias
     if up_v.bias is not None:
         added = torch.einsum("hv,hvd->d", up_v.bias, per_head)

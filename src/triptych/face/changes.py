@@ -230,7 +230,7 @@ def _without_heads(
     weights: AttentionWeights, heads: Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]
 ) -> AttentionWeights:
     """The layer without what some heads add to its output; the mean of what they added becomes a bias."""
-    whole = weights.multiplied("o").of_heads(weights.num_heads)
+    whole = weights.multiplied("o").repeat(weights.num_heads)
     W_O, o_bias = whole.weight.detach().clone(), weights.o_bias
     if isinstance(heads, Mapping):
         means = [values.mean(dim=0).to(W_O) @ W_O[head] for head, values in heads.items()]
@@ -258,7 +258,7 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
     else:
         maps = given.to(whole.weight)
         if maps.shape != whole.weight.shape:
-            _require_shape(name, given, whole.of_heads(weights.num_heads).weight)
+            _require_shape(name, given, whole.repeat(weights.num_heads).weight)
     bias = whole.bias
     if bias is not None and bias.shape[0] != maps.shape[0]:
         bias = bias.repeat_interleave(maps.shape[0] // bias.shape[0], dim=0)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.translators import Languages
-from triptych.converting.ctranslate2 import write_generator, write_translator
+from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
 from triptych.decoding import (
     Hypothesis,
@@ -208,7 +208,7 @@ class CTranslate2Searcher:
             "Translator",
             run.encoder_decoder,
             texts,
-            lambda folder: write_translator(roomy, folder, "float32"),
+            lambda folder: write_ct2_translator(roomy, folder, "float32"),
             precision,
             device,
             (workers, 1),

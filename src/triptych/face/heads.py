@@ -468,7 +468,7 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
         return links[id(link)]
 
     def of_norm(norm: HeadNorm | None, copies: int) -> HeadNorm | None:
-        if norm is None or norm.over != "head" or not norm.of_each_head:
+        if norm is None or norm.over != "head" or not norm.per_head:
             return norm
         place = number * copies // weights.num_heads
         parts = {name: part[place] if part.ndim == 2 else part for name, part in norm.tensors().items()}
@@ -476,7 +476,7 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
 
     semantics = weights.semantics
     semantics = replace(
-        semantics.of_heads([number]),
+        semantics.select_heads([number]),
         q_norm=of_norm(semantics.q_norm, weights.num_heads),
         k_norm=of_norm(semantics.k_norm, weights.num_key_heads),
     )

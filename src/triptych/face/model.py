@@ -47,7 +47,7 @@ from triptych.models import EncoderDecoder, LanguageModel
 from triptych.progress import Progress, untold
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
-from triptych.rewriting.recipe import RewriteRecipe, recipe_of
+from triptych.rewriting.recipe import RewriteRecipe, to_recipe
 from triptych.user_code import use_code
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -346,7 +346,7 @@ class Model(RunnableModel):
         skip_refused: bool = False,
     ) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as in `rewrite`."""
-        recipe = recipe_of(steps, calibration, layers=layers, skip_refused=skip_refused)
+        recipe = to_recipe(steps, calibration, layers=layers, skip_refused=skip_refused)
         with self._files() as source:
             return plan_rewrite(source, recipe, family=self._opened.options.family)
 
@@ -389,7 +389,7 @@ class Model(RunnableModel):
                 certificate = rewrite_checkpoint(
                     source,
                     target,
-                    recipe_of(steps, calibration, layers=layers, skip_refused=skip_refused),
+                    to_recipe(steps, calibration, layers=layers, skip_refused=skip_refused),
                     family=self._opened.options.family,
                     text=None if text is None else Path(text),
                     compare=compare,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from triptych.algebra.similarity import alike, cosine_of_forms, sketches
+from triptych.algebra.similarity import cosine_of_forms, similar, sketches
 from triptych.algebra.weights import AttentionWeights, Side
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
@@ -46,7 +46,7 @@ def inspect(
     for site in sites:
         progress(site.name, done, total)
         layer = checkpoint.read(site)
-        maps = layer.weights.multiplied_out()
+        maps = layer.weights.with_single_links()
         found.append(inspect_layer(checkpoint, layer, maps, heads, ignore_rotary))
         sketched.add(layer, maps, found[-1])
         done += found[-1].num_bytes
@@ -110,7 +110,7 @@ class _Sketches:
         """Pairs of heads with an absolute cosine of at least `NEAR`, the closest first."""
         found, more = [], False
         for (form, *_), heads in self._found.items():
-            pairs = alike(torch.stack([row for row, *_ in heads]), NEAR, _MOST_PAIRS + 1) if heads else []
+            pairs = similar(torch.stack([row for row, *_ in heads]), NEAR, _MOST_PAIRS + 1) if heads else []
             more |= len(pairs) > _MOST_PAIRS
             # Layer by layer: each pair of layers is read once.
             for i, j in sorted(pairs[:_MOST_PAIRS], key=lambda pair: (heads[pair[0]][2], heads[pair[1]][2])):
@@ -133,7 +133,7 @@ class _Sketches:
         """The factors of a layer. Those of the last two layers are cached."""
         if site not in self._kept:
             layer = self._checkpoint.read(site)
-            self._kept[site] = self._factors(layer, layer.weights.multiplied_out())
+            self._kept[site] = self._factors(layer, layer.weights.with_single_links())
             while len(self._kept) > 2:
                 self._kept.pop(next(iter(self._kept)))
         else:

@@ -93,7 +93,7 @@ def inspect_layer(
     if semantics.rotary is not None and not ignore_rotary:
         longest = checkpoint.longest_text(site)
         seen = min(longest, semantics.window or longest, semantics.chunk or longest)
-        pairs = RotaryPairs.of(semantics.rotary.of_length(longest), seen)
+        pairs = RotaryPairs.from_rotation(semantics.rotary.of_length(longest), seen)
     measured = measure_heads(weights, pairs)
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     small = (*(tensor for tensor in weights.tensors() if tensor.ndim < 3), *semantics.tensors())
@@ -164,7 +164,7 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
     if semantics.sinks is not None:
         yield "a sink takes part in the softmax besides the keys"
     if semantics.gate is not None:
-        gates = "the channels of each head's values" if semantics.gate.of_channels else "the heads"
+        gates = "the channels of each head's values" if semantics.gate.per_channel else "the heads"
         yield f"each token gates {gates}, and W_OV is what a head moves through an open gate"
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from triptych import user_code
-from triptych.algebra.semantics import Semantics, alike
+from triptych.algebra.semantics import Semantics, same_norm_structure
 from triptych.algebra.weights import AttentionWeights, Norm
 from triptych.attention import MultiHeadAttention
-from triptych.attention.projections import parameterisation_of
+from triptych.attention.projections import fit_parameterisation
 from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
 from triptych.models.configuration import AttentionConfig, LanguageModelConfig, ModelConfig
@@ -144,7 +144,7 @@ def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> Non
     held = {"scale", "kind", "dropout", "rotary"}
     if given.bias is None or not given.bias.learned:
         held.add("bias")
-    if alike(given.q_norm, own.q_norm) and alike(given.k_norm, own.k_norm):
+    if same_norm_structure(given.q_norm, own.q_norm) and same_norm_structure(given.k_norm, own.k_norm):
         held |= {"q_norm", "k_norm"}
     if (
         given.gate is not None
@@ -166,7 +166,7 @@ def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> Non
 
 
 def _has_pairs(weights: AttentionWeights) -> bool:
-    _, found = parameterisation_of(weights.without_norms(), named=True)
+    _, found = fit_parameterisation(weights.without_norms(), named=True)
     return found.gate(weights.d_model, weights.num_heads) is not None
 
 

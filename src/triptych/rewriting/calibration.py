@@ -36,7 +36,7 @@ def gather_moments(
     """
     found: dict[str, Moments] = {}
     model: TextModel | None = None
-    for together in _within(source, sites, most_bytes):
+    for together in _groups_within(source, sites, most_bytes):
         layers = {}
         for site in together:
             read = source.read(site)
@@ -55,7 +55,7 @@ def gather_moments(
     return found
 
 
-def _within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> Iterator[list[Site]]:
+def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> Iterator[list[Site]]:
     """Group layers in order, within a number of bytes, at least one layer each."""
     together: list[Site] = []
     left = most_bytes
@@ -74,7 +74,7 @@ def _within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> 
 
 
 def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:
-    """By which the loss of the original model rises without each head of layers, in nats per token."""
+    """How much the loss of the original model rises without each head of layers, in nats per token."""
     reader = Reader(open_model(folder, "cpu"))
     if reader.opened.translates:
         pairs = [*read_pairs(text)]

@@ -18,7 +18,7 @@ from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, Tier
 from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
-from triptych.rewriting.driver import Outcome
+from triptych.rewriting.driver import StepOutcome
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.untrusted import read_json
 
@@ -27,12 +27,12 @@ FORMAT = 1
 RANDOM_TOKENS = "random tokens"
 
 
-class _Record(BaseModel):
+class _FrozenRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @final
-class Cost(_Record):
+class Cost(_FrozenRecord):
     """The cost of one attention layer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Cost(_Record):
     kv_bytes_per_token: int
 
     @classmethod
-    def of(cls, cost: WritingCost, cache_bytes: int) -> "Cost":
+    def from_writing(cls, cost: WritingCost, cache_bytes: int) -> "Cost":
         """Convert a `WritingCost`, with `cache_bytes` bytes per cached number."""
         return cls(
             parameters=cost.parameters,
@@ -63,14 +63,14 @@ class Cost(_Record):
 
 
 @final
-class StepRecord(_Record):
+class StepRecord(_FrozenRecord):
     """One step of one layer.
 
     Attributes:
         rewrite: its name.
         tier: bit-exact, rounding-exact (equal in exact arithmetic) or bounded.
         checked: the preconditions that were checked.
-        before: the cost of the layer's maps before the step, without padding; likewise `after`.
+        before: the cost of the layer's maps before the step, without padding; `after`: after it.
         choice: what the rewrite decided, with the numbers.
         notes: other facts that a reader must know.
         bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
@@ -90,7 +90,7 @@ class StepRecord(_Record):
     refused: str = ""
 
     @classmethod
-    def of(cls, outcome: Outcome, cache_bytes: int) -> "StepRecord":
+    def from_outcome(cls, outcome: StepOutcome, cache_bytes: int) -> "StepRecord":
         """Convert what the driver tells of a step."""
         if (record := outcome.record) is None:
             return cls(rewrite=outcome.step, refused=outcome.refused)
@@ -98,8 +98,8 @@ class StepRecord(_Record):
             rewrite=outcome.step,
             tier=record.tier,
             checked=record.checked,
-            before=Cost.of(record.before, cache_bytes),
-            after=Cost.of(record.after, cache_bytes),
+            before=Cost.from_writing(record.before, cache_bytes),
+            after=Cost.from_writing(record.after, cache_bytes),
             choice=record.choice,
             notes=record.notes,
             bound=record.bound,
@@ -108,7 +108,7 @@ class StepRecord(_Record):
 
 
 @final
-class Measured(_Record):
+class Measured(_FrozenRecord):
     """Output differences of an attention layer, or of the maps that read a norm, on the probes.
 
     Outputs before and after are computed from the saved weights, in float64 and in the checkpoint's dtype.
@@ -120,7 +120,7 @@ class Measured(_Record):
             checkpoint's dtype and compared with the original in float64.
         score_bound: upper bound on the change of a score for all inputs that the norms before the layer can
             produce; None if only rounding differs, or if no bound is known.
-        output_bound: likewise for the output of a head with unchanged attention weights.
+        output_bound: the same for the output of a head with unchanged attention weights.
         no_bound: why a bound is missing; "" if none is, or if only rounding differs.
     """
 
@@ -133,7 +133,7 @@ class Measured(_Record):
 
 
 @final
-class LayerRecord(_Record):
+class LayerRecord(_FrozenRecord):
     """One attention layer.
 
     Attributes:
@@ -166,7 +166,7 @@ class LayerRecord(_Record):
 
 
 @final
-class NormRecord(_Record):
+class NormRecord(_FrozenRecord):
     """A norm that maps outside the attention read.
 
     Attributes:
@@ -194,7 +194,7 @@ def _weakest(steps: Iterable[StepRecord]) -> Tier:
 
 
 @final
-class TensorRecord(_Record):
+class TensorRecord(_FrozenRecord):
     """Hashes of a tensor, read and written: sha256 over dtype, shape and bytes; None if it does not exist."""
 
     read: str | None
@@ -202,7 +202,7 @@ class TensorRecord(_Record):
 
 
 @final
-class Probes(_Record):
+class Probes(_FrozenRecord):
     """The random inputs that layers were measured on.
 
     Attributes:
@@ -217,7 +217,7 @@ class Probes(_Record):
 
 
 @final
-class EndToEnd(_Record):
+class EndToEnd(_FrozenRecord):
     """Comparison of the whole models.
 
     Attributes:
@@ -227,7 +227,8 @@ class EndToEnd(_Record):
         tokens: number of predicted tokens.
         worst_logit: largest difference of a logit.
         divergence_nats: mean KL divergence of the rewritten model's next token from the original's.
-        loss_before_nats: loss of the original per token; None for random tokens. Likewise `loss_after_nats`.
+        loss_before_nats: loss of the original per token; None for random tokens.
+        loss_after_nats: loss of the rewritten model per token.
     """
 
     by: str
@@ -241,7 +242,7 @@ class EndToEnd(_Record):
 
 
 @final
-class Certificate(_Record):
+class Certificate(_FrozenRecord):
     """What was done and what was measured.
 
     Attributes:
@@ -296,7 +297,7 @@ class Certificate(_Record):
         return max(tiers, key=TIERS.index, default="bit-exact")
 
     @model_serializer(mode="wrap")
-    def _without_no_norms(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Leave out entries that older certificates lack, so that they are read and written unchanged."""
         record = write(self)
         for name in ("norms", "unpadded"):
@@ -317,8 +318,8 @@ class Certificate(_Record):
         return f"Certificate {self.source}: {self.family}, {self.tier}", rows
 
     def sealed(self) -> "Certificate":
-        """With the hash of all other entries."""
-        return self.model_copy(update={"sha256": _hash_of(self.model_dump(mode="json", exclude={"sha256"}))})
+        """The certificate with the hash of all other entries."""
+        return self.model_copy(update={"sha256": _seal(self.model_dump(mode="json", exclude={"sha256"}))})
 
     def as_json(self) -> bytes:
         """The bytes of the file."""
@@ -347,7 +348,7 @@ def shown_rewrite(
     return [*rows, ("attention", _said_costs("", before, after).strip())]
 
 
-def _hash_of(record: dict[str, Any]) -> str:
+def _seal(record: dict[str, Any]) -> str:
     plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     # JSON can spell half of a surrogate pair, which is no UTF-8 and no hash of ours.
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()
@@ -375,8 +376,8 @@ def read_certificate(path: Path) -> Certificate:
         raise DataError(f"{path}: {where}: {first['msg']}") from None
     # What an older version did not write is left out of both.
     if found.model_dump(mode="json", exclude_unset=True) != record:
-        raise DataError(f"{path}: it does not read back as it stands there: it was edited")
-    if found.sha256 != _hash_of({name: value for name, value in record.items() if name != "sha256"}):
+        raise DataError(f"{path}: it does not read back as it was written: it was edited")
+    if found.sha256 != _seal({name: value for name, value in record.items() if name != "sha256"}):
         raise DataError(f"{path}: its hash does not match: it was changed after it was written")
     return found
 
@@ -390,11 +391,11 @@ _MEANING: dict[Tier, str] = {
 
 def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
     """The section of the model card about a rewrite."""
-    paragraphs = ["\n".join(map(printable, lines)) for lines in _card(certificate, folder)]
+    paragraphs = ["\n".join(map(printable, lines)) for lines in _card_paragraphs(certificate, folder)]
     return "\n\n".join(paragraphs) + "\n"
 
 
-def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
+def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     """The lines of its paragraphs."""
     yield ["## Rewritten attention"]
     maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
@@ -408,8 +409,8 @@ def _card(certificate: Certificate, folder: str) -> Iterator[list[str]]:
         line
         for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe)
         for line in (
-            *_said_of_step(name, certificate.layers, "layers"),
-            *_said_of_step(name, certificate.norms, "norms that maps outside the attention read"),
+            *_step_lines(name, certificate.layers, "layers"),
+            *_step_lines(name, certificate.norms, "norms that maps outside the attention read"),
         )
     ]
     yield [_said_costs("In this file: attention", certificate.before, certificate.after)]
@@ -459,7 +460,7 @@ def _said_costs(what: str, before: Cost, after: Cost) -> str:
     return f"{what} {'; '.join(said)}."
 
 
-def _said_of_step(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
+def _step_lines(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
     """One line about a step, if it applied to any of these."""
     found = [step for part in parts for step in part.steps if step.rewrite == name]
     done = [step for step in found if not step.refused]

@@ -17,19 +17,19 @@ from triptych.errors import TriptychError, first_line
 from triptych.opening import Seen, open_text_model
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, Measured, NormRecord, StepRecord
-from triptych.rewriting.formats import format_of
+from triptych.rewriting.formats import storage_format
 from triptych.rewriting.inputs import gather_inputs
 from triptych.rewriting.measuring import (
     Rounding,
     measure_change,
+    measure_form_move,
+    measure_form_rounding,
     measure_map,
-    move_of_forms,
-    rounding_of,
-    rounding_of_forms,
-    rounding_of_maps,
+    measure_rounding,
     total_errors,
+    total_rounding,
 )
-from triptych.rewriting.planning import Done, Rewriting, total
+from triptych.rewriting.planning import FinishedLayer, Rewriting, total
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
 from triptych.storage.tensors import open_tensors
@@ -46,18 +46,18 @@ class Claim(NamedTuple):
     found: str
 
 
-def listed(claim: str, wrong: list[str], right: str) -> Claim:
+def as_claim(claim: str, wrong: list[str], right: str) -> Claim:
     """A claim that holds if a list of errors is empty."""
     said = "; ".join(wrong[:_MOST_NAMED]) + (f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else "")
     return Claim(claim, not wrong, said or right)
 
 
-def stated(claim: str, what: str) -> Claim:
+def as_stated(claim: str, what: str) -> Claim:
     """A claim that is stated in the certificate and was not checked."""
     return Claim(claim, None, f"stated, not checked: {what}")
 
 
-def near(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:
+def are_close(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:
     """Whether two numbers are close, or both are None."""
     if one is None or other is None:
         return one is other
@@ -85,7 +85,7 @@ def _last_digit(number: str) -> float:
 # Measured again on another machine, float64 sums and singular values come out in another order of sums, and
 # products of the checkpoint's own dtype by another kernel.
 _SAME, _SAME_RATIO = 1e-6, 0.5
-# Of inputs that the original made in float32 once more.
+# How near the inputs are that the original makes again, in float32.
 _SAME_INPUTS = 1e-3
 # Exact steps after which biases, which are rows of the forms, are moved or gone.
 _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
@@ -100,7 +100,7 @@ class CheckpointPair:
         self.certificate, self.original, self.written = certificate, original, written
         self.before = {site.module: site for site in original.sites}
         self.after = {site.module: site for site in written.sites}
-        self.form, self.written_form = format_of(original), format_of(written)
+        self.form, self.written_form = storage_format(original), storage_format(written)
         self._tensors = open_tensors(folder)
 
     def read(self, module: str) -> tuple[AttentionLayer, AttentionLayer]:
@@ -122,7 +122,7 @@ class CheckpointPair:
         return coarsest_changed(records, self._tensors)
 
 
-def layers_again(pair: CheckpointPair) -> Iterator[Claim]:
+def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
     """Errors on the probes, tiers and bounds."""
     certificate = pair.certificate
     off, outside = list[str](), list[str]()
@@ -136,11 +136,11 @@ def layers_again(pair: CheckpointPair) -> Iterator[Claim]:
         found = measure_change(one, other, certificate.probes, bounded=layer.tier == "bounded")
         counted += 1
         worst = max(worst, found.relative)
-        off += _unlike(layer.module, layer.measured, found)
+        off += _unlike_figures(layer.module, layer.measured, found)
         if layer.tier == "bounded":
             outside += _beyond_bound(layer, one, other, pair.stored(layer))
         else:
-            rounding = rounding_of(one, other, pair.stored(layer), certificate.probes)
+            rounding = measure_rounding(one, other, pair.stored(layer), certificate.probes)
             outside += _beyond_tier(layer, found, rounding)
     norms = [norm for norm in certificate.norms if norm.measured is not None]
     for norm in norms:
@@ -151,18 +151,18 @@ def layers_again(pair: CheckpointPair) -> Iterator[Claim]:
         found, rounding = again
         worst = max(worst, found.relative)
         if norm.measured is not None:
-            off += _unlike(norm.module, norm.measured, found)
+            off += _unlike_figures(norm.module, norm.measured, found)
         outside += _beyond_tier(norm, found, rounding)
     counted_norms = f" and {len(norms)} norms" if norms else ""
-    yield listed(
+    yield as_claim(
         "errors measured on the probes",
         off,
         f"{counted} layers{counted_norms}, at most {worst:.3g} of the output",
     )
-    yield listed("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
+    yield as_claim("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
 
 
-def layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
+def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
     """Layers on what the original was given for some positions of the text, with no model around them."""
     wrong, worst, counted = list[str](), 0.0, 0
     for layer in pair.layers():
@@ -175,28 +175,28 @@ def layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
         found = measure_change(one, other, given)
         counted += 1
         worst = max(worst, found.relative)
-        wrong += _unlike(layer.module, certified, found)
+        wrong += _unlike_figures(layer.module, certified, found)
         if layer.tier != "bounded":
-            wrong += _beyond_tier(layer, found, rounding_of(one, other, pair.stored(layer), given))
+            wrong += _beyond_tier(layer, found, measure_rounding(one, other, pair.stored(layer), given))
     said = f"{counted} layers, at most {worst:.3g} of the output"
-    return listed("errors measured on what the text gives", wrong, said)
+    return as_claim("errors measured on what the text gives", wrong, said)
 
 
-def _unlike(module: str, certified: Measured, found: Measured) -> Iterator[str]:
+def _unlike_figures(module: str, certified: Measured, found: Measured) -> Iterator[str]:
     """Measurements that differ from the certificate."""
     for name in Measured.model_fields:
         one, other = getattr(certified, name), getattr(found, name)
         if isinstance(one, str):
             same = one == other
         elif name == "error_ratio":
-            same = near(one, other, _SAME_RATIO, _SAME_RATIO)
+            same = are_close(one, other, _SAME_RATIO, _SAME_RATIO)
         else:
-            same = near(one, other, _SAME, 1e-13)
+            same = are_close(one, other, _SAME, 1e-13)
         if not same:
-            yield f"{module}: {name} {figure(other)}, certified {figure(one)}"
+            yield f"{module}: {name} {format_figure(other)}, certified {format_figure(one)}"
 
 
-def figure(value: float | str | None) -> str:
+def format_figure(value: float | str | None) -> str:
     """A figure of a certificate, to six digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
 
@@ -222,16 +222,16 @@ def _beyond_bound(
     layer: LayerRecord, one: AttentionLayer, other: AttentionLayer, stored: torch.dtype | None
 ) -> Iterator[str]:
     """Why forms moved farther than the steps' bounds, where heads can be compared one by one."""
-    moved = move_of_forms(one, other) if all(map(_keeps_forms, layer.steps)) else None
+    moved = measure_form_move(one, other) if all(map(_keeps_forms, layer.steps)) else None
     if moved is None:
         return
     allowed = sum(step.bound for step in layer.steps)
-    rounding = MOST_TIMES_OF_LAYER * rounding_of_forms(one, other, stored)
+    rounding = MOST_TIMES_OF_LAYER * measure_form_rounding(one, other, stored)
     if moved > allowed * (1 + _SAME) + rounding:
         yield f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}"
 
 
-def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Claim:
+def check_inputs(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Claim:
     """Check that the stored inputs are the original's inputs for this text."""
     claim = "inputs kept of the text"
     try:
@@ -240,11 +240,11 @@ def inputs_of_text(inputs: Mapping[str, Seen], original: Path, source: Attention
     except TriptychError as error:
         return Claim(claim, False, str(error))
     wrong = [
-        f"those of {name} are others"
+        f"the inputs of {name} differ"
         for name in inputs.keys() | found.keys()
         if name not in inputs or name not in found or not _are_near(inputs[name], found[name])
     ]
-    return listed(claim, sorted(wrong), f"{len(found)} layers")
+    return as_claim(claim, sorted(wrong), f"{len(found)} layers")
 
 
 def _are_near(one: Seen, other: Seen) -> bool:
@@ -275,7 +275,7 @@ def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Round
         measure_map(before, after, reader.read(one), reader.read(other), pair.certificate.probes)
         for reader in site.readers
     ]
-    return total_errors(errors), rounding_of_maps(errors)
+    return total_errors(errors), total_rounding(errors)
 
 
 _CLAIM = "the recipe, done again"
@@ -283,7 +283,7 @@ _CLAIM = "the recipe, done again"
 _SAME_ON_TEXT = 1e-2
 
 
-def recipe_again(
+def check_recipe(
     pair: CheckpointPair, folder: Path, calibration: Path | None, *, words: bool
 ) -> Iterator[Claim]:
     """Check steps, costs, settings and bounded layers by repeating the recipe on the original."""
@@ -297,11 +297,11 @@ def recipe_again(
             yield Claim(_CLAIM, False, f"its steps look at {wanted} text, and calibration says otherwise")
             return
         if needs_text and calibration is None:
-            yield stated(_CLAIM, "its steps look at a text: give it with --calibrate")
+            yield as_stated(_CLAIM, "its steps look at a text: give it with --calibrate")
             yield _without_text(pair)
             return
         same = _SAME_ON_TEXT if needs_text else _SAME
-        yield from _again(pair, Rewriting(pair.original, folder, recipe), words, same)
+        yield from _repeat_recipe(pair, Rewriting(pair.original, folder, recipe), words, same)
     except (TriptychError, ValidationError, ValueError) as error:
         yield Claim(_CLAIM, False, first_line(error))
 
@@ -314,7 +314,7 @@ def _without_text(pair: CheckpointPair) -> Claim:
             continue
         site = pair.before[layer.module]
         read = pair.original.read(site)
-        before.append(Cost.of(writing_cost(read.weights), read.cache_bytes))
+        before.append(Cost.from_writing(writing_cost(read.weights), read.cache_bytes))
         wanted = [
             str(step["rewrite"])
             for step in certificate.recipe
@@ -322,20 +322,20 @@ def _without_text(pair: CheckpointPair) -> Claim:
             and (step.get("layers") is None or site.layer in step["layers"])
         ]
         if [step.rewrite for step in layer.steps] != wanted:
-            wrong.append(f"{layer.module}: its steps are not those of the recipe")
+            wrong.append(f"{layer.module}: its steps are not the steps of the recipe")
     if total(before) != certificate.before:
         wrong.append(f"before is {certificate.before}, and the original has {total(before)}")
-    return listed("steps of the recipe, and costs before", wrong, f"{len(certificate.layers)} layers")
+    return as_claim("steps of the recipe, and costs before", wrong, f"{len(certificate.layers)} layers")
 
 
-def _again(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float) -> Iterator[Claim]:
+def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float) -> Iterator[Claim]:
     """Compare every layer, the norms and the costs with what the recipe makes of the original."""
     certificate = pair.certificate
     steps, functions = list[str](), list[str]()
     for layer in pair.layers():
         one, other = pair.read(layer.module)
         done = rewriting.layer(pair.original, one)
-        steps += _unlike_steps(layer.module, layer.steps, done.record.steps, words, same)
+        steps += _step_differences(layer.module, layer.steps, done.record.steps, words, same)
         if layer.measured is not None and done.record.tier == "bounded":
             functions += _other_function(pair, layer, one, other, done, 0.0 if same == _SAME else same)
         elif done.record.changed != (layer.measured is not None):
@@ -347,7 +347,7 @@ def _again(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float)
         (norm.module, norm.maps) for norm in norms
     ]:
         for certified, found in zip(certificate.norms, norms, strict=True):
-            steps += _unlike_steps(certified.module, certified.steps, found.steps, words, same)
+            steps += _step_differences(certified.module, certified.steps, found.steps, words, same)
     else:
         steps.append("norms are not those that come out")
     if dict(certificate.settings) != rewriting.settings:
@@ -359,10 +359,10 @@ def _again(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float)
         if getattr(certificate, name) != getattr(costs, name)
     ]
     number, count = len(certificate.layers), len(certificate.recipe)
-    yield listed(_CLAIM, steps, f"{count} step{'s' * (count != 1)} of {number} layers")
+    yield as_claim(_CLAIM, steps, f"{count} step{'s' * (count != 1)} of {number} layers")
     parameters = f"{certificate.before.parameters:,} → {certificate.after.parameters:,}"
-    yield listed("costs", wrong, parameters)
-    yield listed("layers compute what the recipe makes", functions, f"{number} layers")
+    yield as_claim("costs", wrong, parameters)
+    yield as_claim("layers compute what the recipe makes", functions, f"{number} layers")
 
 
 def _other_function(
@@ -370,13 +370,13 @@ def _other_function(
     layer: LayerRecord,
     one: AttentionLayer,
     other: AttentionLayer,
-    done: Done,
+    done: FinishedLayer,
     allowed: float,
 ) -> Iterator[str]:
     """Why a bounded layer differs from the result of the recipe."""
     probes = pair.certificate.probes
     found = measure_change(replace(one, weights=done.layer.weights), other, probes).relative
-    rounding = rounding_of(one, other, pair.stored(layer), probes).of_weights
+    rounding = measure_rounding(one, other, pair.stored(layer), probes).of_weights
     if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:
         yield (
             f"{layer.module}: {found:.3g} of the output is other than the recipe makes it, and rounding "
@@ -384,23 +384,23 @@ def _other_function(
         )
 
 
-def _unlike_steps(
+def _step_differences(
     module: str, certified: Sequence[StepRecord], found: Sequence[StepRecord], words: bool, same: float
 ) -> Iterator[str]:
     if [step.rewrite for step in certified] != [step.rewrite for step in found]:
-        yield f"{module}: its steps are not those of the recipe"
+        yield f"{module}: its steps are not the steps of the recipe"
         return
     for one, other in zip(certified, found, strict=True):
         for name in StepRecord.model_fields:
             mine, theirs = getattr(one, name), getattr(other, name)
-            if not _alike(name, mine, theirs, words, same):
+            if not _same_value(name, mine, theirs, words, same):
                 yield f"{module}, {one.rewrite}: {name} is {mine!r}, and comes out as {theirs!r}"
                 break
 
 
-def _alike(name: str, mine: Any, theirs: Any, words: bool, same: float) -> bool:
+def _same_value(name: str, mine: Any, theirs: Any, words: bool, same: float) -> bool:
     if name in ("bound", "error"):
-        return near(mine, theirs, same, 1e-12)
+        return are_close(mine, theirs, same, 1e-12)
     if name in ("choice", "refused", "notes", "checked"):
         if not words:
             return bool(mine) == bool(theirs) or name != "refused"

@@ -33,7 +33,7 @@ from triptych.rewriting.certificate import (
     TensorRecord,
     card,
 )
-from triptych.rewriting.comparing import compare_models, open_original, why_not_by_itself
+from triptych.rewriting.comparing import compare_models, open_original, why_not_compared
 from triptych.rewriting.driver import give_back_memory
 from triptych.rewriting.inputs import INPUTS, gather_inputs, write_inputs
 from triptych.rewriting.measuring import PROBES, measure_change
@@ -138,7 +138,7 @@ class _FolderSink:
         self._site_of = _owners(source)
         self._ready: dict[str, Tensor] = {}
         self._replaced: dict[str, tuple[str, ...]] = {}
-        self._beside = ThreadPoolExecutor(1, "measuring")
+        self._measuring = ThreadPoolExecutor(1, "measuring")
         self._measured: dict[str, Future[Measured]] = {}
         self.records: dict[str, LayerRecord] = {}
         self.left_out = self._copy.left_out
@@ -152,7 +152,7 @@ class _FolderSink:
             written_bytes += num_bytes
             self._request.progress("writing", written_bytes, copy.num_bytes)
 
-        with self._beside:
+        with self._measuring:
             hashes = copy.write_shards(self._replacement, progress)
         copy.write_beside(self._rewriting.settings)
         (copy.folder / INPUTS).unlink(missing_ok=True)  # of what the source was rewritten from
@@ -194,7 +194,7 @@ class _FolderSink:
         if done.record.changed and not written.settings:
             wait(self._measured.values())  # one measurement at a time: two layers are in memory
             saved = held.holding(written.tensors).read(site)
-            self._measured[site.name] = self._beside.submit(measure_change, read, saved, bounded=bounded)
+            self._measured[site.name] = self._measuring.submit(measure_change, read, saved, bounded=bounded)
         self._ready |= written.tensors
         self._replaced |= written.replaced
         self.records[site.name] = done.record
@@ -286,7 +286,7 @@ class _Writing:
         request = self.request
         if not request.compare:
             return None, "it was not asked for"
-        if request.text is None and (reason := why_not_by_itself(request.folder)):
+        if request.text is None and (reason := why_not_compared(request.folder)):
             return None, reason
         request.progress("comparing both models", 0, 1)
         opened = open_original(request.folder, request.text)

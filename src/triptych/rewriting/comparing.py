@@ -23,8 +23,8 @@ from triptych.printable import printable
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
 from triptych.rewriting.measuring import PROBES
-from triptych.rewriting.rounding import changed_parameters, first_moved, judge
-from triptych.rewriting.running import Compared, compared
+from triptych.rewriting.rounding import changed_parameters, first_moved, judge_rounding
+from triptych.rewriting.running import Comparison, compare_outputs
 
 # Models up to this size (bytes) are compared by default: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
@@ -34,14 +34,14 @@ class FailedRewriteError(TriptychError):
     """A rewritten model differs more from the original than its steps allow."""
 
 
-class Opened(NamedTuple):
+class Original(NamedTuple):
     """A model and the windows to run it on."""
 
     model: TextModel
     windows: list[Window]
 
 
-def why_not_by_itself(folder: Path) -> str:
+def why_not_compared(folder: Path) -> str:
     """Why a model is not run on random tokens by default; "" if it is."""
     if reason := why_not_run(folder):
         return reason
@@ -51,17 +51,17 @@ def why_not_by_itself(folder: Path) -> str:
     return ""
 
 
-def open_original(folder: Path, text: Path | None) -> Opened | str:
+def open_original(folder: Path, text: Path | None) -> Original | str:
     """Open the original with a text or random tokens; the reason if it cannot be run on random tokens."""
     try:
         model = open_text_model(folder)
         if text is not None:
-            return Opened(model, list(model.windows(text, MOST_TOKENS)))
+            return Original(model, list(model.windows(text, MOST_TOKENS)))
         windows = list(model.random_windows(PROBES.seed))
         if not are_finite(model.outputs(windows[0])):
             require_finite_tensors(find_source(folder))
             raise NotFiniteError(f"{folder}: the model outputs numbers that are not finite (NaN or infinite)")
-        return Opened(model, windows)
+        return Original(model, windows)
     except NotFiniteError:
         raise
     # Of a family that is not run, or of a kind that takes no tokens (pictures, speech). Any other error is a
@@ -73,14 +73,14 @@ def open_original(folder: Path, text: Path | None) -> Opened | str:
 
 
 def compare_models(
-    original: Opened, source: AttentionSource, written: Path, text: Path | None, stored: torch.dtype | None
+    original: Original, source: AttentionSource, written: Path, text: Path | None, stored: torch.dtype | None
 ) -> EndToEnd:
     """Compare the outputs of the original and the rewritten model."""
     other = open_text_model(written)
-    found = compared(original.model, other, iter(original.windows))
+    found = compare_outputs(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
         raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")
-    if stored is not None and (reason := why_no_rounding(found, original.model, other, source, stored)):
+    if stored is not None and (reason := why_not_rounding(found, original.model, other, source, stored)):
         raise FailedRewriteError(
             f"{source.name}: every step is exact, yet {reason}; nothing is written. "
             f"Is the checkpoint what its family says, {source.written_as} ({source.known_by})?"
@@ -97,11 +97,11 @@ def compare_models(
     )
 
 
-def why_no_rounding(
-    found: Compared, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
+def why_not_rounding(
+    found: Comparison, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
 ) -> str:
     """Why two models differ by more than rounding, with the first layer that does; "" if they do not."""
-    verdict = judge(found, rewritten, changed_parameters(original, rewritten), stored)
+    verdict = judge_rounding(found, rewritten, changed_parameters(original, rewritten), stored)
     if verdict.is_rounding:
         return ""
     first = first_moved(original, rewritten, source, found.farthest[0], stored)

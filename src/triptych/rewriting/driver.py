@@ -12,11 +12,12 @@ from functools import cache
 from typing import NamedTuple, final
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import LayerToRewrite, Rewrite, RewriteRecord, RewriteRefusedError
+from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite, Rewrite
 from triptych.algebra.weights import AttentionWeights
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What became of a step at a layer."""
 
     step: str  # its name
@@ -31,7 +32,7 @@ class RewrittenLayer:
 
     weights: AttentionWeights  # in float64
     kept: tuple[int, ...] | None  # the heads that are left, in order; None if all are, unchanged
-    outcomes: tuple[Outcome, ...]  # of every step that applies to the layer
+    outcomes: tuple[StepOutcome, ...]  # of every step that applies to the layer
 
 
 @final
@@ -79,23 +80,21 @@ class Driver:
     def rewritten(self, layer: LayerToRewrite, upto: int | None = None) -> RewrittenLayer:
         """A layer after all steps, or the first `upto`."""
         kept: tuple[int, ...] | None = None
-        outcomes: list[Outcome] = []
+        outcomes: list[StepOutcome] = []
         for step, moments in [*zip(self.steps, self.moments, strict=True)][:upto]:
-            if not applies_to(step, layer.number):
+            if not isinstance(step, LayerRewrite) or not applies_to(step, layer.number):
                 continue
             try:
                 done = step.apply(replace(layer, moments=moments.get(layer.name)))
             except RewriteRefusedError as refused:
                 if not self._skip_refused:
                     raise (refused.at(layer.name) if layer.name else refused) from None
-                outcomes.append(Outcome(step.name, refused=refused.reason))
-                continue
-            if done is None:
+                outcomes.append(StepOutcome(step.name, refused=refused.reason))
                 continue
             layer = replace(layer, weights=done.weights)
             if (left := done.record.kept) is not None:
                 kept = left if kept is None else tuple(kept[head] for head in left)
-            outcomes.append(Outcome(step.name, done.record))
+            outcomes.append(StepOutcome(step.name, done.record))
         return RewrittenLayer(layer.weights, kept, tuple(outcomes))
 
 

@@ -87,7 +87,7 @@ class FolderFormat:
     ) -> WrittenLayer:
         return write_layer(self._checkpoint, read, weights, kept=kept, same_sizes=same_sizes)
 
-    def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
+    def written_bytes(self, read: AttentionLayer, written: WrittenLayer) -> int:
         tensors = self._checkpoint.tensors
         stay = {*tensors.below(read.site.module)} - written.tensors.keys() - written.replaced.keys()
         elsewhere = {*self._checkpoint.read_names(read.site)} - {*tensors.below(read.site.module)}
@@ -120,13 +120,13 @@ class FolderFormat:
         )
         return (f"{self.source.written_as}'s format: {said}; anything else is padded with zeros",)
 
-    def other_than(
+    def differences(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
     ) -> Iterator[str]:
-        yield from self._other_tensors(certificate, written)
-        yield from _other_files(certificate, original, folder)
+        yield from self._tensor_differences(certificate, written)
+        yield from _file_differences(certificate, original, folder)
 
-    def _other_tensors(self, certificate: Certificate, written: AttentionSource) -> Iterator[str]:
+    def _tensor_differences(self, certificate: Certificate, written: AttentionSource) -> Iterator[str]:
         """Tensors that changed and belong to no measured layer or norm."""
         measured = {layer.module for layer in certificate.layers if layer.measured is not None}
         own = {
@@ -182,10 +182,10 @@ class RunFormat:
             raise RewriteRefusedError("write", str(error)) from None
         return WrittenLayer({}, {}, weights)
 
-    def bytes_of(self, read: AttentionLayer, written: WrittenLayer) -> int:
+    def written_bytes(self, read: AttentionLayer, written: WrittenLayer) -> int:
         return writing_cost(written.shapes).parameters * read.weights.dtype.itemsize
 
-    def other_than(
+    def differences(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
     ) -> Iterator[str]:
         """Differences from the original with the measured attention put into it."""
@@ -208,23 +208,23 @@ class RunFormat:
         for name, tensor in model_tensors(expected).items():
             if name not in found or not torch.equal(found[name], tensor):
                 yield f"{shown(name)} was changed, and is in no layer that was measured"
-        beside = {path.name for path in original.iterdir() if path.is_file()}
-        beside -= {SAFETENSORS, CERTIFICATE, INPUTS, MODEL_CARD}
+        copied = {path.name for path in original.iterdir() if path.is_file()}
+        copied -= {SAFETENSORS, CERTIFICATE, INPUTS, MODEL_CARD}
         names = certificate.files.keys() - {INPUTS}
         yield from (
-            f"{shown(name)} is not the same files as in the original" for name in sorted(beside ^ names)
+            f"{shown(name)} is not the same files as in the original" for name in sorted(copied ^ names)
         )
-        for name in sorted(beside & names - {CONFIG}):
-            if _hash_of(original / name) != certificate.files[name]:
+        for name in sorted(copied & names - {CONFIG}):
+            if _hash_if_there(original / name) != certificate.files[name]:
                 yield f"{shown(name)} is other than the original's"
         left_out = tuple(f"{path.name}/" for path in sorted(original.iterdir()) if path.is_dir())
-        yield from _other_left_out(certificate, left_out)
+        yield from _left_out_differences(certificate, left_out)
 
 
 Format = FolderFormat | RunFormat
 
 
-def format_of(source: AttentionSource) -> Format:
+def storage_format(source: AttentionSource) -> Format:
     """The storage format of an opened checkpoint."""
     if isinstance(source, OwnModel):
         return RunFormat(source)
@@ -237,22 +237,22 @@ def _was_changed(certificate: Certificate, name: str) -> bool:
     return record is not None and record.read != record.written
 
 
-def _other_files(certificate: Certificate, original: Path, folder: Path) -> Iterator[str]:
+def _file_differences(certificate: Certificate, original: Path, folder: Path) -> Iterator[str]:
     """Files that differ from the original's, or were not copied."""
     wanted = read_json(original / CONFIG)
     for path, value in certificate.settings.items():
         set_entry(wanted, path, value)
     if read_json(folder / CONFIG) != wanted:
         yield f"{CONFIG} is other than the original's with what was set"
-    left_out, beside = names_beside(original)
-    yield from _other_left_out(certificate, left_out)
+    left_out, copied = names_beside(original)
+    yield from _left_out_differences(certificate, left_out)
     index = {SAFETENSORS_INDEX} & certificate.files.keys()
-    expected = {*beside, *index, CONFIG} - {CERTIFICATE, MODEL_CARD, INPUTS}
+    expected = {*copied, *index, CONFIG} - {CERTIFICATE, MODEL_CARD, INPUTS}
     found = certificate.files.keys() - {INPUTS}
     yield from (f"{shown(name)} was not taken along" for name in sorted(expected - found))
     yield from (f"{shown(name)} is not in the original" for name in sorted(found - expected))
     for name in sorted((expected & found) - {CONFIG, *index}):
-        if stays_in_folder(name) and _hash_of(original / name) != certificate.files[name]:
+        if stays_in_folder(name) and _hash_if_there(original / name) != certificate.files[name]:
             yield f"{shown(name)} is other than the original's"
     if index and not _is_index_of(folder, original):
         yield f"{SAFETENSORS_INDEX} is other than the original's"
@@ -278,12 +278,12 @@ def _is_index_of(folder: Path, original: Path) -> bool:
     )
 
 
-def _other_left_out(certificate: Certificate, found: tuple[str, ...]) -> Iterator[str]:
+def _left_out_differences(certificate: Certificate, found: tuple[str, ...]) -> Iterator[str]:
     """Files whose entry in `left_out` is wrong. Extra folders are ignored."""
     for name in sorted({*certificate.left_out} ^ {*found}):
         if name in certificate.left_out or not name.endswith("/"):
             yield f"left_out {'has' if name in certificate.left_out else 'lacks'} {shown(name)}"
 
 
-def _hash_of(path: Path) -> str:
+def _hash_if_there(path: Path) -> str:
     return file_hash(path) if path.is_file() else ""

@@ -33,13 +33,13 @@ def gather_inputs(model: TextModel, source: AttentionSource, windows: Iterable[W
         raise UsageError("the text is empty: there is nothing to test the layers on")
     window = max(pieces, key=lambda window: sum(ids.numel() for ids in window.inputs.values()))
     return {
-        name: Seen(_first(found[-1].x), None if found[-1].memory is None else _first(found[-1].memory))
+        name: Seen(_start(found[-1].x), None if found[-1].memory is None else _start(found[-1].memory))
         for name, found in model.inputs(window, source, source.sites).items()
         if found
     }
 
 
-def _first(x: Tensor) -> Tensor:
+def _start(x: Tensor) -> Tensor:
     return x[:1, :_POSITIONS].detach().to(torch.float32, copy=True)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
-from triptych.algebra.rewrites.moves import move
+from triptych.algebra.rewrites.moves import measure_move
 from triptych.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.checkpoints.layer import AttentionLayer
 from triptych.opening import Seen
@@ -69,7 +69,7 @@ def measure_change(
     )
 
 
-def rounding_of(
+def measure_rounding(
     before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None, given: Probes | Seen = PROBES
 ) -> Rounding:
     """Measure how far rounding alone can move a layer's output."""
@@ -116,7 +116,7 @@ def _output(
     x = _through_norm(x, weights.norm).to(dtype)
     if memory is not None:
         memory = _through_norm(memory, weights.memory_norm).to(dtype)
-    return attend(change(weights.to(dtype)), x, memory)
+    return run_layer(change(weights.to(dtype)), x, memory)
 
 
 def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
@@ -200,7 +200,7 @@ def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
     return torch.nn.functional.linear(x.square(), squared(weight[block]), shift)
 
 
-def rounding_of_maps(maps: Sequence[MapErrors]) -> Rounding:
+def total_rounding(maps: Sequence[MapErrors]) -> Rounding:
     """How far rounding alone can move the outputs of several maps, side by side."""
     size = math.sqrt(sum(errors.size for errors in maps)) or 1.0
     by_rounding, own = (
@@ -217,11 +217,11 @@ def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None
     def scores() -> Tensor:
         if before.weights.semantics.temperature is not None:
             raise RewriteRefusedError("score_bound", "scores grow with the place of the query in its text")
-        one, other = (_of_normalised_input(layer, "qk") for layer in (before, after))
+        one, other = (_with_input_norms_folded(layer, "qk") for layer in (before, after))
         return score_bound(one, other)
 
     def outputs() -> Tensor:
-        return output_bound(*(_of_normalised_input(layer, "ov") for layer in (before, after)))
+        return output_bound(*(_with_input_norms_folded(layer, "ov") for layer in (before, after)))
 
     found: list[float | None] = []
     reasons: list[str] = []
@@ -244,7 +244,7 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
     return "there are norms between two maps of a side" if one.norms_within or other.norms_within else ""
 
 
-def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
+def _with_input_norms_folded(layer: AttentionLayer, form: Form) -> AttentionWeights:
     """Fold the norms before a layer into its maps, so that its inputs have length √d at most."""
     weights, inputs = layer.weights, layer.inputs
     cross = weights.semantics.kind == "cross"
@@ -257,7 +257,7 @@ def _of_normalised_input(layer: AttentionLayer, form: Form) -> AttentionWeights:
     return _with_norm_folded(replace(weights, norm=inputs.x, memory_norm=inputs.memory if cross else None))
 
 
-def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None:
+def measure_form_move(before: AttentionLayer, after: AttentionLayer) -> float | None:
     """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
 
     Forms are compared under the scale of the original where the query map can take up the ratio; no rewrite
@@ -266,14 +266,14 @@ def move_of_forms(before: AttentionLayer, after: AttentionLayer) -> float | None
     one, other = before.weights, after.weights
     if one.num_heads != other.num_heads or one.norms_within or other.norms_within:
         return None
-    return _move_of_forms(one, _under(one.scale, other))
+    return _largest_form_move(one, _under(one.scale, other))
 
 
-def rounding_of_forms(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
+def measure_form_rounding(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
     """The norm by which a form of a head moves if the changed numbers are rounded at random."""
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
     weights, scale = after.weights.to(torch.float64), before.weights.scale
-    return _move_of_forms(_under(scale, weights), _under(scale, again(weights)))
+    return _largest_form_move(_under(scale, weights), _under(scale, again(weights)))
 
 
 def _under(scale: float, weights: AttentionWeights) -> AttentionWeights:
@@ -281,11 +281,11 @@ def _under(scale: float, weights: AttentionWeights) -> AttentionWeights:
     return weights.with_scale(scale) if weights.takes_up_scale else weights
 
 
-def _move_of_forms(one: AttentionWeights, other: AttentionWeights) -> float:
+def _largest_form_move(one: AttentionWeights, other: AttentionWeights) -> float:
     one, other = one.to(torch.float64), other.to(torch.float64)
     if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
         one, other = _with_norm_folded(one), _with_norm_folded(other)
-    return max(float(move(one, other, form).form.max()) for form in FORMS)
+    return max(float(measure_move(one, other, form).form.max()) for form in FORMS)
 
 
 def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:
@@ -296,7 +296,7 @@ def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:
 
 
 def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
-    """In float64, the gain and shift of its norm in its maps; without what has no map to take them."""
+    """The layer in float64, with the gain and shift of its norms in its maps."""
     wide = weights.to(torch.float64)
     if wide.norm is None and wide.memory_norm is None:
         return wide

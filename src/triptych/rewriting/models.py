@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from triptych.algebra.rewrites import (
-    FoldOtherNorms,
+    LayerRewrite,
     LayerToRewrite,
     Rewrite,
     RewriteRecord,
@@ -73,7 +73,7 @@ def rewrite(
     """
     read = [read_rewrite(step) if isinstance(step, str | Rewrite) else _Function(of=step) for step in steps]
     if isinstance(target, EncoderDecoder | LanguageModel):
-        return _of_model(target, read, sites)
+        return _rewrite_model(target, read, sites)
     if not isinstance(target, AttentionWeights | MultiHeadAttention):
         raise TypeError(
             f"a {type(target).__name__} has no attention to rewrite: pass weights, a layer or a model"
@@ -81,7 +81,7 @@ def rewrite(
     if sites is not None:
         raise ValueError("sites name the layers of a model: leave them out for a single layer")
     weights = target if isinstance(target, AttentionWeights) else target.weights()
-    changed, records = _driven({"layer": LayerToRewrite("", weights)}, read)
+    changed, records = _rewrite_layers({"layer": LayerToRewrite("", weights)}, read)
     if isinstance(target, AttentionWeights):
         return RewriteResult(changed["layer"], records)
     layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout)
@@ -89,7 +89,7 @@ def rewrite(
     return RewriteResult(layer.train(target.training), records)
 
 
-def _of_model(
+def _rewrite_model(
     target: ModelT, steps: Sequence[Rewrite], sites: Collection[str] | None
 ) -> RewriteResult[ModelT]:
     source = OwnModel(target, "the model")
@@ -101,16 +101,16 @@ def _of_model(
         for name, site in found.items()
         if sites is None or name in sites
     }
-    changed, records = _driven(layers, steps)
+    changed, records = _rewrite_layers(layers, steps)
     return RewriteResult(with_rewritten(target, changed), records)
 
 
-def _driven(
+def _rewrite_layers(
     layers: Mapping[str, LayerToRewrite], steps: Sequence[Rewrite]
 ) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
     """The layers after the steps, cast back once, and the records."""
     for step in steps:
-        if isinstance(step, FoldOtherNorms):
+        if not isinstance(step, LayerRewrite):
             why = "it is of more than attention layers"
             raise RewriteRefusedError(step.name, why, "rewrite a checkpoint")
     for layer in layers.values():
@@ -132,7 +132,7 @@ def _driven(
 
 
 @final
-class _Function(Rewrite):
+class _Function(LayerRewrite):
     """A function of weights as a step."""
 
     name = "function"

@@ -93,7 +93,7 @@ class OtherNorms:
             # A map may be the largest tensor that there is: the old and the new one are all that is held.
             give_back_memory()
             before = reader.read(self._tensors)
-            after = _folded(norm, *before)
+            after = _fold_into_map(norm, *before)
             self._errors[name] = measure_map(norm, neutral_norm(norm), before, after)
             old, new = (reader.turned(weight) for weight, _ in (before, after))
             if after[1] is not None:
@@ -102,7 +102,7 @@ class OtherNorms:
             return None
         else:
             old, found = self._tensors.read(name), self._biases.pop(name, None)
-            new = _folded_bias(norm, *reader.read(self._tensors)) if found is None else found
+            new = _fold_into_bias(norm, *reader.read(self._tensors)) if found is None else found
         if not are_finite(new) and are_finite(old):
             for read in site.all_tensors:
                 if reason := _why_not_finite(read, self._tensors):
@@ -114,13 +114,13 @@ class OtherNorms:
         """What was done, or would be, to each norm."""
         found = []
         if self._nothing:
-            found.append(_record("none", (), StepRecord(rewrite=_NAME, refused=self._nothing)))
+            found.append(_entry("none", (), StepRecord(rewrite=_NAME, refused=self._nothing)))
         for site in (*self._shared.values(), *self._alone):
             looked_at = self._look_at(site)
             if site.attention is not None and not is_folded(site.attention):
                 continue
             if looked_at.norm is None:
-                found.append(_record(site.module, (), StepRecord(rewrite=_NAME, refused=looked_at.refused)))
+                found.append(_entry(site.module, (), StepRecord(rewrite=_NAME, refused=looked_at.refused)))
                 continue
             maps = tuple(reader.module for reader in site.readers)
             errors = [self._errors.get(reader.weight) for reader in site.readers]
@@ -171,7 +171,7 @@ def _examine(site: NormSite, tensors: Tensors) -> _Examined:
         if reason := _why_not_finite(name, tensors):
             return _Examined(None, refused=reason)
     for reader in site.readers:
-        if reason := _why_not(norm, reader, tensors):
+        if reason := _why_not_foldable(norm, reader, tensors):
             return _Examined(None, refused=reason)
     if site.layer is None:
         checked = (*checked, "the output map is not the embedding")
@@ -185,7 +185,7 @@ def _why_not_finite(name: str, tensors: Tensors) -> str:
     return f"tensor {name} has {count:,} numbers that are not finite (NaN or infinite)"
 
 
-def _why_not(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
+def _why_not_foldable(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
     """Why the tensors of a map cannot take up a norm; "" if they can."""
     for name in reader.tensors:
         if how := tensors.packed_as(name):
@@ -213,7 +213,7 @@ def _why_not(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
     return ""
 
 
-def _folded(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _fold_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     new = torch.empty_like(weight)
     new_bias = None if bias is None else torch.empty_like(bias)
     for block, part, part_of_bias in _folded_blocks(norm, weight, bias):
@@ -223,7 +223,7 @@ def _folded(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return new, new_bias
 
 
-def _folded_bias(norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _fold_into_bias(norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The bias of the map with the norm in it."""
     assert bias is not None
     new = torch.empty_like(bias)
@@ -269,5 +269,5 @@ def _step(site: NormSite, norm: Norm, checked: tuple[str, ...]) -> StepRecord:
     )
 
 
-def _record(module: str, maps: tuple[str, ...], step: StepRecord) -> NormRecord:
+def _entry(module: str, maps: tuple[str, ...], step: StepRecord) -> NormRecord:
     return NormRecord(module=module, maps=maps, steps=(step,))

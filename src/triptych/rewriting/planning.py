@@ -22,14 +22,14 @@ from triptych.errors import DataError, UsageError
 from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments, measure_head_losses
 from triptych.rewriting.certificate import Cost, LayerRecord, NormRecord, StepRecord, in_lines, shown_rewrite
-from triptych.rewriting.driver import Driver, Outcome, RewrittenLayer, applies_to
-from triptych.rewriting.formats import format_of
+from triptych.rewriting.driver import Driver, RewrittenLayer, StepOutcome, applies_to
+from triptych.rewriting.formats import storage_format
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
 from triptych.storage.untrusted import shown
 
 
-def _require_finite(source: AttentionSource, read: AttentionLayer) -> None:
+def _require_finite_layer(source: AttentionSource, read: AttentionLayer) -> None:
     """Refuse a layer whose maps, or the norms before it, hold NaN or infinity, naming the tensor."""
     norms = [norm for norm in (read.inputs.x, read.inputs.memory) if norm is not None]
     of_norms = [part for norm in norms for part in (norm.weight, norm.bias) if part is not None]
@@ -91,7 +91,7 @@ def total(costs: Sequence[Cost]) -> Cost:
 
 
 class Costs(NamedTuple):
-    """Of one layer, or all."""
+    """The costs of one layer, or of all."""
 
     before: Cost  # as read
     after: Cost  # as written
@@ -123,7 +123,7 @@ def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Fam
         read = source.read(site)
         done = rewriting.layer(source, read)
         layers.append(done.record)
-        bytes_after += rewriting.form.bytes_of(read, done.written)
+        bytes_after += rewriting.form.written_bytes(read, done.written)
         turned += _cut_under_rotation(steps, read, done.record)
         padded |= done.costs.unpadded is not None
     costs = rewriting.costs()
@@ -168,7 +168,7 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: La
     return sum(link.num_parameters for link in links.values())
 
 
-class Done(NamedTuple):
+class FinishedLayer(NamedTuple):
     """A layer after a recipe, in the format that it came in."""
 
     layer: RewrittenLayer
@@ -184,7 +184,7 @@ class Rewriting:
     def __init__(self, source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> None:
         source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
         require_calibration(recipe)
-        self.form, self._source = format_of(source), source
+        self.form, self._source = storage_format(source), source
         self._folder, self._text, self._skip_refused = folder, recipe.calibration, recipe.skip_refused
         self.other_norms = OtherNorms(self.form, recipe.step, recipe.skip_refused)
         self.driver = Driver(
@@ -207,7 +207,7 @@ class Rewriting:
         return self._layer(self._source, self._source.read(site))
 
     def _layer(self, source: AttentionSource, read: AttentionLayer) -> LayerToRewrite:
-        _require_finite(source, read)
+        _require_finite_layer(source, read)
         site, wide = read.site, read.weights.to(torch.float64)
         others = self.other_norms.others(site)
         return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, number=site.layer)
@@ -234,24 +234,24 @@ class Rewriting:
                 )
         return step.with_losses(measure_head_losses(self._folder, sites, self._text)), {}
 
-    def layer(self, source: AttentionSource, read: AttentionLayer) -> Done:
+    def layer(self, source: AttentionSource, read: AttentionLayer) -> FinishedLayer:
         """A layer; as it was, and said so, if the format refuses and that is skipped."""
         done, site = self.driver.rewritten(self._layer(source, read)), read.site
         try:
             same_sizes = site.name in self._stay
-            written = format_of(source).written(read, done.weights, done.kept, same_sizes=same_sizes)
+            written = storage_format(source).written(read, done.weights, done.kept, same_sizes=same_sizes)
         except RewriteRefusedError as refused:
             if not self._skip_refused:
                 raise
             outcomes = (
-                outcome if outcome.refused else Outcome(outcome.step, refused=refused.reason)
+                outcome if outcome.refused else StepOutcome(outcome.step, refused=refused.reason)
                 for outcome in done.outcomes
             )
             done = RewrittenLayer(read.weights, None, tuple(outcomes))
             written = WrittenLayer({}, {}, read.weights)
         costs = Costs(
             *(
-                Cost.of(writing_cost(weights), read.cache_bytes)
+                Cost.from_writing(writing_cost(weights), read.cache_bytes)
                 for weights in (read.weights, written.shapes, done.weights)
             )
         )
@@ -260,11 +260,11 @@ class Rewriting:
             why = "a file has one format, and other layers are rewritten into another"
             raise RewriteRefusedError("write", why).at(site.name)
         self.settings |= written.settings
-        steps = tuple(StepRecord.of(outcome, read.cache_bytes) for outcome in done.outcomes)
+        steps = tuple(StepRecord.from_outcome(outcome, read.cache_bytes) for outcome in done.outcomes)
         record = LayerRecord(module=site.module, steps=steps)
         if record.took_up_norm:
             self.folded.add(site)
-        return Done(done, written, record, costs)
+        return FinishedLayer(done, written, record, costs)
 
     def costs(self) -> Costs:
         """The sums over layers, each by itself."""

@@ -64,7 +64,7 @@ def _with_exact(steps: Sequence[object]) -> tuple[Rewrite, ...]:
     return tuple(sorted([*EXACT, *others], key=attrgetter("place")))
 
 
-def recipe_of(
+def to_recipe(
     steps: Sequence[Any],
     calibration: str | Path | None = None,
     *,
@@ -80,7 +80,7 @@ def recipe_of(
     record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
     if calibration is not None:
         record["calibration"] = str(calibration)
-    recipe = rewrite_recipe_of(record, Path(), "rewrite")
+    recipe = parse_rewrite_recipe(record, Path(), "rewrite")
     if layers is None:
         return recipe
     own = [one if one.layers else one.model_copy(update={"layers": tuple(layers)}) for one in recipe.step]
@@ -89,10 +89,10 @@ def recipe_of(
 
 def read_rewrite_recipe(path: Path) -> RewriteRecipe:
     """Read a recipe from a file."""
-    return rewrite_recipe_of(read_toml(path, "recipe"), path.parent, str(path))
+    return parse_rewrite_recipe(read_toml(path, "recipe"), path.parent, str(path))
 
 
-def rewrite_recipe_of(record: Mapping[str, Any], folder: Path, origin: str) -> RewriteRecipe:
+def parse_rewrite_recipe(record: Mapping[str, Any], folder: Path, origin: str) -> RewriteRecipe:
     """Make a recipe of its keys."""
     try:
         recipe = RewriteRecipe.model_validate(dict(record))

@@ -16,7 +16,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.opening import TextModel, Window
 from triptych.rewriting.certificate import TensorRecord
-from triptych.rewriting.running import Compared, largest_difference
+from triptych.rewriting.running import Comparison, largest_difference
 from triptych.storage.tensors import Tensors
 
 # An exact rewrite may move outputs by this factor times the largest move of some random roundings.
@@ -64,8 +64,8 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
     return max(floating, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def judge(
-    found: Compared, rewritten: TextModel, changed: Collection[str], stored: torch.dtype
+def judge_rounding(
+    found: Comparison, rewritten: TextModel, changed: Collection[str], stored: torch.dtype
 ) -> RoundingJudgement:
     """Compare the difference between two models with the effect of rounding."""
     most, outputs = 0.0, [rewritten.outputs(window) for window in found.farthest]
@@ -117,23 +117,23 @@ def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[
         one, other = before.weights.chain(side), after.weights.chain(side)
         for part in ("weight", "bias"):
             mine, theirs = ([getattr(link, part) for link in chain] for chain in (one, other))
-            if len(mine) != len(theirs) or not all(map(_are_the_same, mine, theirs)):
+            if len(mine) != len(theirs) or not all(map(_same_tensor, mine, theirs)):
                 found.add((side, part))
-    if not _are_the_same(before.weights.o_bias, after.weights.o_bias):
+    if not _same_tensor(before.weights.o_bias, after.weights.o_bias):
         found.add(("o", "bias"))
-    one_gate, other_gate = (_gate_of(layer.weights) for layer in (before, after))
+    one_gate, other_gate = (_gate_tensors(layer.weights) for layer in (before, after))
     for part in one_gate.keys() | other_gate.keys():
-        if not _are_the_same(one_gate.get(part), other_gate.get(part)):
+        if not _same_tensor(one_gate.get(part), other_gate.get(part)):
             found.add(("gate", part))
     return frozenset(found)
 
 
-def _gate_of(weights: AttentionWeights) -> dict[str, Tensor]:
+def _gate_tensors(weights: AttentionWeights) -> dict[str, Tensor]:
     gate = weights.semantics.gate
     return {} if gate is None else gate.tensors()
 
 
-def _are_the_same(one: Tensor | None, other: Tensor | None) -> bool:
+def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.dtype == other.dtype and torch.equal(one, other)
@@ -160,9 +160,9 @@ class RoundedAgain:
         o_bias = None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
         semantics = weights.semantics
         if semantics.gate is not None:
-            gate = _gate_of(weights).items()
+            gate = _gate_tensors(weights).items()
             moved_gate = {part: self._moved("gate", part, numbers.double()) for part, numbers in gate}
-            semantics = replace(semantics, gate=semantics.gate.of_tensors(moved_gate))
+            semantics = replace(semantics, gate=semantics.gate.with_tensors(moved_gate))
         return replace(weights, o_bias=o_bias, semantics=semantics)
 
     def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:

@@ -22,22 +22,22 @@ from triptych.rewriting.certificate import (
 from triptych.rewriting.checking import (
     CheckpointPair,
     Claim,
-    figure,
-    inputs_of_text,
-    layers_again,
-    layers_on_text,
-    listed,
-    near,
-    recipe_again,
-    stated,
+    are_close,
+    as_claim,
+    as_stated,
+    check_inputs,
+    check_layers,
+    check_layers_on_text,
+    check_recipe,
+    format_figure,
 )
-from triptych.rewriting.comparing import why_no_rounding
+from triptych.rewriting.comparing import why_not_rounding
 from triptych.rewriting.formats import Format
 from triptych.rewriting.inputs import INPUTS, read_inputs
 from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.planning import local_folder
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.running import Compared, compared
+from triptych.rewriting.running import Comparison, compare_outputs
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
@@ -64,7 +64,7 @@ def verify(
     Raises:
         DataError: there is no certificate, or it was changed after it was written.
         UsageError: `text` is given without an original, cannot be read, or is not the text that the models
-            were compared on; the original cannot be run on it; likewise for `calibration`.
+            were compared on; the original cannot be run on it; the same for `calibration`.
     """
     folder, text = Path(folder), None if text is None else Path(text)
     calibration = None if calibration is None else Path(calibration)
@@ -87,54 +87,54 @@ def verify(
     if probes.seed != PROBES.seed or probes.count < PROBES.count or probes.length < PROBES.length:
         raise DataError(f"{folder}: its probes are {probes}, and layers are tried on {PROBES} at least")
     checks = [Claim("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
-    checks.append(files_as_written(certificate, folder))
-    checks.append(hashes(certificate, open_tensors(folder), "written", "tensors as written"))
+    checks.append(check_files(certificate, folder))
+    checks.append(check_hashes(certificate, open_tensors(folder), "written", "tensors as written"))
     if original is None:
-        return [*checks, *_not_tried(certificate, "give the original with --against")]
-    checks.append(hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
+        return [*checks, *_claims_not_tried(certificate, "give the original with --against")]
+    checks.append(check_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
     if not all(check.held for check in checks):
-        return [*checks, *_not_tried(certificate, "these are other files than those certified")]
+        return [*checks, *_claims_not_tried(certificate, "these are other files than those certified")]
     one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
     pair, words = CheckpointPair(certificate, one, other, folder), certificate.tool == _tool()
     checks += [
-        _origin(certificate, one),
-        nothing_else(certificate, original, folder, pair.form, pair.written_form),
+        _check_origin(certificate, one),
+        check_nothing_else(certificate, original, folder, pair.form, pair.written_form),
     ]
-    checks += layers_again(pair)
-    checks += recipe_again(pair, original, calibration, words=words)
+    checks += check_layers(pair)
+    checks += check_recipe(pair, original, calibration, words=words)
     if INPUTS in certificate.files:
         inputs = read_inputs(folder / INPUTS)
-        checks.append(layers_on_text(pair, inputs))
+        checks.append(check_layers_on_text(pair, inputs))
         if text is not None:
-            checks.append(inputs_of_text(inputs, original, one, text))
-    checks += _only_stated(certificate, words)
-    return [*checks, *models_again(certificate, original, folder, one, text)]
+            checks.append(check_inputs(inputs, original, one, text))
+    checks += _unchecked_claims(certificate, words)
+    return [*checks, *check_models(certificate, original, folder, one, text)]
 
 
 def _tool() -> str:
     return f"triptych {version('triptych')}"
 
 
-def _not_tried(certificate: Certificate, reason: str) -> Iterator[Claim]:
-    yield stated("all that the original tells", reason)
-    yield from not_compared(certificate, reason)
+def _claims_not_tried(certificate: Certificate, reason: str) -> Iterator[Claim]:
+    yield as_stated("all that the original tells", reason)
+    yield from claim_not_compared(certificate, reason)
 
 
-def _only_stated(certificate: Certificate, words: bool) -> Iterator[Claim]:
+def _unchecked_claims(certificate: Certificate, words: bool) -> Iterator[Claim]:
     """Entries of a certificate that neither checkpoint can confirm."""
-    yield stated("tool", shown(certificate.tool))
-    yield stated("source, as it was named", shown(certificate.source))
+    yield as_stated("tool", shown(certificate.tool))
+    yield as_stated("source, as it was named", shown(certificate.source))
     if not words:
-        yield stated("checked, choice, notes of steps", f"another version wrote them, this is {_tool()}")
+        yield as_stated("checked, choice, notes of steps", f"another version wrote them, this is {_tool()}")
     if certificate.not_compared:
-        yield stated("not_compared", shown(certificate.not_compared))
+        yield as_stated("not_compared", shown(certificate.not_compared))
     if certificate.not_on_text:
-        yield stated("not_on_text", shown(certificate.not_on_text))
+        yield as_stated("not_on_text", shown(certificate.not_on_text))
     if (found := certificate.end_to_end) is not None:
-        yield stated("what ran whole models, and on what", f"{shown(found.by)}, {shown(found.text)}")
+        yield as_stated("what ran whole models, and on what", f"{shown(found.by)}, {shown(found.text)}")
 
 
-def _origin(certificate: Certificate, source: AttentionSource) -> Claim:
+def _check_origin(certificate: Certificate, source: AttentionSource) -> Claim:
     dtype = str(source.read(source.sites[0]).weights.dtype).removeprefix("torch.")
     wrong = [
         f"{name} is {shown(said)}, and the original's is {found}"
@@ -144,7 +144,7 @@ def _origin(certificate: Certificate, source: AttentionSource) -> Claim:
         )
         if said != found
     ]
-    return listed("family and dtype", wrong, f"{source.written_as}, {dtype}")
+    return as_claim("family and dtype", wrong, f"{source.written_as}, {dtype}")
 
 
 def _require_calibration(certificate: Certificate, original: Path | None, calibration: Path) -> None:
@@ -176,7 +176,7 @@ def _require_text(certificate: Certificate, text: Path) -> None:
         )
 
 
-def files_as_written(certificate: Certificate, folder: Path) -> Claim:
+def check_files(certificate: Certificate, folder: Path) -> Claim:
     """Check the hashes of all files but the tensors, and the section of the model card."""
     wrong = []
     for name, wanted in certificate.files.items():
@@ -197,7 +197,7 @@ def files_as_written(certificate: Certificate, folder: Path) -> Claim:
     text = read_limited(readme, LONGEST_TEXT).decode(errors="replace") if readme.is_file() else ""
     if card(certificate).strip() not in text:
         wrong.append(f"{MODEL_CARD} does not say what the certificate does")
-    return listed("other files as written", wrong, f"{len(certificate.files)} files")
+    return as_claim("other files as written", wrong, f"{len(certificate.files)} files")
 
 
 def _files_of_tensors(folder: Path) -> set[str]:
@@ -208,7 +208,7 @@ def _files_of_tensors(folder: Path) -> set[str]:
     return {str(name) for name in named.values()} if isinstance(named, dict) else set()
 
 
-def hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Claim:
+def check_hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Claim:
     """Hashes of all tensors, as `read` or `written`."""
     wanted = {
         name: found
@@ -220,10 +220,10 @@ def hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -
     for name in wanted:
         if name in tensors.infos and tensor_hash(tensors.read(name)) != wanted[name]:
             wrong.append(f"{name} was changed")
-    return listed(claim, wrong, f"{len(wanted)} tensors")
+    return as_claim(claim, wrong, f"{len(wanted)} tensors")
 
 
-def nothing_else(
+def check_nothing_else(
     certificate: Certificate, original: Path, folder: Path, source: Format, written: Format
 ) -> Claim:
     """Check that only the measured layers and the listed settings changed."""
@@ -231,9 +231,9 @@ def nothing_else(
     sites = source.source.sites
     wrong = [f"{site.module} is not in the certificate" for site in sites if site.module not in named]
     wrong += [f"{module} is in the certificate twice" for module in set(named) if named.count(module) > 1]
-    wrong += source.other_than(certificate, original, folder, written.source)
+    wrong += source.differences(certificate, original, folder, written.source)
     measured = sum(layer.measured is not None for layer in certificate.layers)
-    return listed("nothing else has changed", wrong, f"{measured} layers were changed")
+    return as_claim("nothing else has changed", wrong, f"{measured} layers were changed")
 
 
 # Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another
@@ -251,13 +251,13 @@ def on_random_tokens(certified: EndToEnd) -> bool:
     return certified.text == RANDOM_TOKENS and certified.text_sha256 is None
 
 
-def not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]:
+def claim_not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]:
     """Claims about whole models that were not checked."""
     if certificate.end_to_end is not None:
         yield Claim(_WHOLE_MODELS, None, f"not tried again: {reason}")
 
 
-def models_again(
+def check_models(
     certificate: Certificate, original: Path, folder: Path, source: AttentionSource, text: Path | None
 ) -> Iterator[Claim]:
     """Run both models again, on random tokens or on the text; or say why not."""
@@ -265,40 +265,40 @@ def models_again(
     if certified is None:
         return
     if text is None and not on_random_tokens(certified):
-        yield from not_compared(certificate, f"give the text, {shown(certified.text)}, with --text")
+        yield from claim_not_compared(certificate, f"give the text, {shown(certified.text)}, with --text")
         return
     if text is None and (reason := why_not_run(original)):
-        yield from not_compared(certificate, reason)
+        yield from claim_not_compared(certificate, reason)
         return
     try:
         one = open_text_model(original)
     except TriptychError as error:
         if text is not None:
             raise
-        yield from not_compared(certificate, str(error))
+        yield from claim_not_compared(certificate, str(error))
         return
     try:
         windows = (
             one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
         )
         other = open_text_model(folder)
-        found = compared(one, other, windows)
+        found = compare_outputs(one, other, windows)
     except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
         yield Claim(_WHOLE_MODELS, False, first_line(error))
         return
     exact = certificate.tier != "bounded"
-    wrong = list(_other_than(certified, found, exact=exact))
+    wrong = list(_model_differences(certified, found, exact=exact))
     if exact:
         stored = coarsest_changed(certificate.tensors, open_tensors(folder))
-        if reason := why_no_rounding(found, one, other, source, stored):
+        if reason := why_not_rounding(found, one, other, source, stored):
             wrong.insert(0, reason)
     said = f"{found.tokens:,} tokens, logits within {found.worst_logit:.3g}, {found.divergence_nats:.3g} nats"
     if found.loss_before_nats is not None and found.loss_after_nats is not None:
         said += f", loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f}"
-    yield listed(_WHOLE_MODELS, wrong, said)
+    yield as_claim(_WHOLE_MODELS, wrong, said)
 
 
-def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterator[str]:
+def _model_differences(certified: EndToEnd, found: Comparison, *, exact: bool) -> Iterator[str]:
     """Figures of whole models that differ from the certificate."""
     if certified.tokens != found.tokens:
         yield f"{found.tokens:,} tokens, certified {certified.tokens:,}"
@@ -309,5 +309,5 @@ def _other_than(certified: EndToEnd, found: Compared, *, exact: bool) -> Iterato
         ("loss before", certified.loss_before_nats, found.loss_before_nats, 0.0, _SAME_LOSS_NATS),
         ("loss after", certified.loss_after_nats, found.loss_after_nats, 0.0, _SAME_LOSS_NATS),
     ):
-        if not near(wanted, got, share, most):
-            yield f"{name} {figure(got)}, certified {figure(wanted)}"
+        if not are_close(wanted, got, share, most):
+            yield f"{name} {format_figure(got)}, certified {format_figure(wanted)}"

@@ -32,7 +32,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from triptych.errors import UsageError, near_path
-from triptych.rewriting.recipe import RewriteRecipe, require_calibration, rewrite_recipe_of
+from triptych.rewriting.recipe import RewriteRecipe, parse_rewrite_recipe, require_calibration
 from triptych.text import CorpusSpec, LanguageCorpusSpec
 from triptych.toml import read_toml
 from triptych.training.recipe import AnyRecipe, explain, find_recipe, merge, resolve
@@ -285,7 +285,7 @@ def rewrites_of(study: Study, folder: Path) -> dict[str, RewriteRecipe]:
     found = {}
     for name, keys in study.rewritten.items():
         origin = f"variant {name}: rewrite"
-        found[name] = rewrite_recipe_of(keys["rewrite"], folder, origin)
+        found[name] = parse_rewrite_recipe(keys["rewrite"], folder, origin)
         try:
             require_calibration(found[name])
         except UsageError as error:

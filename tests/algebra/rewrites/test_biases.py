@@ -88,7 +88,7 @@ def test_a_key_bias_before_a_norm_is_no_bias_of_the_keys(place: int) -> None:
     weights = make("stacked")
     links = list(weights.k)
     links[place] = replace(links[place], norm=HeadNorm(1e-6))
-    with pytest.raises(RewriteRefusedError, match=f"a norm stands after map {place + 1} of k"):
+    with pytest.raises(RewriteRefusedError, match=f"there is a norm after map {place + 1} of k"):
         drop_key_bias(replace(weights, k=tuple(links)))
 
 
@@ -96,7 +96,7 @@ def test_a_key_bias_after_a_norm_is_dropped() -> None:
     weights = make("stacked")
     first, second = weights.k
     weights = replace(weights, k=(replace(first, bias=None, norm=HeadNorm(1e-6)), second))
-    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of k"):
+    with pytest.raises(RewriteRefusedError, match="there is a norm after map 1 of k"):
         drop_key_bias(replace(weights, k=(replace(first, norm=HeadNorm(1e-6)), second)))
     assert drop_key_bias(weights).weights.k[1].bias is None
 
@@ -157,7 +157,7 @@ def test_a_value_bias_does_not_pass_a_norm_on_its_way(side: str, place: int) -> 
     links = list(weights.v if side == "v" else weights.o)
     links[place] = replace(links[place], norm=HeadNorm(1e-6))
     parted = replace(weights, v=tuple(links)) if side == "v" else replace(weights, o=tuple(links))
-    with pytest.raises(RewriteRefusedError, match=f"a norm stands after map {place + 1} of {side}"):
+    with pytest.raises(RewriteRefusedError, match=f"there is a norm after map {place + 1} of {side}"):
         fold_value_bias(parted)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads import LENGTH, make_layer, make_norm, random_input, with_semantics
 from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import attend, channels
+from triptych.algebra.function import channels, run_layer
 from triptych.algebra.rewrites import (
     RewriteRefusedError,
     Rewritten,
@@ -49,7 +49,7 @@ def output(weights: AttentionWeights, x: Tensor) -> Tensor:
     norm = weights.norm
     if norm is not None:
         x = x * (norm.weight + norm.offset) + (0.0 if norm.bias is None else norm.bias)
-    return attend(weights, x)
+    return run_layer(weights, x)
 
 
 def assert_clipping_bites(weights: AttentionWeights, x: Tensor) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, Form, Untouched, assert_same_function, gathered, make, with_semantics
-from triptych.algebra.function import attend, channels, of_heads, probabilities
+from triptych.algebra.function import channels, for_heads, probabilities, run_layer
 from triptych.algebra.rewrites.rank import measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadGate
@@ -29,7 +29,7 @@ def some_text(tokens: int = 40) -> Tensor:
 def scores(weights: AttentionWeights, x: Tensor, *, centred: bool) -> Tensor:
     """Of all queries of a text with all its keys, `[heads, tokens, tokens]`."""
     q, k, _ = channels(weights, x)
-    q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
+    q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, for_heads(k, weights.num_heads)))
     found = q @ k.mT
     return found - found.mean(dim=-1, keepdim=True) if centred else found
 
@@ -37,7 +37,7 @@ def scores(weights: AttentionWeights, x: Tensor, *, centred: bool) -> Tensor:
 def head_outputs(before: AttentionWeights, after: AttentionWeights, x: Tensor, *, centred: bool) -> Tensor:
     """What the heads add under the attention weights of one writing, with the values of the other."""
     q, k, _ = channels(before, x)
-    v = of_heads(channels(after, x).v, after.num_heads)
+    v = for_heads(channels(after, x).v, after.num_heads)
     found = (probabilities(before, q, k) @ v @ after.W_O).transpose(0, 1).flatten(1, 2)
     return found - found.mean(dim=1, keepdim=True) if centred else found
 
@@ -113,7 +113,7 @@ def projected(weights: AttentionWeights, form: Form, rank: int) -> AttentionWeig
 def test_the_mean_output_on_the_text_stays_where_the_output_has_a_bias(name: str) -> None:
     weights, x = make(name), some_text()
     result = truncate(weights, gathered(weights, x), ov_rank=2).weights
-    was, now = (attend(one, x).mean((0, 1)) for one in (weights, result))
+    was, now = (run_layer(one, x).mean((0, 1)) for one in (weights, result))
     torch.testing.assert_close(now, was, rtol=1e-9, atol=1e-9)
     bare = replace(with_semantics(weights, bias_slots=frozenset("qkv")), o_bias=None)
     assert truncate(bare, gathered(bare, x), ov_rank=2).weights.o_bias is None

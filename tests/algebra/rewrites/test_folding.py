@@ -129,12 +129,12 @@ def test_nothing_is_folded_through_a_norm() -> None:
     weights, norm = make("stacked"), HeadNorm(1e-6)
     first, second = weights.k
     parted = replace(weights, k=(replace(first, norm=norm), second))
-    with pytest.raises(RewriteRefusedError, match=r"^fold refused: a norm stands after map 1 of k"):
+    with pytest.raises(RewriteRefusedError, match=r"^fold refused: there is a norm after map 1 of k"):
         fold(parted)
     assert len(fold(parted, sides=("q", "v")).weights.q) == 1
-    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of k"):
+    with pytest.raises(RewriteRefusedError, match="there is a norm after map 1 of k"):
         fold(parted, sides=("qk",))
-    # What stands after the last map stays where it is.
+    # A norm after the last map stays where it is.
     at_the_end = replace(weights, v=(weights.v[0], replace(weights.v[1], norm=norm)))
     assert fold(at_the_end).weights.v[-1].norm is norm
 
@@ -285,7 +285,7 @@ def test_one_matrix_for_all_heads_gives_one_pair_of_maps() -> None:
         (lambda: replace(make("bilinear"), q=()), "neither queries nor keys have a map"),
         (
             lambda: replace(make("bilinear"), q=(replace(make("bilinear").q[0], norm=HeadNorm(1e-6)),)),
-            "a norm stands after map 1 of q",
+            "there is a norm after map 1 of q",
         ),
     ],
 )
@@ -330,7 +330,7 @@ def test_a_map_behind_a_norm_is_not_multiplied_out() -> None:
     weights = make("latent")
     down = replace(weights.k[0], norm=HeadNorm(1e-6))
     parted: dict[str, Chain] = {"k": (down, weights.k[1]), "v": (down, weights.v[1])}
-    with pytest.raises(RewriteRefusedError, match="expand refused: a norm stands after map 1 of k"):
+    with pytest.raises(RewriteRefusedError, match="expand refused: there is a norm after map 1 of k"):
         expand(replace(weights, **parted))
 
 

@@ -22,7 +22,7 @@ from heads import (
     with_semantics,
 )
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites.gauge import gauge_fix
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.semantics import HeadNorm
@@ -269,11 +269,11 @@ def test_maps_behind_a_norm_are_fixed_and_a_norm_behind_which_none_is_refused() 
     gain = torch.rand(weights.k[0].d_out, dtype=torch.float64) + 0.5
     parted = replace(weights, k=(replace(weights.k[0], norm=HeadNorm(1e-6, gain)), weights.k[1]))
     fixed, x = gauge_fix(parted).weights, random_input(LENGTH)
-    torch.testing.assert_close(attend(fixed, x), attend(parted, x))
+    torch.testing.assert_close(run_layer(fixed, x), run_layer(parted, x))
     assert not torch.equal(fixed.k[1].weight, parted.k[1].weight)
     behind = Link(torch.eye(weights.k[1].d_out, dtype=torch.float64)[None], learned=False)
     last = replace(weights, k=(*weights.k[:1], replace(weights.k[1], norm=HeadNorm(1e-6)), behind))
-    with pytest.raises(RewriteRefusedError, match=r"^gauge_fix refused: a norm stands after map 2 of k"):
+    with pytest.raises(RewriteRefusedError, match=r"^gauge_fix refused: there is a norm after map 2 of k"):
         gauge_fix(last)
     assert gauge_fix(last, forms=("ov",)).record.bound == 0.0
 

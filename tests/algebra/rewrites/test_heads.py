@@ -24,9 +24,9 @@ from heads import (
 )
 from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.positions import DisentangledBias
-from triptych.algebra.rewrites.heads import SortHeads, permute_heads, repeat_kv_heads, taken
+from triptych.algebra.rewrites.heads import SortHeads, permute_heads, pick, repeat_kv_heads
 from triptych.algebra.rewrites.merging import merge_kv_heads
 from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
@@ -110,14 +110,14 @@ def test_distances_follow_heads_that_change_places() -> None:
     bias = DisentangledBias(tables[0], tables[1], 3, None, weights.scale)
     weights = with_semantics(weights, bias=bias)
     x, order = torch.randn(2, 7, weights.d_model, dtype=torch.float64), [2, 0, 3, 1]
-    expected = attend(weights, x)
+    expected = run_layer(weights, x)
     permuted = permute_heads(weights, order).weights
-    torch.testing.assert_close(attend(permuted, x), expected, rtol=0, atol=1e-10)
-    assert float((attend(with_semantics(permuted, bias=bias), x) - expected).abs().max()) > 1e-3
+    torch.testing.assert_close(run_layer(permuted, x), expected, rtol=0, atol=1e-10)
+    assert float((run_layer(with_semantics(permuted, bias=bias), x) - expected).abs().max()) > 1e-3
     pruned = prune_heads(weights, [1, 2], bounded=True).weights
     silent = replace(weights, o=(replace(weights.o[0], weight=weights.o[0].weight.clone()),))
     silent.o[0].weight[[1, 2]] = 0.0
-    torch.testing.assert_close(attend(pruned, x), attend(silent, x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(run_layer(pruned, x), run_layer(silent, x), rtol=0, atol=1e-10)
 
 
 def with_norms_of_heads(over: str, key_norms: int = 2) -> AttentionWeights:
@@ -139,8 +139,8 @@ def test_norms_of_heads_follow_them(over: str) -> None:
     silent, shared = without_effect(weights, [1]), with_norms_of_heads(over)
     shared = replace(
         shared,
-        k=(taken(shared.k[0], torch.tensor([0, 0])),),
-        v=(taken(shared.v[0], torch.tensor([0, 0])),),
+        k=(pick(shared.k[0], torch.tensor([0, 0])),),
+        v=(pick(shared.v[0], torch.tensor([0, 0])),),
         semantics=replace(shared.semantics, k_norm=HeadNorm(1e-6, torch.ones(12).double(), over="all heads")),
     )
     for before, done in (
@@ -152,12 +152,12 @@ def test_norms_of_heads_follow_them(over: str) -> None:
         (without_effect(weights, [0, 1]), prune_heads(weights, [0, 1], bounded=True)),
         (shared, merge_kv_heads(shared, 1)),
     ):
-        assert_same(attend(done.weights, x), attend(before, x), kind="output")
+        assert_same(run_layer(done.weights, x), run_layer(before, x), kind="output")
         assert_layers_agree(before, done.weights)
     again = permute_heads(repeat_kv_heads(weights).weights, [2, 0, 3, 1]).weights
-    assert_same(attend(again, x), attend(weights, x), kind="output")
+    assert_same(run_layer(again, x), run_layer(weights, x), kind="output")
     with pytest.raises(RewriteRefusedError, match="the keys of a group are normalised with other numbers"):
-        merge_kv_heads(replace(weights, k=(taken(weights.k[0], torch.tensor([0, 0])),)), 1, bounded=True)
+        merge_kv_heads(replace(weights, k=(pick(weights.k[0], torch.tensor([0, 0])),)), 1, bounded=True)
 
 
 def test_heads_that_are_normalised_together_stay_and_move_nothing() -> None:
@@ -281,7 +281,7 @@ def test_the_bound_of_leaving_out_a_head_with_normalised_values_holds_however_sm
     pruned, record = prune_heads(weights, [1], bounded=True)
     x = random_input(LENGTH)
     x = x / x.norm(dim=-1, keepdim=True) * D_MODEL**0.5
-    moved = (attend(weights, x) - attend(pruned, x)).norm(dim=-1).max()
+    moved = (run_layer(weights, x) - run_layer(pruned, x)).norm(dim=-1).max()
     assert 0.01 < moved / (D_MODEL**0.5 * record.bound) <= 1
     assert record.notes == ("values are normalised: bound by √(d_v / d_model) ‖W_O‖",)
     with pytest.raises(RewriteRefusedError, match=r"head 1 does something: its √\(d_v / d_model\) ‖W_O‖ is"):
@@ -334,7 +334,8 @@ def test_importance_on_a_text_is_what_the_output_loses_with_the_head(name: str) 
     weights, texts = make(name), [random_input(LENGTH), random_input(9) + 1.0]
     found = measure_importance(weights, gathered(weights, *texts))
     for head in range(NUM_HEADS):
-        lost = [(attend(weights, x) - attend(without_head(weights, head), x)).flatten(0, 1) for x in texts]
+        less = without_head(weights, head)
+        lost = [(run_layer(weights, x) - run_layer(less, x)).flatten(0, 1) for x in texts]
         assert float(found[head]) == pytest.approx(float(torch.cat(lost).square().sum(-1).mean().sqrt()))
 
 
@@ -387,5 +388,5 @@ def test_heads_that_weigh_one_key_map_are_multiplied_out() -> None:
     weights = make("collaborative")
     repeated, record = repeat_kv_heads(weights)
     assert record.tier == "rounding-exact"
-    assert record.notes == ("1 maps of keys became 4", "the maps of queries were multiplied out")
+    assert record.notes == ("1 maps of keys became 4", "the maps of queries were multiplied into one")
     assert repeated.k[0].copies == NUM_HEADS

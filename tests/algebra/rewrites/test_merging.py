@@ -25,7 +25,7 @@ from heads import (
     turned_by,
     with_semantics,
 )
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.heads import repeat_kv_heads
 from triptych.algebra.rewrites.merging import merge_kv_heads
@@ -44,7 +44,7 @@ def in_random_gauge(weights: AttentionWeights, *, rotary: bool = False) -> Atten
     heads, d_k, d_v = weights.num_heads, weights.W_Q.shape[-1], weights.W_V.shape[-1]
     G, M = (torch.randn(heads, d, d, dtype=torch.float64) for d in (d_k, d_v))
     q, k, v = (
-        weights.multiplied(side).of_heads(heads).then(Link(change))
+        weights.multiplied(side).repeat(heads).then(Link(change))
         for side, change in (("q", G), ("k", torch.linalg.inv(G).mT.contiguous()), ("v", M))
     )
     return replace(weights, q=(q,), k=(k,), v=(v,), o=(Link(torch.linalg.inv(M) @ weights.W_O),))
@@ -221,7 +221,7 @@ def test_value_biases_that_differ_go_into_the_output() -> None:
     near, record = merge_kv_heads(dropped, 2, bounded=True)
     assert near.head_bias("v") is not None
     before, after = (
-        np.einsum("hc,hcd->hd", w.multiplied("v").of_heads(4).bias.numpy(), w.W_O.numpy())  # type: ignore[union-attr]
+        np.einsum("hc,hcd->hd", w.multiplied("v").repeat(4).bias.numpy(), w.W_O.numpy())  # type: ignore[union-attr]
         for w in (dropped, near)
     )
     assert record.bound == pytest.approx(np.linalg.norm(before - after, axis=1).max(), rel=1e-9)
@@ -257,7 +257,7 @@ def test_six_heads_in_three_groups_cannot_become_two() -> None:
 def test_something_between_the_maps_of_a_chain_is_refused() -> None:
     weights = make("stacked")
     parted = replace(weights, k=(replace(weights.k[0], norm=HeadNorm(1e-6)), weights.k[1]))
-    with pytest.raises(RewriteRefusedError, match=r"^merge_kv_heads refused: a norm stands after map 1 of k"):
+    with pytest.raises(RewriteRefusedError, match=r"heads refused: there is a norm after map 1 of k"):
         merge_kv_heads(parted, 2, bounded=True)
 
 
@@ -304,12 +304,12 @@ def test_heads_equal_up_to_the_gauge_of_pairs_are_merged(
     rotation = rotation_of(pairing, 3, start)
     weights = turned_apart(rotary_layer(to, width, biased=biased), rotation)
     x = random_input(7)
-    expected = attend(with_semantics(weights, rotary=rotation), x)
+    expected = run_layer(with_semantics(weights, rotary=rotation), x)
     with Untouched(weights):
         merged, record = merge_kv_heads(with_semantics(weights, rotary=rotation), to)
     assert (record.tier, record.bound) == ("rounding-exact", 0.0)
     assert (merged.num_key_heads, merged.num_value_heads) == (to, to)
-    found = attend(with_semantics(merged, rotary=rotation), x)
+    found = run_layer(with_semantics(merged, rotary=rotation), x)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
     assert record.after.cached_numbers == to * (width + 5)
 
@@ -318,7 +318,7 @@ def turned_forms(weights: AttentionWeights, rotation: RotaryEmbedding, distance:
     """W_Q R(m) W_Kᵀ with the biases as rows, by turning queries at position m."""
     maps = []
     for side in ("q", "k"):
-        link = weights.multiplied(side).of_heads(weights.num_heads)  # type: ignore[arg-type]
+        link = weights.multiplied(side).repeat(weights.num_heads)  # type: ignore[arg-type]
         maps.append(
             link.weight if link.bias is None else torch.cat([link.weight, link.bias[:, None, :]], dim=1)
         )

@@ -11,7 +11,7 @@ from triptych.algebra.positions import GrowingBase, RotaryEmbedding
 from triptych.algebra.rewrites.legality import TRAITS, Need
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.rewrites.registry import REWRITES, read_rewrite
-from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
 from triptych.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Temperature
 from triptych.algebra.weights import AttentionWeights
 
@@ -79,7 +79,7 @@ def test_every_need_and_every_trait_is_tried() -> None:
 def test_a_rewrite_refuses_what_it_declares_by_its_reason_and_nothing_else(call: str) -> None:
     name, _, of = call.partition(", ")
     step = read_rewrite(CALLS[call])
-    assert isinstance(step, Rewrite)
+    assert isinstance(step, LayerRewrite)
     declared = [need for (kind, what), need in needs().items() if kind == name and of in ("", what)]
     good = plain(name)
     if of == "with a format":

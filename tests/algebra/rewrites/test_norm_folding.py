@@ -17,7 +17,7 @@ from heads import (
     with_semantics,
 )
 from tolerances import assert_same
-from triptych.algebra.function import attend
+from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites.folding import expand
 from triptych.algebra.rewrites.norm_folding import (
     OtherReaders,
@@ -69,7 +69,7 @@ def test_gates_take_up_gain_and_shift(shifted: bool, biased: bool) -> None:
     folded, norm, x = fold_norm(weights).weights, weights.norm, random_input(LENGTH)
     assert norm is not None
     normed = x * norm.weight if norm.bias is None else x * norm.weight + norm.bias
-    assert_same(attend(folded, x), attend(weights, normed), kind="output")
+    assert_same(run_layer(folded, x), run_layer(weights, normed), kind="output")
 
 
 @pytest.mark.parametrize("side", ["norm", "memory_norm"])
@@ -206,7 +206,7 @@ def test_where_the_input_is_the_key_nothing_may_stand_between_it_and_the_queries
         fold_norm(with_semantics(weights, positions="rotary"))
     with pytest.raises(RewriteRefusedError, match=r"queries and keys are normalised .*\(QK-norm\)"):
         fold_norm(with_semantics(weights, qk_norm=True))
-    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of q"):
+    with pytest.raises(RewriteRefusedError, match="there is a norm after map 1 of q"):
         fold_norm(replace(weights, q=(replace(weights.q[0], norm=HeadNorm(1e-6)),)))
 
 

@@ -197,10 +197,10 @@ def test_what_was_done_besides_is_said() -> None:
         == "the fixed slices of the input became learned maps"
     )
     assert truncate(make("four_matrix"), qk_rank=3).record.notes == (
-        "the maps of the output were multiplied out",
+        "the maps of the output were multiplied into one",
     )
     assert truncate(make("collaborative"), qk_rank=3).record.notes == (
-        "the maps of queries were multiplied out",
+        "the maps of queries were multiplied into one",
     )
 
 
@@ -287,7 +287,7 @@ def test_the_other_form_can_be_truncated() -> None:
     weights = make("stacked")
     behind = Link(torch.eye(weights.v[1].d_out, dtype=weights.dtype)[None], learned=False)
     parted = replace(weights, v=(*weights.v[:1], replace(weights.v[1], norm=HeadNorm(1e-6)), behind))
-    with pytest.raises(RewriteRefusedError, match="a norm stands after map 2 of v"):
+    with pytest.raises(RewriteRefusedError, match="there is a norm after map 2 of v"):
         truncate(parted, ov_rank=3)
     assert truncate(parted, qk_rank=3).weights.v is not None
 
@@ -424,7 +424,7 @@ def test_what_has_no_latent_is_refused() -> None:
         to_latent(make("bilinear"))
     weights = make("stacked")
     parted = replace(weights, v=(replace(weights.v[0], norm=HeadNorm(1e-6)), weights.v[1]))
-    with pytest.raises(RewriteRefusedError, match="a norm stands after map 1 of v"):
+    with pytest.raises(RewriteRefusedError, match="there is a norm after map 1 of v"):
         to_latent(parted)
 
 

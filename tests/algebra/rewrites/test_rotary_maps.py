@@ -10,10 +10,10 @@ from torch import Tensor
 
 from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
-from triptych.algebra.function import channels, of_heads
+from triptych.algebra.function import channels, for_heads
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.rewrites.moves import move
+from triptych.algebra.rewrites.moves import measure_move
 from triptych.algebra.rewrites.rank import measure_energies, truncate
 from triptych.algebra.weights import AttentionWeights, Link
 
@@ -35,7 +35,7 @@ def some_text() -> Tensor:
 def turned_scores(weights: AttentionWeights, x: Tensor, rotation: RotaryEmbedding, m: int) -> Tensor:
     """Of all queries with all keys, as if each were m tokens behind: `[heads, queries, keys]`."""
     q, k, _ = channels(weights, x)
-    q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
+    q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, for_heads(k, weights.num_heads)))
     return turned_by(rotation, q, m) @ turned_by(rotation, k, 0).mT
 
 
@@ -95,7 +95,7 @@ def test_the_error_on_a_text_is_the_measured_one(
     assert record.tier == "bounded"
     assert record.bound == pytest.approx(
         float(
-            move(
+            measure_move(
                 with_semantics(weights, rotary=rotation), with_semantics(result, rotary=rotation), "qk"
             ).whole.max()
         ),

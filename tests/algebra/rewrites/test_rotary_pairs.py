@@ -11,7 +11,7 @@ from torch import Tensor
 
 from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
-from triptych.algebra.function import channels, of_heads
+from triptych.algebra.function import channels, for_heads
 from triptych.algebra.measures import RotaryPairs, measure_heads
 from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.rewrites.rank import measure_energies, truncate
@@ -36,7 +36,7 @@ def mean_square_scores(
     Of L tokens, L − |m| pairs are m apart.
     """
     q, k, _ = channels(weights, x)
-    q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, of_heads(k, weights.num_heads)))
+    q, k = (t.transpose(0, 1).flatten(1, 2) for t in (q, for_heads(k, weights.num_heads)))
     first, second = rotation.pairs
     kept = torch.zeros(q.shape[-1], dtype=torch.float64)
     kept[[channel for pair in only for channel in (first[pair], second[pair])]] = 1.0
@@ -75,7 +75,7 @@ def test_in_long_texts_pairs_are_worth_their_energies() -> None:
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_energies_without_a_text_are_those_that_are_measured(pairing: Any) -> None:
     weights, rotation = rotary(biased=False), rotation_of(pairing, factor=1.2)
-    measured = measure_heads(weights, RotaryPairs.of(rotation, 10**9)).qk.values.square()
+    measured = measure_heads(weights, RotaryPairs.from_rotation(rotation, 10**9)).qk.values.square()
     torch.testing.assert_close(
         measure_energies(with_semantics(weights, rotary=rotation), "qk", rotary="pairs"),
         measured,
@@ -109,7 +109,7 @@ def test_the_strongest_pairs_stay_and_the_others_are_zero(
         gone = [first[pair], second[pair]]
         kept = [channel for channel in range(7) if channel not in gone]
         for side in ("q", "k"):
-            old, new = (one.multiplied(side).of_heads(NUM_HEADS) for one in (weights, result))  # type: ignore[arg-type]
+            old, new = (one.multiplied(side).repeat(NUM_HEADS) for one in (weights, result))  # type: ignore[arg-type]
             assert torch.equal(new.weight[head][:, kept], old.weight[head][:, kept])
             assert not bool(new.weight[head][:, gone].any())
             if old.bias is not None and new.bias is not None:

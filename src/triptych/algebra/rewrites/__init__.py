@@ -27,7 +27,7 @@ from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, pr
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
-from triptych.algebra.rewrites.rewrite import LayerToRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite, OtherReaders, Rewrite
 from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "FoldValueBias",
     "Form",
     "GaugeFix",
+    "LayerRewrite",
     "LayerToRewrite",
     "MergeKVHeads",
     "OtherReaders",

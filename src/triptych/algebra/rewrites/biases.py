@@ -17,12 +17,12 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import APART, LayerToRewrite, Rewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, LayerRewrite, LayerToRewrite, require_still_tied
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Side
 
 
 @final
-class DropKeyBias(Rewrite):
+class DropKeyBias(LayerRewrite):
     """Drop the key bias, which the softmax cancels."""
 
     name = "drop_key_bias"
@@ -33,11 +33,11 @@ class DropKeyBias(Rewrite):
     why_here = "the biases go before channels and heads are mixed"
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
-        return still_tied(layer, drop_key_bias(layer.weights))
+        return require_still_tied(layer, drop_key_bias(layer.weights))
 
 
 @final
-class FoldValueBias(Rewrite):
+class FoldValueBias(LayerRewrite):
     """Move the value bias into the output bias."""
 
     name = "fold_value_bias"
@@ -48,7 +48,7 @@ class FoldValueBias(Rewrite):
     why_here = "the biases go before channels and heads are mixed"
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
-        return still_tied(layer, fold_value_bias(layer.weights))
+        return require_still_tied(layer, fold_value_bias(layer.weights))
 
 
 def drop_key_bias(weights: AttentionWeights) -> Rewritten:

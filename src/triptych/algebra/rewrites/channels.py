@@ -1,7 +1,7 @@
 """The channels between the two maps of a form, and how rewrites change them.
 
-Written once for both forms. Of a form A = L Rᵀ, the *common* factor is the one that all heads of a
-group have (W_K, W_V), the *own* factor each has for itself (W_Q, W_Oᵀ).
+The code serves both forms. A form A = L Rᵀ has a *common* factor, which all heads of a group share
+(W_K, W_V), and an *own* factor, which each head has for itself (W_Q, W_Oᵀ).
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class JointBasis(NamedTuple):
     common: Float[Tensor, "groups members r k"]
     shared: Float[Tensor, "groups d k"]
 
-    def of_width(self, width: int) -> "JointBasis":
+    def resize(self, width: int) -> "JointBasis":
         """The first channels; zeros are added if there are fewer."""
         if width > self.S.shape[-1]:
             more = (0, width - self.S.shape[-1])
@@ -58,9 +58,9 @@ class JointBasis(NamedTuple):
         rank = self.rank.clamp(max=width)
         return JointBasis(self.S[:, :width], rank, *(part[..., :width] for part in self[2:]))
 
-    def of_widths(self, widths: Sequence[int]) -> "JointBasis":
+    def resize_groups(self, widths: Sequence[int]) -> "JointBasis":
         """The first channels of each group, as many as it is to have, and zeros up to the widest."""
-        cut, ends = self.of_width(max(widths)), torch.tensor(widths, device=self.S.device)
+        cut, ends = self.resize(max(widths)), torch.tensor(widths, device=self.S.device)
         kept = torch.arange(max(widths), device=self.S.device) < ends[:, None]
         return JointBasis(
             cut.S * kept,
@@ -98,7 +98,7 @@ def joint_basis(
     return JointBasis(S, alive.sum(dim=-1), to_own * sign[:, None], to_common * sign[:, None], shared * sign)
 
 
-def times(
+def rebase(
     weights: AttentionWeights,
     side: Side,
     change: Float[Tensor, "copies r width"],
@@ -114,7 +114,7 @@ def times(
     end = chain[0 if side == "o" else -1] if chain else None
     if end is None or end.diagonal or not end.learned:
         notes.append(
-            f"the maps of {NAMES[side]} were multiplied out" if chain else f"{NAMES[side]} got a map"
+            f"the maps of {NAMES[side]} were multiplied into one" if chain else f"{NAMES[side]} got a map"
         )
         end, chain = weights.multiplied(side), ()
     if side == "o":
@@ -137,7 +137,7 @@ def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionW
     return weights.each_link(learn, ("q", "k", "v"))
 
 
-def newly_apart(before: AttentionWeights, after: AttentionWeights) -> tuple[str, ...]:
+def untied(before: AttentionWeights, after: AttentionWeights) -> tuple[str, ...]:
     """A note for each two sides that had their maps together and have them no longer."""
     pairs: list[tuple[Side, Side]] = [("q", "k"), ("k", "v")]
     if not before.tied("q", "k"):
@@ -158,7 +158,7 @@ def in_working_precision(weights: AttentionWeights) -> AttentionWeights:
 def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:
     """The chain of a side as one learned map, shared with no other; a note says so if it was several."""
     if len(weights.chain(side)) > 1:
-        notes.append(f"the maps of {NAMES[side]} were multiplied out")
+        notes.append(f"the maps of {NAMES[side]} were multiplied into one")
     (link,) = (
         separate((weights.multiplied(side),)) if sharing_sides(weights, side) else (weights.multiplied(side),)
     )

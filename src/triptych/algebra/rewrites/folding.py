@@ -23,7 +23,7 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import BETWEEN, LayerToRewrite, Rewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, LayerRewrite, LayerToRewrite
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 
 FoldedSide = Literal["q", "k", "v", "o", "qk"]
@@ -33,7 +33,7 @@ _FORM_FOLDED = replace(SCORES_ARE_THE_FORM, of="side qk")
 
 
 @final
-class Fold(Rewrite):
+class Fold(LayerRewrite):
     """Multiply maps in a row, the fourth matrix among them, into one."""
 
     name = "fold"
@@ -54,7 +54,7 @@ class Fold(Rewrite):
 
 
 @final
-class Expand(Rewrite):
+class Expand(LayerRewrite):
     """Give every user of a shared map its own copy."""
 
     name = "expand"
@@ -69,7 +69,7 @@ class Expand(Rewrite):
 
 
 @final
-class Factor(Rewrite):
+class Factor(LayerRewrite):
     """Factor a W_QK that is one matrix into W_Q and W_K."""
 
     name = "factor"
@@ -102,7 +102,7 @@ class _Price(NamedTuple):
     tokens: int
     number_bytes: int
 
-    def of(self, weights: AttentionWeights) -> int:
+    def total(self, weights: AttentionWeights) -> int:
         cost = writing_cost(weights)
         match self.by:
             case "parameters":
@@ -112,8 +112,8 @@ class _Price(NamedTuple):
             case "bytes":
                 return (cost.parameters + self.tokens * cost.cached_numbers) * self.number_bytes
 
-    def of_sides(self, weights: AttentionWeights, plan: _Plan) -> int:
-        """The part of it that the sides of a plan make up."""
+    def part(self, weights: AttentionWeights, plan: _Plan) -> int:
+        """The cost of the sides of a plan alone."""
         chains = [weights.chain(side) for side in plan.sides]
         parameters = sum(
             link.num_parameters for link in {id(link): link for c in chains for link in c}.values()
@@ -183,8 +183,8 @@ def fold(
         for plan in plans(result, sides):
             folded = with_chains(result, plan.chains)
             # What all the other maps cost is the same before and after.
-            own = price.of_sides(folded, plan)
-            product = own + price.of(result) - price.of(folded)
+            own = price.part(folded, plan)
+            product = own + price.total(result) - price.total(folded)
             checked += plan.checked
             if keep == "folded" or (keep == "cheaper" and own < product):
                 result = folded
@@ -249,7 +249,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
         asked = tuple(member for member in together if member in sides)
         joined = tuple(member for member in together if member not in sides)
         notes = (f"{named(joined)} decided together with {named(asked)}: they share a map",) if joined else ()
-        checked = (f"nothing stands between the maps of {named(tuple(chains))}",)
+        checked = (f"nothing is between the maps of {named(tuple(chains))}",)
         plans.append(_Plan(named(together), together, chains, checked, notes))
     return plans
 
@@ -342,12 +342,12 @@ def expand(weights: AttentionWeights) -> Rewritten:
             require_nothing_between("expand", side, chain[:-1])
             chains[side] = separate((weights.multiplied(side),))
             tier = "rounding-exact"
-            notes.append(f"{side} was multiplied out")
+            notes.append(f"the maps of {side} were multiplied into one")
         elif sharing or not all(link.learned for link in chain):
             chains[side] = tuple(replace(link, learned=True) for link in separate(chain))
             notes.append(f"{side} has a map of its own now")
         if mixing and side != "v" and chain:
-            chains[side] = tuple(link.of_heads(weights.num_heads) for link in chains.get(side, chain))
+            chains[side] = tuple(link.repeat(weights.num_heads) for link in chains.get(side, chain))
     if not chains:
         return unchanged(
             "expand", weights, "nothing is tied: queries, keys and values have maps of their own"

@@ -22,18 +22,18 @@ from triptych.algebra.rewrites.channels import (
     JointBasis,
     in_working_precision,
     joint_basis,
-    newly_apart,
-    times,
+    rebase,
+    untied,
     with_learned_maps,
 )
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, require_last_map
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import APART, LayerToRewrite, Rewrite, still_tied
+from triptych.algebra.rewrites.rewrite import APART, LayerRewrite, LayerToRewrite, require_still_tied
 from triptych.algebra.weights import AttentionWeights
 
 
 @final
-class GaugeFix(Rewrite):
+class GaugeFix(LayerRewrite):
     """Bring heads into their canonical basis, which does not depend on how a head was written."""
 
     name = "gauge_fix"
@@ -48,7 +48,7 @@ class GaugeFix(Rewrite):
     )
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
-        return still_tied(layer, self._fixed(layer.weights))
+        return require_still_tied(layer, self._fixed(layer.weights))
 
     def _fixed(self, weights: AttentionWeights) -> Rewritten:
         if self.forms is not None:
@@ -70,8 +70,8 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
     """Write W_QK and W_OV in the basis that all their writings share.
 
     By SVD: W_Q and W_K (W_V and W_O) get the same singular values √σ, largest first, and the entry
-    of largest magnitude of every column of W_Q (W_V) is positive. Of a group, the query maps one
-    below the other (the output maps side by side) take the place of one W_Q (W_O). Biases go along.
+    of largest magnitude of every column of W_Q (W_V) is positive. In a group, the query maps
+    one below the other (the output maps side by side) take the place of one W_Q (W_O). Biases go along.
 
     The widths stay. Channels beyond the rank are zero, but for those that a bias cannot do without.
     Chains of several maps stay so: the last map of queries, keys and values changes, and the first
@@ -103,7 +103,7 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
         weights,
         result.to(weights.dtype),
         checked=tuple(said for form in forms for said in CHANNELS_FREE[form].checked),
-        notes=(*notes, *newly_apart(weights, result)),
+        notes=(*notes, *untied(weights, result)),
     )
 
 
@@ -125,17 +125,17 @@ def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
 
 def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     behind = weights.behind_norms()
-    q, k = behind.multiplied("q").of_heads(weights.num_heads), behind.multiplied("k")
+    q, k = behind.multiplied("q").repeat(weights.num_heads), behind.multiplied("k")
     own, b_Q = q.weight.reshape(k.copies, -1, q.d_out), q.bias
     basis = joint_basis(own[:, None], k.weight[:, None], "own")
     to_q, to_k = _completed(
         basis, own, None if b_Q is None else b_Q.reshape(k.copies, -1, q.d_out), k.weight, k.bias
     )
-    new_q = times(weights, "q", to_q, notes)
+    new_q = rebase(weights, "q", to_q, notes)
     if weights.tied("q", "k") and k.copies == weights.num_heads:
         # W Wᵀ = U S Uᵀ: the gauge is orthogonal, one for both.
         return replace(weights, q=new_q, k=new_q)
-    return replace(weights, q=new_q, k=times(weights, "k", to_k, notes))
+    return replace(weights, q=new_q, k=rebase(weights, "k", to_k, notes))
 
 
 def _fix_ov(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
@@ -143,7 +143,7 @@ def _fix_ov(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     own = W_O.mT.reshape(v.copies, -1, v.d_out)
     basis = joint_basis(own[:, None], v.weight[:, None], "common")
     to_o, to_v = _completed(basis, own, None, v.weight, v.bias)
-    return replace(weights, v=times(weights, "v", to_v, notes), o=times(weights, "o", to_o, notes))
+    return replace(weights, v=rebase(weights, "v", to_v, notes), o=rebase(weights, "o", to_o, notes))
 
 
 def _completed(
@@ -160,7 +160,7 @@ def _completed(
     missing of the form with these rows has no more rank than there are channels to spare.
     """
     r = own.shape[-1]
-    basis = basis.of_width(r)
+    basis = basis.resize(r)
     G, H = basis.own[:, 0], basis.common[:, 0]
     if (own_bias is None and common_bias is None) or bool((basis.rank == r).all()):
         return G, H

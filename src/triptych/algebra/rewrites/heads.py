@@ -11,13 +11,13 @@ from torch import Tensor
 from triptych.algebra.rewrites.channels import NAMES, one_map
 from triptych.algebra.rewrites.legality import HEADS_ALIKE, require_nothing_between, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import AttentionWeights, Link, Side
 
 
 @final
-class SortHeads(Rewrite):
+class SortHeads(LayerRewrite):
     """Sort heads by the size of W_OV, groups with theirs."""
 
     name = "sort_heads"
@@ -39,7 +39,7 @@ class SortHeads(Rewrite):
 
 
 @final
-class PermuteHeads(Rewrite):
+class PermuteHeads(LayerRewrite):
     """Put heads in another order; key-value heads move with the queries that read them."""
 
     name = "permute_heads"
@@ -56,7 +56,7 @@ class PermuteHeads(Rewrite):
 
 
 @final
-class RepeatKVHeads(Rewrite):
+class RepeatKVHeads(LayerRewrite):
     """Repeat key-value heads."""
 
     name = "repeat_kv_heads"
@@ -100,7 +100,7 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
                 f"two, {copies[block, 0]} and {copies[block, place]} of {link.copies}",
                 "move whole groups, or give every head its own key-value head first (repeat_kv_heads)",
             )
-        return taken(link, copies[:, 0])
+        return pick(link, copies[:, 0])
 
     return rewritten(
         "permute_heads",
@@ -147,7 +147,7 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
         require_nothing_between("repeat_kv_heads", "q", weights.q[:-1])
         result = replace(result, q=(one_map(weights, "q", notes),))
     last = {id(weights.chain(side)[-1]) for side in sides}
-    result = result.each_link(lambda link: link.of_heads(heads) if id(link) in last else link)
+    result = result.each_link(lambda link: link.repeat(heads) if id(link) in last else link)
     return rewritten(
         "repeat_kv_heads",
         "rounding-exact" if multiplied else "bit-exact",
@@ -162,22 +162,22 @@ def with_heads(
 ) -> AttentionWeights:
     """A layer with the maps of some heads, in some order, and with what these do besides."""
 
-    def of_norm(norm: HeadNorm | None, side: Side) -> HeadNorm | None:
-        if norm is None or not norm.of_each_head:
+    def change_norm(norm: HeadNorm | None, side: Side) -> HeadNorm | None:
+        if norm is None or not norm.per_head:
             return norm
         chain = weights.chain(side)
         copies = max((link.copies for link in chain), default=1)
         width = chain[-1].d_out if chain else weights.d_model
-        return norm.with_own(width, lambda own: change(Link(own).of_heads(max(copies, len(own)))).weight)
+        return norm.with_own(width, lambda own: change(Link(own).repeat(max(copies, len(own)))).weight)
 
-    semantics = weights.semantics.of_heads(kept)
+    semantics = weights.semantics.select_heads(kept)
     semantics = replace(
-        semantics, q_norm=of_norm(semantics.q_norm, "q"), k_norm=of_norm(semantics.k_norm, "k")
+        semantics, q_norm=change_norm(semantics.q_norm, "q"), k_norm=change_norm(semantics.k_norm, "k")
     )
     return replace(weights.each_link(change, num_heads=len(kept)), semantics=semantics)
 
 
-def taken(link: Link, copies: Tensor) -> Link:
+def pick(link: Link, copies: Tensor) -> Link:
     """Some of the copies, in some order; a fixed map of which not all is left in place is fixed no longer."""
     if copies.tolist() == list(range(link.copies)):
         return link

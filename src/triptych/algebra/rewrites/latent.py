@@ -29,18 +29,18 @@ from triptych.algebra.rewrites.legality import (
     unchanged,
 )
 from triptych.algebra.rewrites.metric import gram_root
-from triptych.algebra.rewrites.moves import move
+from triptych.algebra.rewrites.moves import measure_move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
 from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link
 
-# Of the norm of a latent in DeepSeek's models; and how far what it divides by may be from a constant.
+# The epsilon of the norm of a latent in DeepSeek's models; and how far its divisor may be from a constant.
 NORM_EPS, NORM_ERROR = 1e-6, 2.0**-30
 
 
 @final
-class ToLatent(Rewrite):
+class ToLatent(LayerRewrite):
     """Make keys and values of all heads from one latent."""
 
     name = "to_latent"
@@ -104,7 +104,7 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     require_whole_number("to_latent", "rank", rank)
     _require_latent_rank(rank, d_model, full)
     require_finite("to_latent", weights)
-    W_D, U, needed = _product_of_rank(joined, rank)
+    W_D, U, needed = _low_rank_product(joined, rank)
     up_k, up_v = (
         Link(part.reshape(rank, link.copies, -1).transpose(0, 1).contiguous(), link.bias)
         for part, link in ((U[:, :of_keys], k), (U[:, full - of_values :], v))
@@ -112,13 +112,13 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     heads, down = weights.num_heads, Link(W_D[None])
     result = replace(
         working,
-        q=(q.of_heads(heads),),
-        k=(down, up_k.of_heads(heads)),
-        v=(down, up_v.of_heads(heads)),
-        o=(o.of_heads(heads),),
+        q=(q.repeat(heads),),
+        k=(down, up_k.repeat(heads)),
+        v=(down, up_v.repeat(heads)),
+        o=(o.repeat(heads),),
     )
     exact = needed <= rank
-    moves = () if exact else (move(working, result, "qk").whole, move(working, result, "ov").whole)
+    moves = [] if exact else [measure_move(working, result, form).whole for form in FORMS]
     return rewritten(
         "to_latent",
         "rounding-exact" if exact else "bounded",
@@ -149,22 +149,22 @@ def decouple(
     notes: list[str] = []
     heads, pad = weights.num_heads, torch.nn.functional.pad
     q, k, v, o = (one_map(weights.to(torch.float64), side, notes) for side in SIDES)
-    q, groups = q.of_heads(heads), torch.arange(heads) // (heads // k.copies)
+    q, groups = q.repeat(heads), torch.arange(heads) // (heads // k.copies)
     first, second = rotation.pairs
     plain = sorted({*range(q.d_out)} - {*first, *second})
-    joined = torch.cat([_side_by_side(k.weight[..., plain]), _side_by_side(v.weight)], dim=1)
+    joined = torch.cat([_join_copies(k.weight[..., plain]), _join_copies(v.weight)], dim=1)
     rank = min(joined.shape) if rank is None else rank
     _require_latent_rank(rank, *joined.shape)
     require_finite("to_latent", weights)
-    W_D, U, needed = _product_of_rank(joined, rank)
+    W_D, U, needed = _low_rank_product(joined, rank)
     if moments is not None and rank < needed:
-        U = torch.linalg.eigh(_served(moments, len(U.mT))).eigenvectors[:, -rank:].mT
+        U = torch.linalg.eigh(_require_served(moments, len(U.mT))).eigenvectors[:, -rank:].mT
         W_D = joined @ U.mT
     U_K, U_V = (
         part.repeat_interleave(heads // len(part), dim=0)
-        for part in _apart(U, (k.copies, len(plain)), (v.copies, v.d_out))
+        for part in _split_copies(U, (k.copies, len(plain)), (v.copies, v.d_out))
     )
-    turned = torch.cat([_side_by_side(k.weight[..., side]) for side in (first, second)], dim=1)
+    turned = torch.cat([_join_copies(k.weight[..., side]) for side in (first, second)], dim=1)
     own = torch.nn.functional.one_hot(groups, k.copies).to(q.weight.dtype)
     spread = [(own[:, None, :, None] * q.weight[:, :, None, side]).flatten(2) for side in (first, second)]
     small, error = _smallness(weights, W_D)
@@ -177,13 +177,13 @@ def decouple(
         q=(Link(torch.cat([q.weight[..., plain], *spread], dim=2)),),
         k=(down, Link(torch.cat([pad(U_K, more), passed], dim=2))),
         v=(down, Link(pad(U_V, more))),
-        o=(o.of_heads(heads),),
+        o=(o.repeat(heads),),
         semantics=replace(weights.semantics, rotary=_repeated(rotation, k.copies, len(plain))),
     )
-    whole = BilinearForm(v.of_heads(heads).weight, result.W_O.mT)
+    whole = BilinearForm(v.repeat(heads).weight, result.W_O.mT)
     moves = [BilinearForm(W_D @ U_V, result.W_O.mT).difference_norm(whole) + error * whole.norm()]
     if plain:
-        whole = BilinearForm(q.weight[..., plain], k.of_heads(heads).weight[..., plain])
+        whole = BilinearForm(q.weight[..., plain], k.repeat(heads).weight[..., plain])
         moves.append(BilinearForm(whole.left, W_D @ U_K).difference_norm(whole) + error * whole.norm())
     return rewritten(
         "to_latent",
@@ -198,17 +198,17 @@ def decouple(
     )
 
 
-def _side_by_side(maps: Float[Tensor, "copies d width"]) -> Float[Tensor, "d all"]:
+def _join_copies(maps: Float[Tensor, "copies d width"]) -> Float[Tensor, "d all"]:
     return maps.transpose(0, 1).flatten(1)
 
 
-def _apart(maps: Float[Tensor, "rows all"], *sizes: tuple[int, int]) -> list[Tensor]:
+def _split_copies(maps: Float[Tensor, "rows all"], *sizes: tuple[int, int]) -> list[Tensor]:
     """Maps that are side by side, by their copies and widths: each `[copies, rows, width]`."""
     parts = torch.split(maps, [copies * width for copies, width in sizes], dim=1)
     return [part.reshape(len(maps), *size).transpose(0, 1) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _served(moments: Moments, width: int) -> Float[Tensor, "width width"]:
+def _require_served(moments: Moments, width: int) -> Float[Tensor, "width width"]:
     if moments.served is None or len(moments.served) != width:
         raise RewriteRefusedError("to_latent", f"the moments are not of the {width} channels of a latent")
     return moments.served
@@ -257,8 +257,8 @@ def narrow_latent(
     (k_up,), (v_up,) = wide.k, wide.v
     turned = down.d_out - had
     used = (k_up.weight[:, :had, : k_up.d_out - turned], v_up.weight[:, :had])
-    made = torch.cat([_side_by_side(part) for part in used], dim=1)
-    R = torch.eye(had, dtype=made.dtype) if moments is None else gram_root(_served(moments, had))
+    made = torch.cat([_join_copies(part) for part in used], dim=1)
+    R = torch.eye(had, dtype=made.dtype) if moments is None else gram_root(_require_served(moments, had))
     A, S, Bh = torch.linalg.svd(R @ made, full_matrices=False)
     back = torch.linalg.pinv(R) @ A[:, :rank]
     best, P = back * S[:rank] @ Bh[:rank], torch.linalg.qr(back).Q
@@ -271,13 +271,13 @@ def narrow_latent(
     def with_ups(latent: Tensor, down: Chain) -> AttentionWeights:
         """Keys and values from what a latent makes of them, `[latent, all]`."""
         rows = torch.nn.functional.pad
-        k_part, v_part = (rows(part, (0, 0, 0, turned)) for part in _apart(latent, *sizes))
+        k_part, v_part = (rows(part, (0, 0, 0, turned)) for part in _split_copies(latent, *sizes))
         passed = rows(torch.eye(turned, dtype=P.dtype), (0, 0, len(latent), 0)).expand(len(k_part), -1, -1)
         k = (*down, Link(torch.cat([k_part, passed], dim=2), k_up.bias))
         return replace(wide, k=k, v=(*down, Link(v_part, v_up.bias)))
 
     moved = with_ups(best, ())
-    moves = [move(wide, moved, form).whole for form in FORMS]
+    moves = [measure_move(wide, moved, form).whole for form in FORMS]
     new_ups = with_ups(P.mT @ best * factor, (new,))
     result = replace(weights.to(torch.float64), k=new_ups.k, v=new_ups.v)
     lost = float((R @ (made - best)).norm() / (R @ made).norm())
@@ -313,7 +313,7 @@ def _require_latent_maps(weights: AttentionWeights) -> None:
         require_nothing_between("to_latent", side, weights.chain(side)[:-1])
 
 
-def _product_of_rank(
+def _low_rank_product(
     whole: Float[Tensor, "d_model full"], rank: int
 ) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, "rank full"], int]:
     """Two factors of the nearest matrix of a rank, and the rank that it takes to be exact."""

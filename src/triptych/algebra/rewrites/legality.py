@@ -80,7 +80,7 @@ TRAITS: dict[str, Trait] = {
     "sinks": _part("sinks", "sinks"),
     "gate": _part("gates", "gate"),
     "channel_gate": Trait(
-        "gates of channels", lambda weights: (gate := weights.semantics.gate) is not None and gate.of_channels
+        "gates of channels", lambda weights: (gate := weights.semantics.gate) is not None and gate.per_channel
     ),
     "dropout": Trait("attention dropout", lambda weights: weights.semantics.dropout > 0),
     "no_rotary": Trait("other than rotary positions", lambda weights: weights.semantics.rotary is None),
@@ -277,7 +277,7 @@ def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "
     """Refuse to carry anything out of a chain through a norm after one of its maps."""
     for place, link in enumerate(chain, start=1):
         if link.norm is not None:
-            raise RewriteRefusedError(name, f"a norm stands after map {place} of {side}", advice)
+            raise RewriteRefusedError(name, f"there is a norm after map {place} of {side}", advice)
 
 
 def require_last_map(name: str, side: Side, chain: Chain) -> None:
@@ -292,7 +292,7 @@ def share_a_map(one: Chain, other: Chain) -> bool:
 
 
 def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """Those of q, k, v that share a map with a side, the side itself left out."""
+    """The other input sides (q, k, v) that share a map with a side."""
     return tuple(
         other
         for other in INPUT_SIDES

@@ -16,8 +16,8 @@ from triptych.algebra.rewrites.channels import (
     Form,
     in_working_precision,
     joint_basis,
-    newly_apart,
     one_map,
+    untied,
 )
 from triptych.algebra.rewrites.legality import (
     CHANNELS_FREE,
@@ -29,9 +29,9 @@ from triptych.algebra.rewrites.legality import (
     unchanged,
     with_chains,
 )
-from triptych.algebra.rewrites.moves import Move, bias_row, move, size
+from triptych.algebra.rewrites.moves import Move, bias_row, measure_move, measure_size
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
-from triptych.algebra.rewrites.rewrite import BETWEEN, LayerToRewrite, Rewrite
+from triptych.algebra.rewrites.rewrite import BETWEEN, LayerRewrite, LayerToRewrite
 from triptych.algebra.rewrites.rotary_pairs import merge_rotary_pairs, require_rotary
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
@@ -39,7 +39,7 @@ _NAME = "merge_kv_heads"
 
 
 @final
-class MergeKVHeads(Rewrite):
+class MergeKVHeads(LayerRewrite):
     """Merge key-value heads, so that several query heads read one; rotary ones pair by pair."""
 
     name = _NAME
@@ -87,9 +87,9 @@ def merge_kv_heads(
     notes: list[str] = []
     plain, heads = in_working_precision(weights), weights.num_heads
     q, k, v, o = (one_map(plain, side, notes) for side in SIDES)
-    plain = replace(plain, q=(q.of_heads(heads),), k=(k,), v=(v,), o=(o.of_heads(heads),))
+    plain = replace(plain, q=(q.repeat(heads),), k=(k,), v=(v,), o=(o.repeat(heads),))
     several = bool(notes)
-    mixed = [form for form in FORMS if not _can_drop(plain.chain(_common_side(form))[0], num_kv_heads)]
+    mixed = [form for form in FORMS if not _equal_copies(plain.chain(_common_side(form))[0], num_kv_heads)]
     if pairs and "qk" in mixed:
         require_rotary(_NAME, plain)
     needs = {form: ROTARY_PAIRS_MEET if pairs and form == "qk" else CHANNELS_FREE[form] for form in mixed}
@@ -113,8 +113,8 @@ def merge_kv_heads(
         else:
             notes.append("the value biases of a group cannot be one: they went into that of the output")
             attempt = _merged(plain, num_kv_heads, mixed, pairs)
-    moves = {form: move(plain, attempt, form) for form in mixed}
-    sizes = {form: size(plain, form) for form in mixed}
+    moves = {form: measure_move(plain, attempt, form) for form in mixed}
+    sizes = {form: measure_size(plain, form) for form in mixed}
     differing = _worst_group(moves, sizes, num_kv_heads, tolerance)
     if differing and not bounded:
         raise RewriteRefusedError(_NAME, differing, "bounded=True merges them to the nearest")
@@ -130,7 +130,7 @@ def merge_kv_heads(
             *([] if differing else ["the heads of a group are equal up to gauge"]),
         ),
         choice=differing,
-        notes=(*notes, *newly_apart(weights, attempt)),
+        notes=(*notes, *untied(weights, attempt)),
         bound=max(float(one.whole.max()) for one in moves.values()) if differing else 0.0,
     )
 
@@ -163,7 +163,7 @@ def _common_side(form: Form) -> Literal["k", "v"]:
 def _first_of_groups(link: Link, groups: int) -> Link:
     """The first copy of each group, or every copy for several groups if there are fewer."""
     if link.copies <= groups:
-        return link.of_heads(groups)
+        return link.repeat(groups)
     step = link.copies // groups
     return replace(
         link,
@@ -172,10 +172,10 @@ def _first_of_groups(link: Link, groups: int) -> Link:
     )
 
 
-def _can_drop(link: Link, groups: int) -> bool:
+def _equal_copies(link: Link, groups: int) -> bool:
     """Whether the copies of each group are the same numbers, biases included."""
-    again = _first_of_groups(link, groups).of_heads(max(link.copies, groups))
-    whole = link.of_heads(max(link.copies, groups))
+    again = _first_of_groups(link, groups).repeat(max(link.copies, groups))
+    whole = link.repeat(max(link.copies, groups))
     return torch.equal(again.weight, whole.weight) and (
         again.bias is None or whole.bias is None or torch.equal(again.bias, whole.bias)
     )
@@ -188,8 +188,8 @@ def _with_norms_of_groups(plain: AttentionWeights, groups: int) -> AttentionWeig
         return plain
 
     def first(own: Tensor) -> Tensor:
-        link = Link(own).of_heads(max(plain.k[0].copies, len(own)))
-        if not _can_drop(link, groups):
+        link = Link(own).repeat(max(plain.k[0].copies, len(own)))
+        if not _equal_copies(link, groups):
             raise RewriteRefusedError(_NAME, "qk: the keys of a group are normalised with other numbers")
         return _first_of_groups(link, groups).weight
 
@@ -228,7 +228,7 @@ def _merged_qk(plain: AttentionWeights, groups: int) -> AttentionWeights:
     members = k.copies // groups
     own = q.weight.reshape(groups, members, -1, q.d_out)
     common = k.weight.reshape(groups, members, *k.weight.shape[1:])
-    basis = joint_basis(own, common, "own").of_width(k.d_out)
+    basis = joint_basis(own, common, "own").resize(k.d_out)
     bias = q.bias
     if bias is not None:
         bias = (bias.reshape(groups, members, -1, q.d_out) @ basis.own).reshape(bias.shape)
@@ -240,7 +240,7 @@ def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
     members = v.copies // groups
     own = W_O.mT.reshape(groups, members, -1, v.d_out)
     common = v.weight.reshape(groups, members, *v.weight.shape[1:])
-    basis = joint_basis(own, common, "common").of_width(v.d_out)
+    basis = joint_basis(own, common, "common").resize(v.d_out)
     new_O = (own @ basis.own).reshape(W_O.mT.shape).mT.contiguous()
     bias = v.bias
     if bias is not None:
@@ -252,8 +252,8 @@ def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, 
     """The group that moves most relative to its norm, in words; "" if none moves more than the tolerance."""
     worst, said = tolerance, ""
     for form, moved in moves.items():
-        norms = _of_groups(sizes[form].whole, groups)
-        errors = _of_groups(moved.whole, groups)
+        norms = _group_norms(sizes[form].whole, groups)
+        errors = _group_norms(moved.whole, groups)
         served = len(moved.whole) // groups
         relative = torch.where(norms > 0, errors / norms, 0.0)
         group = int(relative.argmax())
@@ -267,6 +267,6 @@ def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, 
     return said
 
 
-def _of_groups(norms: Float[Tensor, " heads"], groups: int) -> Float[Tensor, " groups"]:
+def _group_norms(norms: Float[Tensor, " heads"], groups: int) -> Float[Tensor, " groups"]:
     total: Tensor = torch.linalg.vector_norm(norms.view(groups, -1), dim=-1)
     return total

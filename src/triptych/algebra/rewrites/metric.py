@@ -39,7 +39,7 @@ class ChannelChange(NamedTuple):
     output: Float[Tensor, " d_out"] | None = None  # goes to the bias of the output
 
 
-class Said(NamedTuple):
+class MetricWords(NamedTuple):
     """What is said of a metric, and of ranks in it."""
 
     need: Need  # what it asks of the layer
@@ -53,7 +53,7 @@ class Metric(ABC):
 
     @property
     @abstractmethod
-    def said(self) -> Said:
+    def said(self) -> MetricWords:
         """The words of refusals and of the record."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class FormMetric(Metric):
     prior: float = PRIOR
 
     @property
-    def said(self) -> Said:
+    def said(self) -> MetricWords:
         chain = self.weights.chain("q" if self.form == "qk" else "v")
         width = chain[-1].d_out if chain else self.weights.d_model
         what, mean = "scores" if self.form == "qk" else "outputs", " about their mean" * self.centred
@@ -100,7 +100,7 @@ class FormMetric(Metric):
             else f", which leaves out at most {{worst:.3g}} of the mean square of a head's {what}{mean}"
         )
         words = f"W_{self.form.upper()}: {{ranks}}{lost}"
-        return Said(CHANNELS_FREE[self.form], f"a form of width {width}", width, words)
+        return MetricWords(CHANNELS_FREE[self.form], f"a form of width {width}", width, words)
 
     @property
     def num_groups(self) -> int:
@@ -114,7 +114,7 @@ class FormMetric(Metric):
         return self.basis().S.square()
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
-        weights, basis = self.weights, self.basis().of_widths(ranks)
+        weights, basis = self.weights, self.basis().resize_groups(ranks)
         members = weights.num_heads // self.num_groups
         common, own = (_whole_where_full(part[:, 0], ranks) for part in (basis.common, basis.own))
         shared, of_heads = (part.repeat_interleave(members, dim=0) for part in (common, own))
@@ -150,7 +150,7 @@ class FormMetric(Metric):
         if moments is None:
             R: Tensor = torch.linalg.qr(link.weight, mode="r").R
             return R.repeat_interleave(heads // link.copies, dim=0)
-        link, mean_off = link.of_heads(heads), self.centred and side != "q"
+        link, mean_off = link.repeat(heads), self.centred and side != "q"
         gram, square = {
             "q": (moments.q, moments.x_square),
             "k": (moments.k_centred if mean_off else moments.k, moments.y_square),
@@ -183,7 +183,7 @@ def side_moments(
     weights: AttentionWeights, side: Literal["q", "k"], moments: Moments | None, prior: float
 ) -> Float[Tensor, "copies e e"]:
     """E[(y, 1)ᵀ(y, 1)] of queries or keys y; without moments, of inputs that have no direction."""
-    link = weights.multiplied(side).of_heads(weights.num_heads if side == "q" else weights.num_key_heads)
+    link = weights.multiplied(side).repeat(weights.num_heads if side == "q" else weights.num_key_heads)
     W, bias = link.weight, torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]
     if moments is None:
         gram, mean = W.mT @ W + bias.mT @ bias, bias

@@ -26,11 +26,11 @@ class Move(NamedTuple):
 
     @property
     def whole(self) -> Float[Tensor, " num_heads"]:
-        """Of the form with its bias row."""
+        """How far the form moves with its bias row."""
         return torch.hypot(self.form, self.bias)
 
 
-def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
+def measure_move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
     """How far a form of every head moves from one writing to another.
 
     W_QK of rotary heads: the root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖, biases as rows. Over
@@ -38,7 +38,7 @@ def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
     """
     before, after = before.behind_norms(), after.behind_norms()
     if form == "qk" and before.semantics.rotary is not None:
-        one, other = (_turned(weights) for weights in (before, after))
+        one, other = (_rotary_forms(weights) for weights in (before, after))
         # The doubled form has twice the square of the complex one.
         total = one.pairs.difference_norm(other.pairs).square().sum(dim=-1) / 4
         if one.fixed is not None and other.fixed is not None:
@@ -49,11 +49,11 @@ def move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
     return Move(first.difference_norm(second), bias)
 
 
-def size(weights: AttentionWeights, form: Form) -> Move:
+def measure_size(weights: AttentionWeights, form: Form) -> Move:
     """The norms of a form of every head and of its bias row: how far it is from nothing."""
     weights = weights.behind_norms()
     if form == "qk" and weights.semantics.rotary is not None:
-        turned = _turned(weights)
+        turned = _rotary_forms(weights)
         total = turned.pairs.norm().square().sum(dim=-1) / 4
         if turned.fixed is not None:
             total = total + turned.fixed.norm().square()
@@ -105,7 +105,7 @@ def with_row(link: Link) -> Float[Tensor, "copies rows width"]:
     return link.weight if link.bias is None else torch.cat([link.weight, link.bias[:, None, :]], dim=1)
 
 
-def _turned(weights: AttentionWeights) -> RotaryPairForms:
+def _rotary_forms(weights: AttentionWeights) -> RotaryPairForms:
     assert weights.semantics.rotary is not None
-    q, k = (weights.multiplied(side).of_heads(weights.num_heads) for side in ("q", "k"))
+    q, k = (weights.multiplied(side).repeat(weights.num_heads) for side in ("q", "k"))
     return rotary_pair_forms(with_row(q), with_row(k), weights.semantics.rotary)

@@ -16,14 +16,14 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import LayerToRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite, OtherReaders, Rewrite
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
 _NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 
 @final
-class FoldNorm(Rewrite):
+class FoldNorm(LayerRewrite):
     """Fold the norm's weight and bias into the maps that read it, also of a parallel MLP.
 
     The weights of norms of latents go into the maps from the latents to the heads.
@@ -41,7 +41,10 @@ class FoldNorm(Rewrite):
 
 @final
 class FoldOtherNorms(Rewrite):
-    """Fold norms that no attention reads: that of the MLP (experts and router), and the last one."""
+    """Fold norms that no attention reads: that of the MLP (experts and router), and the last one.
+
+    `rewriting/other_norms.py` does it, tensor by tensor.
+    """
 
     name = _NAME_OF_OTHERS
     tier = "rounding-exact"
@@ -51,9 +54,6 @@ class FoldOtherNorms(Rewrite):
     )
     place = 2
     why_here = "norms are folded together, while all maps that read them are as they were"
-
-    def apply(self, layer: LayerToRewrite) -> None:
-        """Nothing: `rewriting/other_norms.py` folds these norms, tensor by tensor."""
 
 
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:
@@ -78,7 +78,7 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
     if of_memory is not None and not source.k:
         *before, last = chains.get("q", source.q)
         chains["q"] = (*before, last.then(replace(_as_map(of_memory), bias=None)))
-        notes.append("the keys are the input itself: the gain stands on both sides of the form")
+        notes.append("the keys are the input itself: the gain is on both sides of the form")
     gone = {"norm": weights.norm, "memory norm": weights.memory_norm if cross else None}
     notes += [
         f"of the {name} a gain of 1 (stored as {1 - norm.offset:g}) and no shift are left"
@@ -176,7 +176,7 @@ def _require_before(name: str, place: str) -> None:
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
     if place == "sandwich":
-        raise RewriteRefusedError(name, "norms stand on both sides of the layer (sandwich)")
+        raise RewriteRefusedError(name, "there are norms on both sides of the layer (sandwich)")
 
 
 def _require_foldable(

@@ -13,7 +13,7 @@ from torch import Tensor
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import in_working_precision
-from triptych.algebra.rewrites.heads import taken, with_heads
+from triptych.algebra.rewrites.heads import pick, with_heads
 from triptych.algebra.rewrites.legality import (
     HEADS_ALIKE,
     require_nothing_between,
@@ -23,7 +23,7 @@ from triptych.algebra.rewrites.legality import (
 from triptych.algebra.rewrites.metric import require_moments_of
 from triptych.algebra.rewrites.moves import Move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
 from triptych.algebra.weights import AttentionWeights, Link
 
 # What is left of ‖W_OV‖ where a norm makes the values.
@@ -31,7 +31,7 @@ _NORMED = "√(d_v / d_model) ‖W_O‖"
 
 
 @final
-class PruneHeads(Rewrite):
+class PruneHeads(LayerRewrite):
     """Remove heads: the given ones, the ones that do least, or dead ones."""
 
     name = "prune_heads"
@@ -128,12 +128,12 @@ def prune_heads(
         if len(copies) > len(living):
             what = f"{len(living)} that are left became {len(copies)}"
             notes = (f"groups of different sizes would be left: of the key-value heads {what}",)
-        return taken(link, copies)
+        return pick(link, copies)
 
     norms = (weights.semantics.q_norm, weights.semantics.k_norm)
     if any(norm is not None and norm.over == "all heads" for norm in norms):
         notes = ("a norm reads the queries or keys of all heads: those left out stay, and their output is 0",)
-        last = weights.o[-1].of_heads(weights.num_heads)
+        last = weights.o[-1].repeat(weights.num_heads)
         weight = last.weight.index_fill(0, torch.tensor([*heads], device=last.weight.device), 0.0)
         result = replace(weights, o=(*weights.o[:-1], replace(last, weight=weight, learned=True)))
     else:
@@ -212,7 +212,7 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
         size = (W_O * (made & read)[..., None]).flatten(1).norm(dim=-1)
         return Move(size * (W_O.shape[1] / W_O.shape[2]) ** 0.5, torch.zeros_like(size))
     gate = weights.semantics.gate
-    if weights.semantics.clip is not None or (gate is not None and gate.of_channels):
+    if weights.semantics.clip is not None or (gate is not None and gate.per_channel):
         of_outputs = W_O.norm(dim=-1)
         of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
         return Move((W_V.norm(dim=-2) * of_outputs).sum(dim=-1), (of_bias * of_outputs).sum(dim=-1))

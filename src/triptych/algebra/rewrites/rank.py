@@ -10,7 +10,7 @@ from torch import Tensor
 
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.biases import fold_value_bias
-from triptych.algebra.rewrites.channels import SIDES_OF, Form, newly_apart, one_map, times, with_learned_maps
+from triptych.algebra.rewrites.channels import SIDES_OF, Form, one_map, rebase, untied, with_learned_maps
 from triptych.algebra.rewrites.legality import (
     CHANNELS_FREE,
     KEY_BIAS_BLIND,
@@ -21,10 +21,10 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.metric import PRIOR, ChannelChange, FormMetric, Metric, require_moments_of
-from triptych.algebra.rewrites.moves import bias_row, move, size
+from triptych.algebra.rewrites.moves import bias_row, measure_move, measure_size
 from triptych.algebra.rewrites.record import Cut, RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rotary_maps import RotaryMaps
-from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, RotaryPairs, require_rotary
+from triptych.algebra.rewrites.rotary_maps import RotaryMapsMetric
+from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, RotaryPairsMetric, require_rotary
 from triptych.algebra.weights import AttentionWeights
 
 Ranks = int | Sequence[int]  # of all groups of heads, or of each
@@ -47,7 +47,7 @@ def truncate(
 
     A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), an error of √(Σ_{i>r} σ_i²). Heads that read one key (value) head keep
     one: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], the nearest for all
-    of them together. A form that is one matrix becomes a product. Of rotary heads W_Q and W_K are cut before
+    of them together. A form that is one matrix becomes a product. W_Q and W_K of rotary heads are cut before
     they are rotated, or whole rotary pairs become zero.
 
     Chains of several maps stay so where they can: the last map changes. Biases go along, in the channels that
@@ -63,7 +63,7 @@ def truncate(
     metrics: dict[Form, Metric] = {}
     ranks: dict[Form, list[int]] = {}
     for form, rank in asked.items():
-        metric = metrics[form] = _metric_of(wide, form, moments, centred, rotary, longest, prior)
+        metric = metrics[form] = _choose_metric(wide, form, moments, centred, rotary, longest, prior)
         side, count = ("key", wide.num_key_heads) if form == "qk" else ("value", wide.num_value_heads)
         count = metric.num_groups if isinstance(metric, FormMetric) else count
         said = metric.said
@@ -76,11 +76,11 @@ def truncate(
         start = _with_value_bias_outside(start, changes["ov"], notes)
     result = start
     for form, change in changes.items():
-        result = _changed(result, form, change, notes)
+        result = _apply_change(result, form, change, notes)
     exact, bound, cuts = True, 0.0, list[Cut]()
     for form, change in changes.items():
         metric, shares = metrics[form], Cut.shares(change.lost, change.whole)
-        moved, sized = move(start, result, form), size(start, form)
+        moved, sized = measure_move(start, result, form), measure_size(start, form)
         worst, most, far = max(shares), metric.said.most, Cut.shares(moved.form.square(), sized.form.square())
         if moments is None:
             shares = tuple(map(max, shares, far))
@@ -101,7 +101,7 @@ def truncate(
         result.to(weights.dtype),
         checked=tuple(said for metric in metrics.values() for said in metric.said.need.checked),
         choice=cuts,
-        notes=(*notes, *newly_apart(weights, result)),
+        notes=(*notes, *untied(weights, result)),
         bound=0.0 if exact else bound,
         error=None if moments is None else max(cut.worst for cut in cuts),
     )
@@ -122,10 +122,10 @@ def measure_energies(
     square scores q kᵀ (outputs) on the text with them; but of outputs of heads that read one value head, as
     if they all mixed its values alike. Rotary heads give the energies of keys alone, or of rotary pairs.
     """
-    return _metric_of(weights.to(torch.float64), form, moments, centred, rotary, longest).energies()
+    return _choose_metric(weights.to(torch.float64), form, moments, centred, rotary, longest).energies()
 
 
-def _metric_of(
+def _choose_metric(
     weights: AttentionWeights,
     form: Form,
     moments: Moments | None,
@@ -137,7 +137,7 @@ def _metric_of(
     """The metric of a form of a layer that may be truncated."""
     if form == "qk" and rotary is not None and weights.semantics.rotary is not None:
         rotation = require_rotary("truncate", weights).of_length(longest)
-        kind = RotaryPairs if rotary == "pairs" else RotaryMaps
+        kind = RotaryPairsMetric if rotary == "pairs" else RotaryMapsMetric
         metric: Metric = kind(RotaryHeads(weights, rotation, moments, longest))
     else:
         CHANNELS_FREE[form].require("truncate", weights, f"leave {form}_rank out", f"{form}: ")
@@ -182,7 +182,7 @@ def _with_value_bias_outside(
 ) -> AttentionWeights:
     """The layer with its value bias in that of the output, if the channels that are left cannot carry it."""
     row = bias_row(weights, "ov")
-    lost = (row - bias_row(_changed(weights, "ov", change, []), "ov")).norm(dim=-1)
+    lost = (row - bias_row(_apply_change(weights, "ov", change, []), "ov")).norm(dim=-1)
     if float(lost.max()) <= _ROUNDING * weights.d_model * float(row.norm(dim=-1).max()):
         return weights
     try:
@@ -194,7 +194,7 @@ def _with_value_bias_outside(
     return folded
 
 
-def _changed(
+def _apply_change(
     weights: AttentionWeights, form: Form, change: ChannelChange, notes: list[str]
 ) -> AttentionWeights:
     """The layer with the channels of a form changed."""
@@ -202,7 +202,7 @@ def _changed(
     new = with_chains(
         weights,
         {
-            side: times(
+            side: rebase(
                 weights,
                 side,
                 change.own if side in own else change.common,

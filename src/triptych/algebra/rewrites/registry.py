@@ -59,17 +59,17 @@ def read_rewrite(given: object) -> Rewrite:
         return given
     if not isinstance(given, str | Mapping):
         raise UsageError(f"{given!r} is no rewrite: write truncate(rank=6), or expand")
-    options = _call(given) if isinstance(given, str) else dict(given)
+    options = _parse_call(given) if isinstance(given, str) else dict(given)
     name = options.pop("rewrite", None)
     kind = BY_NAME.get(name) if isinstance(name, str) else None
     if kind is None:
         raise UsageError(
-            f"there is no rewrite {name}{_nearest(str(name), BY_NAME)}: there are {', '.join(BY_NAME)}"
+            f"there is no rewrite {name}{_did_you_mean(str(name), BY_NAME)}: there are {', '.join(BY_NAME)}"
         )
     known = option_names(kind)
     if unknown := next((option for option in options if option not in known), None):
         said = f"there are {', '.join(known)}"
-        raise UsageError(f"{kind.name} has no option {unknown}{_nearest(unknown, known)}: {said}")
+        raise UsageError(f"{kind.name} has no option {unknown}{_did_you_mean(unknown, known)}: {said}")
     try:
         # Of JSON, lists become tuples, and all else must be of its type.
         return kind.model_validate_json(json.dumps(options, default=str), strict=True)
@@ -92,7 +92,7 @@ def option_names(kind: type[Rewrite]) -> list[str]:
     return sorted(names, key=lambda name: name in Rewrite.model_fields)
 
 
-def summary(kind: type[Rewrite]) -> str:
+def purpose(kind: type[Rewrite]) -> str:
     """What a rewrite does: the first line of its docstring."""
     return (kind.__doc__ or "").partition("\n")[0]
 
@@ -108,7 +108,7 @@ def signature(kind: type[Rewrite]) -> str:
     return f"{kind.name}({', '.join(said)})"
 
 
-def _call(text: str) -> dict[str, Any]:
+def _parse_call(text: str) -> dict[str, Any]:
     """Name and options of a call; the name alone is one without options."""
     wrong = f"{text!r} is no rewrite: write truncate(rank=6), or expand"
     try:
@@ -136,7 +136,7 @@ def _call(text: str) -> dict[str, Any]:
     return options
 
 
-def _nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+def _did_you_mean(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     found = nearest(name, known)
     return f" (did you mean {found}?)" if found else ""
 

@@ -1,4 +1,4 @@
-"""What every rewrite is: a record of its options that can be applied to a layer."""
+"""What every rewrite is: a record of its options. A `LayerRewrite` can be applied to a layer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 from pydantic import BaseModel, ConfigDict, Field
 
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.channels import newly_apart
+from triptych.algebra.rewrites.channels import untied
 from triptych.algebra.rewrites.legality import Need
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
 from triptych.algebra.weights import AttentionWeights
@@ -98,22 +98,25 @@ class Rewrite(BaseModel, ABC):
         """The rewrite with what only all layers together can tell."""
         return self
 
-    @abstractmethod
-    def apply(self, layer: LayerToRewrite) -> Rewritten | None:
-        """Rewrite one layer; None if the rewrite is of nothing in an attention layer."""
-
     def options(self) -> dict[str, Any]:
         """Name and options as JSON has them, to be read by `registry.read_rewrite`."""
         return {"rewrite": self.name, **self.model_dump(mode="json", exclude_none=True)}
+
+
+class LayerRewrite(Rewrite):
+    """A rewrite of attention layers, each by itself."""
+
+    @abstractmethod
+    def apply(self, layer: LayerToRewrite) -> Rewritten: ...
 
 
 APART = "shared maps would come apart"
 BETWEEN = "a norm is between the maps"
 
 
-def still_tied(layer: LayerToRewrite, done: Rewritten) -> Rewritten:
+def require_still_tied(layer: LayerToRewrite, done: Rewritten) -> Rewritten:
     """The result, if maps that were one still are."""
-    if apart := newly_apart(layer.weights, done.weights):
+    if apart := untied(layer.weights, done.weights):
         name = done.record.name
         raise RewriteRefusedError(name, f"it takes shared maps apart: {apart[0]}", "expand the layer first")
     return done

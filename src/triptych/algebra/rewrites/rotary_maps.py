@@ -1,7 +1,7 @@
 """Rotary heads with maps of a lower rank: W_Q and W_K cut before the rotation, by what the scores see.
 
 A key k becomes k̂ = k P_K + c_K with P_K of rank r, before positions turn it, and a query q̂ = q P_Q + c_Q.
-Of a key the scores q R(m) kᵀ, over all queries and distances m, see what M lets through:
+The scores q R(m) kᵀ, over all queries and distances m, see of a key what M lets through:
 
     M = mean over m of R(m)ᵀ E[qᵀq] R(m),     E |q R(m) (k − k̂)ᵀ|² = tr(M E[(k − k̂)ᵀ(k − k̂)])
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET
-from triptych.algebra.rewrites.metric import PRIOR, ChannelChange, Metric, Said, side_moments
+from triptych.algebra.rewrites.metric import PRIOR, ChannelChange, Metric, MetricWords, side_moments
 from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, mean_turn
 
 _Turned = Literal["q", "k"]
@@ -32,27 +32,27 @@ _ROUNDS = 5
 
 @final
 @dataclass(frozen=True, eq=False)
-class RotaryMaps(Metric):
+class RotaryMapsMetric(Metric):
     """The mean square of scores over queries, keys and distances."""
 
     heads: RotaryHeads
 
     @property
-    def said(self) -> Said:
+    def said(self) -> MetricWords:
         width = self.heads.weights.multiplied("q").d_out
         words = (
             "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
             "{worst:.3g} of the mean square of a head's scores"
         )
-        return Said(ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words)
+        return MetricWords(ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words)
 
     def energies(self) -> Float[Tensor, "groups d_k"]:
-        scores = _Scores.of(self.heads, PRIOR)
+        scores = _Scores.measure(self.heads, PRIOR)
         return scores.best("k", scores.identity).energies[:, 0]
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
-        maps = _fitted(_Scores.of(self.heads, PRIOR), self.heads.rotation, ranks)
-        true = _Scores.of(self.heads, 0.0)
+        maps = _fit_both_sides(_Scores.measure(self.heads, PRIOR), self.heads.rotation, ranks)
+        true = _Scores.measure(self.heads, 0.0)
         q, k = maps.q.flatten(0, 1), maps.k.flatten(0, 1)
         lost, whole = true.error(maps).flatten(), true.mean_square().flatten()
         return ChannelChange(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
@@ -87,7 +87,7 @@ class _Scores:
     factor: Float[Tensor, " d"]  # the square of what the rotation multiplies each channel by besides
 
     @classmethod
-    def of(cls, heads: RotaryHeads, prior: float) -> "_Scores":
+    def measure(cls, heads: RotaryHeads, prior: float) -> "_Scores":
         weights, rotation = heads.weights, heads.rotation
         q, k = (side_moments(weights, side, heads.moments, prior) for side in ("q", "k"))
         first, second = rotation.pairs
@@ -180,9 +180,11 @@ class _Scores:
         return (q * self.seen("q", k)).sum(dim=(-2, -1))
 
 
-def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
+def _fit_both_sides(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
     """Both sides fitted in turn, from the best keys and from rotary pairs; of each group the better end."""
-    kept = _first(scores, ranks)
+    # 1 for the first channels of each group, as many as its rank; 0 for the others.
+    widths = torch.tensor(ranks, device=scores.q.device)[:, None]
+    kept = (torch.arange(scores.width, device=scores.q.device) < widths).to(scores.q.dtype)
     pairs = _strongest_pairs(scores, rotation, ranks)
     ends = [scores.cut("k", scores.identity, kept), scores.with_keys(pairs[:, None])]
     for _ in range(_ROUNDS):
@@ -192,12 +194,6 @@ def _fitted(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) ->
     best = errors.argmin(dim=0)
     groups = torch.arange(len(best), device=best.device)
     return _Maps(*(torch.stack(side)[best, groups] for side in zip(*ends, strict=True)))
-
-
-def _first(scores: _Scores, ranks: Sequence[int]) -> Float[Tensor, "groups d"]:
-    """1 for the first channels of each group, as many as its rank; 0 for the others."""
-    of_groups = torch.tensor(ranks, device=scores.q.device)[:, None]
-    return (torch.arange(scores.width, device=scores.q.device) < of_groups).to(scores.q.dtype)
 
 
 def _strongest_pairs(

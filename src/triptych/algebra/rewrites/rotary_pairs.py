@@ -18,7 +18,7 @@ from triptych.algebra.moments import Moments
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites.channels import joint_basis
 from triptych.algebra.rewrites.legality import ROTARY_PAIRS_MEET, require_nothing_between
-from triptych.algebra.rewrites.metric import ChannelChange, Metric, Said, side_moments
+from triptych.algebra.rewrites.metric import ChannelChange, Metric, MetricWords, side_moments
 from triptych.algebra.rewrites.moves import unturned, with_row
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import AttentionWeights, Link, Side
@@ -39,26 +39,26 @@ class RotaryHeads:
 
 @final
 @dataclass(frozen=True, eq=False)
-class RotaryPairs(Metric):
+class RotaryPairsMetric(Metric):
     """The mean square of scores, in which rotary pairs are kept whole or become zero."""
 
     heads: RotaryHeads
 
     @property
-    def said(self) -> Said:
+    def said(self) -> MetricWords:
         words = (
             "{each} of {most} rotary pairs, which leaves out at most {worst:.3g} of the mean square of a "
             "head's scores in its rotary pairs"
         )
         count = len(self.heads.rotation.frequencies)
-        return Said(ROTARY_PAIRS_MEET, f"a head with {count} rotary pairs", count, words)
+        return MetricWords(ROTARY_PAIRS_MEET, f"a head with {count} rotary pairs", count, words)
 
     def energies(self) -> Float[Tensor, "groups pairs"]:
-        return self._of_groups(pair_scores(self.heads)).sort(dim=-1, descending=True).values
+        return self._sum_over_groups(pair_scores(self.heads)).sort(dim=-1, descending=True).values
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
         scores, weights = pair_scores(self.heads), self.heads.weights
-        places = self._of_groups(scores).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        places = self._sum_over_groups(scores).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         left_out = places >= torch.tensor(ranks, device=places.device)[:, None]
         groups = len(left_out)
         channels = torch.ones(groups, weights.multiplied("q").d_out, dtype=scores.dtype, device=scores.device)
@@ -69,7 +69,7 @@ class RotaryPairs(Metric):
         only = torch.diag_embed(channels)
         return ChannelChange(only, only, lost, scores.sum(dim=(-2, -1)))
 
-    def _of_groups(self, scores: Float[Tensor, "heads pairs pairs"]) -> Float[Tensor, "groups pairs"]:
+    def _sum_over_groups(self, scores: Float[Tensor, "heads pairs pairs"]) -> Float[Tensor, "groups pairs"]:
         of_heads = scores.diagonal(dim1=-2, dim2=-1)
         return of_heads.reshape(self.heads.weights.num_key_heads, -1, of_heads.shape[-1]).sum(dim=1)
 
@@ -102,7 +102,7 @@ def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
     """The rotary embedding of a layer, if its pairs are what meets in its scores."""
     ROTARY_PAIRS_MEET.require(name, weights)
-    rotation = _rotary(weights)
+    rotation = _rotary_embedding(weights)
     width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
         raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
@@ -119,7 +119,7 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
     is the least Σ ‖ΔZ‖² there is, and nothing if the v_j are complex multiples of one. Channels that are
     not turned get the basis that serves all heads best.
     """
-    (q,), (k,), rotation = plain.q, plain.k, _rotary(plain)
+    (q,), (k,), rotation = plain.q, plain.k, _rotary_embedding(plain)
     members = k.copies // groups
     u = _complex_pairs(with_row(q), rotation).unflatten(0, (groups, members, -1))  # type: ignore[no-untyped-call]
     v = _complex_pairs(with_row(k), rotation).unflatten(0, (groups, members))  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ def _merge_fixed(q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new
     groups = len(new_k)
     own = with_row(q)[..., stays].reshape(groups, k.copies // groups, -1, len(stays))
     common = with_row(k)[..., stays].unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
-    basis = joint_basis(own, common, "own").of_width(len(stays))
+    basis = joint_basis(own, common, "own").resize(len(stays))
     new_q[..., stays] = (own @ basis.own).reshape(*new_q.shape[:2], len(stays))
     new_k[..., stays] = basis.shared
 
@@ -165,7 +165,7 @@ def _without_row(maps: Float[Tensor, "copies rows width"], like: Link) -> Link:
     return Link(maps) if like.bias is None else Link(maps[:, :-1].contiguous(), maps[:, -1].contiguous())
 
 
-def _rotary(weights: AttentionWeights) -> RotaryEmbedding:
+def _rotary_embedding(weights: AttentionWeights) -> RotaryEmbedding:
     assert weights.semantics.rotary is not None
     return weights.semantics.rotary
 

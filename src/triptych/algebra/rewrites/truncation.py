@@ -12,17 +12,17 @@ from triptych.algebra.rewrites.channels import Form
 from triptych.algebra.rewrites.legality import CHANNELS_FREE, CHANNELS_OR_PAIRS
 from triptych.algebra.rewrites.rank import Rotary, measure_energies, truncate
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
-from triptych.algebra.rewrites.rewrite import LayerToRewrite, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.errors import UsageError
 
 Criterion = Literal["free", "uncentred", "centred"]
-# Of a share of energy: what is met but for rounding is met.
+# A share of energy that is met but for this is met.
 _SHARE_ROUNDING = 1e-10
 
 
 @final
-class Truncate(Rewrite):
+class Truncate(LayerRewrite):
     """Lower the rank of W_QK and W_OV; of rotary heads, the rank of W_Q and W_K before the rotation.
 
     Attributes:
@@ -157,25 +157,25 @@ class Truncate(Rewrite):
         assert self.rank is not None
         widest = 0
         for layer in layers:
-            widest = max(widest, *(_width(layer.weights, form) for form in self.forms))
+            widest = max(widest, *(_form_width(layer.weights, form) for form in self.forms))
             if widest >= self.rank:
                 return
         raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
 
     def _ranks(self, layer: LayerToRewrite, form: Form) -> list[int]:
         """One rank per group of heads: of rotary heads, a number of pairs."""
-        copies = _groups(layer.weights, form)
+        copies = _num_groups(layer.weights, form)
         if self.rank is None:
             return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * copies
-        rank = min(self.rank, _width(layer.weights, form))
+        rank = min(self.rank, _form_width(layer.weights, form))
         return [max(1, rank // self._step(layer, form))] * copies
 
 
-def _width(weights: AttentionWeights, form: Form) -> int:
+def _form_width(weights: AttentionWeights, form: Form) -> int:
     return weights.multiplied("q" if form == "qk" else "v").d_out
 
 
-def _groups(weights: AttentionWeights, form: Form) -> int:
+def _num_groups(weights: AttentionWeights, form: Form) -> int:
     return weights.num_key_heads if form == "qk" else weights.num_value_heads
 
 
@@ -184,6 +184,6 @@ def _numbers_a_channel(weights: AttentionWeights, form: Form) -> int:
     sides: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k") if form == "qk" else ("v", "o")
     widths = {side: sum(link.weight.shape[1] for link in weights.chain(side)[:1]) for side in SIDES}
     widths["o"] = weights.o[-1].d_out if weights.o else weights.d_model
-    served = weights.num_heads // _groups(weights, form)
+    served = weights.num_heads // _num_groups(weights, form)
     own = "q" if form == "qk" else "o"
     return sum(widths[side] * (served if side == own else 1) for side in sides)

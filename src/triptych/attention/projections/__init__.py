@@ -1,4 +1,4 @@
-"""The ways to write a head: those of `table`, a class in a user's file, and `AsWritten` for the rest.
+"""The ways to write a head: the classes of `table`, a class in a user's file, and `AsWritten` for the rest.
 
 The contract suite tests whatever `PARAMETERISATIONS` names.
 """
@@ -7,17 +7,12 @@ import dataclasses
 import math
 from dataclasses import replace
 
-import torch
-
 from triptych import user_code
-from triptych.algebra.weights import SIDES, AttentionWeights, standard_scale
+from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.attention.projections import table
-from triptych.attention.projections.abstract import (
-    Parameterisation,
-    same_but_rounded,
-    structural_difference,
-)
-from triptych.attention.projections.table import AsWritten, ScaledOutside
+from triptych.attention.projections.abstract import Parameterisation
+from triptych.attention.projections.composed import AsWritten, ScaledOutside, is_scaled_outside
+from triptych.attention.projections.module import structural_difference
 from triptych.errors import nearest
 
 # Where several could hold the same weights, the first named does: `factored` before `grouped`.
@@ -43,7 +38,7 @@ PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
     )
 }
 
-# What could be asked for by name but is no way to write a layer, and why.
+# Names that look like a parameterisation and are none, and why.
 REFUSED: dict[str, str] = {
     "four_way": "with the 4th matrix as data the output is as wide as the sequence is long, so no W^O of "
     "fixed size can read it: call four_way_attention(Q, K, V, W), or use 'four_matrix', the 4th matrix as "
@@ -83,7 +78,7 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
     return cls(**options)
 
 
-def parameterisation_of(
+def fit_parameterisation(
     weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
 ) -> tuple[AttentionWeights, Parameterisation]:
     """The parameterisation whose structure a writing has, and the writing in just that structure."""
@@ -91,13 +86,13 @@ def parameterisation_of(
         own.skeleton(weights.d_model, weights.num_heads), weights
     ):
         return weights, own
-    if _is_scaled_outside(weights):
+    if is_scaled_outside(weights):
         inner = replace(weights, o=weights.o[1:])
-        fitted, found = parameterisation_of(inner, named=named)
+        fitted, found = fit_parameterisation(inner, named=named)
         return replace(fitted, o=(weights.o[0], *fitted.o)), ScaledOutside(found)
     reasons: list[str] = []
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
-    for writing in (weights, weights.evened(groups), weights.evened(weights.num_heads)):
+    for writing in (weights, weights.with_even_copies(groups), weights.with_even_copies(weights.num_heads)):
         reasons = []
         for name, cls in PARAMETERISATIONS.items():
             candidate = cls.fitting(writing)
@@ -113,18 +108,8 @@ def parameterisation_of(
             reasons.append(f"; {name}: {reason}")
     if not named:
         try:
-            return AsWritten.of(weights)
+            return AsWritten.from_weights(weights)
         except ValueError as error:
             reasons.append(f"; as_written: {error}")
     lengths = ", ".join(f"{side} {len(weights.chain(side))}" for side in SIDES)
-    raise ValueError(
-        f"no parameterisation writes these weights, with so many maps in a row: {lengths}" + "".join(reasons)
-    )
-
-
-def _is_scaled_outside(weights: AttentionWeights) -> bool:
-    """Whether what the heads give out is divided by √d_k first, as `ScaledOutside` does."""
-    if len(weights.o) < 2 or weights.o[0].learned or not weights.o[0].diagonal:
-        return False
-    factor, d_k = weights.o[0].weight, weights.multiplied("k").d_out if weights.k else weights.d_model
-    return factor.shape[0] == 1 and same_but_rounded(torch.full_like(factor, standard_scale(d_k)), factor)
+    raise ValueError(f"no parameterisation writes these weights; maps in a row: {lengths}" + "".join(reasons))

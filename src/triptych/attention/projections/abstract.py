@@ -1,41 +1,24 @@
 """What every way to write a head has in common.
 
 A `Parameterisation` is the choice (a small frozen record, fit for a recipe): it names the chains of maps to
-queries, keys, values and output, and gives their sizes. `Projections` is the module that holds the maps. The
+queries, keys, values and output, and gives their sizes. `Projections` (`module`) holds the maps. The
 layer asks its projections for queries, for what to cache of each token, for keys and values made of it, and
 for the output: it never knows which parameterisation it holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from triptych import thresholds
-from triptych.algebra.cost import Route
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import HeadGate, Semantics, alike
-from triptych.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
-from triptych.attention.projections.maps import (
-    ConcatenatedHeads,
-    FromHeads,
-    HeadMap,
-    LinkMap,
-    Stored,
-    StoredLink,
-    ToHeads,
-    split_heads,
-    through_own_map,
-)
+from triptych.algebra.semantics import HeadGate
+from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
+from triptych.attention.projections.maps import FromHeads, HeadMap, ToHeads
+from triptych.attention.projections.module import Projections
 
 _READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
 Maps = dict[str, HeadMap]
-# A map that can be absorbed, and its channels.
-_Up = tuple[str, tuple[int, int, int]]
 
 
 @final
@@ -102,16 +85,17 @@ class Parameterisation:
 
     Attributes:
         name: as in a recipe; of a class in a file of one's own, `FILE.py:CLASS`.
-        parameters_formula: learned numbers of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
-            the class's own sizes, as a Python expression; "" for none. Likewise `cache_formula`: numbers
-            cached per token.
+        parameters_formula: parameters of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
+            the class's own sizes, as a Python expression; "" for none. `cache_formula` is
+            the same for the numbers cached per token.
         q: names of the maps to queries; `k` and `v` are to keys and values, `o` from the heads to the
             output. A name that is in two chains is one map that they share. An empty chain takes the input
             itself.
         read_off: the maps that options are read off when weights are given: whether there is a bias, a width
             (`d_…`) or a number of copies (`num_…`); "scale" is the scale. If left out, `x_bias` is read
             off `x_proj`, `d_k` off `q_proj` and `d_v` off `v_proj`.
-        no_rotary: why rotary positions make no sense with it; "" if they do. Likewise `no_qk_norm`.
+        no_rotary: why rotary positions make no sense with it; "" if they do. `no_qk_norm` is the same
+            for QK-norm.
     """
 
     name: ClassVar[str] = ""
@@ -149,17 +133,19 @@ class Parameterisation:
         return found
 
     def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
-        """At the sizes of a layer: the width whose root the scores are divided by, and the maps."""
+        """The width whose root the scores are divided by, and the maps, at the sizes of a layer."""
         sizes = LayerSizes(self, d_model, at_least_one_head(num_heads))
         return sizes.d_k, self.maps(sizes)
 
-    def build(self, d_model: int, num_heads: int) -> "Projections":
+    def build(self, d_model: int, num_heads: int) -> Projections:
         """Make the maps of a layer of this size, freshly initialised.
 
         Raises:
             ValueError: sizes that do not fit, with the numbers.
         """
-        return Projections(self, d_model, num_heads)
+        d_k, maps = self.sizes(d_model, num_heads)
+        chains = {side: self.chain(side) for side in SIDES}
+        return Projections(self.name, d_model, num_heads, d_k, maps, chains)
 
     def gate(self, d_model: int, num_heads: int) -> HeadGate | None:
         """The gate that its heads need; None if they need none."""
@@ -210,308 +196,6 @@ class Parameterisation:
         with torch.device("meta"):
             weights, gate = self.build(d_model, num_heads).weights(), self.gate(d_model, num_heads)
             return replace(weights, semantics=replace(weights.semantics, gate=gate))
-
-
-class Projections(nn.Module):
-    """The maps of one attention layer.
-
-    Attributes:
-        d_model: width of input and output.
-        num_heads: number of query heads.
-        d_k: the width whose root the scores are divided by.
-        o_proj: W^O, from the heads side by side to the model's width: `nn.Linear`, or `ConcatenatedHeads`.
-    """
-
-    o_proj: nn.Linear | ConcatenatedHeads
-
-    def __init__(self, parameterisation: Parameterisation, d_model: int, num_heads: int) -> None:
-        """Make the maps and draw their numbers."""
-        super().__init__()
-        self.d_model = d_model
-        self.num_heads = num_heads
-        self.d_k, self._maps = parameterisation.sizes(d_model, num_heads)
-        self._chains = {side: parameterisation.chain(side) for side in SIDES}
-        for name, own in self._maps.items():
-            stored = own.make()
-            if stored is not None:
-                setattr(self, name, stored)
-        for name, own in self._maps.items():
-            own.initialise(self._stored(name))
-        k, v = self._chains["k"], self._chains["v"]
-        shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
-        self._shared = k[:shared]
-        self._of_shared = k[shared:], v[shared:]
-        self._ups = self._maps_to_absorb()
-        self._name = parameterisation.name
-
-    @property
-    def caches_keys(self) -> bool:
-        """Whether the first thing cached of a token is its keys and nothing but its keys."""
-        return not self._shared
-
-    @property
-    def no_two_memories(self) -> str:
-        """Why keys and values cannot come from two sequences; "" if they can."""
-        return f"{self._name} makes keys and values of one sequence, by the same map" if self._shared else ""
-
-    @property
-    def memory_width(self) -> int:
-        """Width of what keys and values are made of."""
-        first = next(
-            (self._maps[chain[0]] for chain in (self._chains["k"], self._chains["v"]) if chain), None
-        )
-        return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
-
-    def rotate_cached_keys(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
-        """The rotation of what is stored first that turns keys; None where keys turn when they are made."""
-        if self.caches_keys:
-            return rotary
-        if self._ups is None:
-            return None
-        (k_up, (read, written, passed)), (_, (of_values, _, _)) = self._ups
-        channels = [channel for pair in rotary.pairs for channel in pair]
-        outside = min(channels) < written or max(channels) >= written + passed
-        if outside or self._matrices(k_up)[1] is not None or of_values > read:
-            return None
-        return replace(rotary, start=rotary.start - written + read)
-
-    def queries(
-        self, x: Float[Tensor, "batch query_len d_model"]
-    ) -> Float[Tensor, "batch num_heads query_len width"]:
-        """The queries of every head."""
-        return self._through(self._chains["q"], x[:, None])
-
-    def share_keys(self, lender: "Projections") -> None:
-        """Hold the maps of keys and values of another layer in place of the own ones."""
-        for name in {*self._chains["k"], *self._chains["v"]}:
-            setattr(self, name, getattr(lender, name))
-
-    def project_kv(
-        self,
-        key_input: Float[Tensor, "batch key_len d_memory"],
-        value_input: Float[Tensor, "batch key_len d_memory"],
-    ) -> tuple[Tensor, ...]:
-        """What is kept of each token attended to: tensors `[batch, heads, key_len, width]`.
-
-        This is what a cache stores while decoding: keys and values, or one tensor after the maps that both
-        share.
-        """
-        if self._shared:
-            return (self._through(self._shared, key_input[:, None]),)
-        if value_input is key_input:
-            return tuple(self._through_all(self._of_shared, key_input))
-        keys, values = self._of_shared
-        return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
-
-    def keys_values(self, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
-        if not self._shared:
-            k, v = cached
-            return k, v
-        keys, values = self._of_shared
-        return self._through(keys, cached[0]), self._through(values, cached[0])
-
-    def of_one_sequence(
-        self, x: Float[Tensor, "batch length d_model"]
-    ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
-        """`queries(x)` and `project_kv(x, x)`, for self-attention; what both need is computed once."""
-        cached = (self._shared,) if self._shared else self._of_shared
-        if self._chains["q"] == cached[0]:
-            keys, *values = self._through_all(cached, x)
-            return keys, (keys, *values)
-        *keys_values, q = self._through_all((*cached, self._chains["q"]), x)
-        return q, tuple(keys_values)
-
-    def output(
-        self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route = "expanded"
-    ) -> Float[Tensor, "batch query_len d_model"]:
-        """`Σ_i head_i W_i^O`, as one product; heads of the absorbed route are not yet values."""
-        if route == "absorbed":
-            assert self._ups is not None
-            matrices, bias = self._matrices(self._ups[1][0])
-            heads = through_own_map(heads, matrices.mT)
-            if bias is not None:
-                heads = heads + bias[:, None]
-        return self._through(self._chains["o"], heads)[:, 0]
-
-    def weights(self) -> AttentionWeights:
-        """The matrices as chains of maps: views of the parameters, sharing included."""
-        like = next(self.parameters())
-        links = {name: own.link(self._stored(name), like) for name, own in self._maps.items()}
-        chains: dict[tuple[str, ...], Chain] = {}
-        for names in self._chains.values():
-            chains.setdefault(names, tuple(links[name] for name in names))
-        q, k, v, o = (chains[self._chains[side]] for side in SIDES)
-        return AttentionWeights(
-            d_model=self.d_model,
-            num_heads=self.num_heads,
-            q=q,
-            k=k,
-            v=v,
-            o=o,
-            semantics=Semantics(scale=standard_scale(self.d_k)),
-            o_bias=self.o_proj.bias,
-        )
-
-    def route(self, query_len: int, key_len: int) -> Route:
-        """The cheaper of the ways to attend."""
-        if self._ups is None:
-            return "expanded"
-        (_, (k_read, k_written, passed)), (_, (v_read, v_written, _)) = self._ups
-        maps = k_read * k_written + v_read * v_written
-        expanded = key_len * maps + query_len * key_len * (k_written + passed + v_written)
-        absorbed = query_len * maps + query_len * key_len * (k_read + passed + v_read)
-        return "absorbed" if absorbed < expanded else "expanded"
-
-    @property
-    def absorbs_biases(self) -> bool:
-        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated)."""
-        return self._ups is None or self._matrices(self._ups[1][0])[1] is None
-
-    def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the absorbed route: what was cached serves as it is.
-
-        The key bias is left out: it adds the same to every score of a query.
-        """
-        assert self._ups is not None
-        ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = self._ups, cached
-        moved = through_own_map(q[..., :written], self._matrices(name)[0])
-        keys = kept if read + passed == kept.shape[3] else kept[..., : read + passed]
-        values = keys if of_values == keys.shape[3] else kept[..., :of_values]
-        return torch.cat([moved, q[..., written:]], dim=-1) if passed else moved, keys, values
-
-    def _maps_to_absorb(self) -> "tuple[_Up, _Up] | None":
-        """The maps of keys and of values after what they share, where they can be absorbed."""
-        like = next(iter(self.parameters()), torch.empty(0))
-        found: list[_Up] = []
-        for names in self._of_shared if self._shared else ():
-            own = self._maps[names[0]] if len(names) == 1 else None
-            if own is None or own.channels is None:
-                return None
-            if own.link(self._stored(names[0]), like).copies != self.num_heads:
-                return None
-            found.append((names[0], own.channels))
-        one_stream = all(self._maps[name].link(self._stored(name), like).copies == 1 for name in self._shared)
-        if len(found) != 2 or found[1][1][2] or not one_stream:
-            return None
-        return found[0], found[1]
-
-    def _matrices(self, name: str) -> tuple[Tensor, Tensor | None]:
-        return self._maps[name].matrices(self._stored(name))
-
-    @torch.no_grad()
-    def load(self, weights: AttentionWeights) -> None:
-        """Copy the numbers of a writing of the same structure into the parameters."""
-        mine = self.weights()
-        weights = weights.with_scale(mine.scale)
-        difference = structural_difference(mine, weights)
-        if difference:
-            raise ValueError(f"{self._name} cannot hold these weights: {difference}")
-        names = {
-            id(link): name
-            for side in SIDES
-            for name, link in zip(self._chains[side], mine.chain(side), strict=True)
-        }
-        for own, given in zip(mine.links(), weights.links(), strict=True):
-            self._load_link(names[id(own)], own, given)
-        if mine.o_bias is not None:
-            mine.o_bias.copy_(torch.zeros_like(mine.o_bias) if weights.o_bias is None else weights.o_bias)
-
-    @torch.no_grad()
-    def adopt(self, weights: AttentionWeights) -> None:
-        """Make the numbers of a writing of the same structure the parameters themselves.
-
-        Nothing is copied where they lie in memory as ours do. For parameterisations whose maps are all
-        learned, with one parameter for a map and one for its bias, such as `Factored` and `Grouped`.
-        """
-        mine = self.weights()
-        if difference := structural_difference(mine, weights):
-            raise ValueError(f"{self._name} cannot hold these weights: {difference}")
-        pairs = [(mine.o_bias, weights.o_bias)]
-        for own, given in zip(mine.links(), weights.links(), strict=True):
-            pairs += [(own.weight, given.weight), (own.bias, given.bias)]
-        names = {id(parameter): name for name, parameter in self.named_parameters()}
-        for view, numbers in pairs:
-            if view is None:
-                continue
-            stored = view if view._base is None else view._base
-            module, _, name = names[id(stored)].rpartition(".")
-            if numbers is None:
-                numbers = torch.zeros(view.shape, dtype=weights.dtype, device=weights.device)
-            strides = view.stride()
-            order = sorted(range(view.ndim), key=strides.__getitem__, reverse=True)
-            new = nn.Parameter(numbers.permute(order).reshape(stored.shape))
-            setattr(self.get_submodule(module), name, new)
-
-    def _load_link(self, name: str, own: Link, given: Link) -> None:
-        """Copy the numbers of one map; `own` is what there is of it, by name."""
-        stored = self._stored(name)
-        if isinstance(stored, StoredLink):
-            stored.load(given)
-            return
-        if own.learned:
-            own.weight.copy_(given.weight)
-        elif not same_but_rounded(own.weight, given.weight):
-            raise ValueError(f"{self._name} cannot hold these weights: a fixed map differs")
-        if own.bias is not None:
-            own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
-
-    def _stored(self, name: str) -> Stored:
-        return getattr(self, name, None)
-
-    def _through(self, names: tuple[str, ...], x: Tensor) -> Tensor:
-        for name in names:
-            x = self._maps[name].apply(self._stored(name), x)
-        return x
-
-    def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
-        """An input through several chains; where that is faster, their first maps are one product."""
-        names = [chain[0] for chain in chains if chain]
-        # Without :=, at which torch.compile breaks its graph.
-        first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
-        biased = {own.bias for own in first}
-        if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
-            return [self._through(chain, x[:, None]) for chain in chains]
-        weight = torch.cat([self.get_parameter(f"{name}.weight") for name in names])
-        bias = torch.cat([self.get_parameter(f"{name}.bias") for name in names]) if biased == {True} else None
-        widths = [own.copies * own.d_out for own in first]
-        parts = torch.split(F.linear(x, weight, bias), widths, dim=-1)
-        streams = [split_heads(part, own.copies) for part, own in zip(parts, first, strict=True)]
-        return [self._through(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
-
-
-def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
-    """Why the writing `one` has no room for the numbers of `other`; "" if it has."""
-    if one.num_heads != other.num_heads:
-        return f"{one.num_heads} heads, not {other.num_heads}"
-    links: dict[int, Link] = {}
-    for side in SIDES:
-        mine, theirs = one.chain(side), other.chain(side)
-        if len(mine) != len(theirs):
-            return f"{side} is a chain of {len(mine)} maps, not {len(theirs)}"
-        for own, given in zip(mine, theirs, strict=True):
-            if own.weight.shape != given.weight.shape:
-                return f"a map of {side} is {list(own.weight.shape)}, not {list(given.weight.shape)}"
-            if own.learned != given.learned:
-                return f"a map of {side} is {'learned' if own.learned else 'fixed'} here only"
-            if not alike(own.norm, given.norm):
-                return f"the norms after a map of {side} differ"
-            if own.bias is None and given.bias is not None:
-                return f"a map of {side} has no place for its bias"
-            if links.setdefault(id(own), given) is not given:
-                return f"{side} shares a map here only"
-    shared = {id(link) for link in links.values()}
-    if len(shared) != len(links):
-        return "maps are shared there only"
-    if one.o_bias is None and other.o_bias is not None:
-        return "there is no place for the output bias"
-    return ""
-
-
-def same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
-    """Whether a fixed map is the same, or was before it passed through a dtype of fewer digits."""
-    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    return any(torch.equal(fixed.to(dtype).to(fixed.dtype), given) for dtype in dtypes)
 
 
 def at_least_one_head(num_heads: int) -> int:

@@ -40,9 +40,9 @@ class HeadMap(ABC):
 
     @property
     def channels(self) -> tuple[int, int, int] | None:
-        """Of learned matrices alone: how many channels they read and write, and how many pass behind those.
+        """How many channels learned matrices read and write, and how many pass behind those.
 
-        None for any other map. Such maps can be applied to queries and outputs, in place of what is kept.
+        None for any other map. Such matrices can be applied to queries and outputs, in place of what is kept.
         """
         return None
 
@@ -80,15 +80,15 @@ class ToHeads(HeadMap):
         return self.d_in, self.d_out, 0
 
     def matrices(self, stored: Stored) -> tuple[Tensor, Tensor | None]:
-        weight, bias = _linear(stored).weight, _linear(stored).bias
+        weight, bias = _as_linear(stored).weight, _as_linear(stored).bias
         matrices = weight.view(self.copies, self.d_out, self.d_in)
         return matrices, None if bias is None else bias.view(self.copies, -1)
 
     def initialise(self, stored: Stored) -> None:
-        _draw(_linear(stored), self.variance or 1 / (self.d_in + self.copies * self.d_out))
+        _draw(_as_linear(stored), self.variance or 1 / (self.d_in + self.copies * self.d_out))
 
     def apply(self, stored: Stored, x: Tensor) -> Tensor:
-        return split_heads(_linear(stored)(x[:, 0]), self.copies)
+        return split_heads(_as_linear(stored)(x[:, 0]), self.copies)
 
     def link(self, stored: Stored, like: Tensor) -> Link:
         matrices, bias = self.matrices(stored)
@@ -103,7 +103,7 @@ class FromHeads(HeadMap):
     Attributes:
         d_in: width of each head.
         d_out: width of the model.
-        num_heads: how many there are. Of more heads as many next to each other share one map.
+        num_heads: number of heads that the map reads. A layer of more heads sums consecutive ones first.
         bias: whether the map has one. It belongs to all heads together and is not part of the link.
         variance: of the numbers drawn; Glorot's if None.
     """
@@ -118,15 +118,15 @@ class FromHeads(HeadMap):
         return nn.Linear(self.num_heads * self.d_in, self.d_out, self.bias)
 
     def initialise(self, stored: Stored) -> None:
-        _draw(_linear(stored), self.variance)
+        _draw(_as_linear(stored), self.variance)
 
     def apply(self, stored: Stored, x: Tensor) -> Tensor:
         if (sharing := x.shape[1] // self.num_heads) > 1:
             x = x.unflatten(1, (self.num_heads, sharing)).sum(2)  # type: ignore[no-untyped-call]
-        return _linear(stored)(join_heads(x))[:, None]  # type: ignore[no-any-return]
+        return _as_linear(stored)(join_heads(x))[:, None]  # type: ignore[no-any-return]
 
     def link(self, stored: Stored, like: Tensor) -> Link:
-        return Link(_linear(stored).weight.view(self.d_out, self.num_heads, self.d_in).permute(1, 2, 0))
+        return Link(_as_linear(stored).weight.view(self.d_out, self.num_heads, self.d_in).permute(1, 2, 0))
 
 
 @final
@@ -148,13 +148,13 @@ class PerHead(HeadMap):
         return nn.Parameter(torch.empty(self.num_heads, self.width, self.width))
 
     def initialise(self, stored: Stored) -> None:
-        draw_evenly(_parameter(stored), self.variance)
+        draw_evenly(_as_parameter(stored), self.variance)
 
     def apply(self, stored: Stored, x: Tensor) -> Tensor:
-        return through_own_map(x, _parameter(stored).mT)
+        return through_own_map(x, _as_parameter(stored).mT)
 
     def link(self, stored: Stored, like: Tensor) -> Link:
-        return Link(_parameter(stored).mT)
+        return Link(_as_parameter(stored).mT)
 
 
 @final
@@ -170,13 +170,13 @@ class Mixing(HeadMap):
         return nn.Parameter(torch.empty(self.num_heads, self.width))
 
     def initialise(self, stored: Stored) -> None:
-        nn.init.normal_(_parameter(stored), std=self.variance**0.5)
+        nn.init.normal_(_as_parameter(stored), std=self.variance**0.5)
 
     def apply(self, stored: Stored, x: Tensor) -> Tensor:
-        return x * _parameter(stored)[:, None, :]
+        return x * _as_parameter(stored)[:, None, :]
 
     def link(self, stored: Stored, like: Tensor) -> Link:
-        return Link(_parameter(stored))
+        return Link(_as_parameter(stored))
 
 
 @final
@@ -279,7 +279,7 @@ class LinkMap(HeadMap):
     norm_parts: dict[str, torch.Size] = field(compare=False)  # shapes of the norm's numbers
 
     @classmethod
-    def of(cls, link: Link) -> "LinkMap":
+    def from_link(cls, link: Link) -> "LinkMap":
         """For a link of a writing; which of its channels pass is read off its numbers."""
         read, passed = _passing(link)
         parts = {} if link.norm is None else link.norm.tensors()
@@ -363,7 +363,7 @@ class StoredLink(nn.Module):
         return replace(norm, **{name: getattr(self, f"norm_{name}") for name in self.kind.norm_parts})
 
     def link(self) -> Link:
-        """As a link of a chain; a view where no channels pass."""
+        """The map as a link of a chain; a view where no channels pass."""
         weight, kind = self.weight, self.kind
         if not kind.diagonal:
             weight = weight.mT
@@ -445,17 +445,17 @@ def _draw(linear: nn.Linear, variance: float | None) -> None:
 
 
 def draw_evenly(numbers: Tensor, variance: float) -> None:
-    """From ± √(3 · variance)."""
+    """Draw uniformly from ± √(3 · variance)."""
     bound = math.sqrt(3 * variance)
     nn.init.uniform_(numbers, -bound, bound)
 
 
-def _linear(stored: Stored) -> nn.Linear:
+def _as_linear(stored: Stored) -> nn.Linear:
     assert isinstance(stored, nn.Linear)
     return stored
 
 
-def _parameter(stored: Stored) -> nn.Parameter:
+def _as_parameter(stored: Stored) -> nn.Parameter:
     assert isinstance(stored, nn.Parameter)
     return stored
 

@@ -8,27 +8,23 @@ same in all: `d_k` and `d_v` are the widths of queries and keys, and of values, 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, final
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 import torch
 
 from triptych.algebra.semantics import HeadGate
-from triptych.algebra.weights import SIDES, AttentionWeights, Side, standard_scale
+from triptych.algebra.weights import AttentionWeights, Side, standard_scale
 from triptych.attention.projections.abstract import LayerSizes, Maps, Parameterisation, at_least_one
 from triptych.attention.projections.maps import (
     ConstantFactor,
     FromHeads,
-    HeadMap,
     Joined,
-    LinkMap,
     Mixing,
     PerHead,
     Slices,
     ToHeads,
 )
-
-ScalePlace = Literal["inside", "outside"]
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,11 @@ class Bilinear(Parameterisation):
     parameters_formula = "h*d**2 + 2*h*d*d_v"
     cache_formula = "d + h*d_v"
     no_rotary = (
-        "one matrix W_i stands for W^Q and W^K together, so there are no queries and keys to turn: "
+        "one matrix W_i takes the place of both W^Q and W^K, so there are no queries and keys to turn: "
         "under rotary positions the form would have to change with the distance"
     )
     no_qk_norm = (
-        "one matrix W_i stands for W^Q and W^K together, so there are no queries and keys to normalise"
+        "one matrix W_i takes the place of both W^Q and W^K, so there are no queries and keys to normalise"
     )
     k = ()
     read_off: ClassVar[Mapping[str, str]] = {"d_k": "scale"}
@@ -86,7 +82,7 @@ class Bilinear(Parameterisation):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        variance = s.variance(s.d_k) ** 2 * s.d_k / s.d**2  # scores vary as those of `Factored`
+        variance = s.variance(s.d_k) ** 2 * s.d_k / s.d**2  # scores vary as in `Factored`
         return {**super().maps(s), "q_proj": ToHeads(s.d, s.d, s.h, self.q_bias, variance)}
 
 
@@ -95,7 +91,7 @@ class Bilinear(Parameterisation):
 class Stacked(_OfFourSides):
     """A map of all heads, then one of each: `W_QK = (W^Q W_i^Q)(W^K W_i^K)ᵀ`, `W_OV = W^V W_i^V W_i^O`.
 
-    Nothing is between the two, so the forms are those of `Factored`: only the writing, and with it the
+    Nothing is between the two, so the forms are the same as in `Factored`: only the writing, and with it the
     training, differs. `first_bias` gives W^Q, W^K and W^V biases.
     """
 
@@ -327,7 +323,7 @@ class Latent(_OfFourSides):
 
     def maps(self, s: LayerSizes) -> Maps:
         r = 2 * s.width("d_latent") if self.d_latent is None else at_least_one(self.d_latent, "d_latent")
-        # The latent varies as the input, keys and values as those of `Factored`.
+        # The latent varies as the input, keys and values as in `Factored`.
         return {
             "q_proj": ToHeads(s.d, s.d_k, s.h, self.q_bias),
             "kv_down": ToHeads(s.d, r, 1, self.down_bias, 1 / s.d),
@@ -403,7 +399,7 @@ class IdentityQuery(_Sliced):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        # Queries come as they are: keys begin smaller, so that scores vary as those of `Factored`.
+        # Queries come as they are: keys begin smaller, so that scores vary as in `Factored`.
         key = ToHeads(s.d, s.d_k, s.h, self.k_bias, s.variance(s.d_k) ** 2 / s.d)
         return {"slices": Slices(s.h, s.d_k), **super().maps(s), "k_proj": key}
 
@@ -487,32 +483,6 @@ class IdentityOV(_Sliced):
         }
 
 
-@final
-@dataclass(frozen=True)
-class ScaledOutside(Parameterisation):
-    """`softmax(Q Kᵀ) V / √d_k`: another parameterisation with its scale after the softmax, on the values."""
-
-    o = ("o_scale", "o_proj")
-
-    inner: Parameterisation
-
-    def __post_init__(self) -> None:
-        for name in ("name", "no_rotary", "no_qk_norm"):
-            object.__setattr__(self, name, getattr(self.inner, name))
-
-    def chain(self, side: Side) -> tuple[str, ...]:
-        return self.inner.chain(side) if side != "o" else ("o_scale", *self.inner.chain("o"))
-
-    def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
-        d_k, maps = self.inner.sizes(d_model, num_heads)
-        v = self.inner.skeleton(d_model, num_heads).v
-        factor = ConstantFactor(standard_scale(d_k), v[-1].d_out if v else d_model)
-        return 1, {"o_scale": factor, **maps}
-
-    def gate(self, d_model: int, num_heads: int) -> HeadGate | None:
-        return self.inner.gate(d_model, num_heads)
-
-
 def _tied_variance(s: LayerSizes) -> float:
     """Variance of W for `x W Wᵀ yᵀ` to vary as the scores of `Factored` do.
 
@@ -529,38 +499,3 @@ def _is_sliced(weights: AttentionWeights, side: Side) -> bool:
     fixed = Joined(weights.num_heads, width, False) if side == "o" else Slices(weights.num_heads, width)
     own = fixed.link(fixed.make(), chain[0].weight).weight
     return own.shape == chain[0].weight.shape and (own.is_meta or torch.equal(own, chain[0].weight))
-
-
-@final
-@dataclass(frozen=True)
-class AsWritten(Parameterisation):
-    """Chains of any number of maps, shared or not, fixed or learned, with norms between them."""
-
-    name = "as_written"
-
-    own_maps: dict[str, HeadMap] = field(compare=False)  # by name, the output map `o_proj` last
-    chains: dict[Side, tuple[str, ...]] = field(compare=False)  # the names of the maps of each side
-    width: int  # of queries and keys
-
-    @classmethod
-    def of(cls, weights: AttentionWeights) -> "tuple[AttentionWeights, AsWritten]":
-        """The parameterisation of a writing, and the writing with a learned output map for each head."""
-        last = weights.o[-1] if weights.o else None
-        if last is None or last.diagonal or last.norm is not None:
-            raise ValueError("the heads' outputs need a map of their own at the end")
-        last = replace(last.of_heads(weights.num_heads), learned=True)
-        weights = replace(weights, o=(*weights.o[:-1], last))
-        links = list(weights.links())
-        names = {id(link): f"map_{i}" for i, link in enumerate(links)}
-        names[id(weights.o[-1])] = "o_proj"
-        maps: dict[str, HeadMap] = {names[id(link)]: LinkMap.of(link) for link in links}
-        last = weights.o[-1]
-        maps["o_proj"] = FromHeads(last.d_in, last.d_out, weights.num_heads, weights.o_bias is not None)
-        chains = {side: tuple(names[id(link)] for link in weights.chain(side)) for side in SIDES}
-        return weights, cls(maps, chains, weights.multiplied("q").d_out if weights.q else weights.d_model)
-
-    def chain(self, side: Side) -> tuple[str, ...]:
-        return self.chains[side]
-
-    def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
-        return self.width, self.own_maps
