@@ -2,27 +2,50 @@
 
 import contextlib
 import io
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triptych.cli.main import run as run_command
 
 # A number as a page may show it: 1,048,576, 0.33, 1e-15, 96%.
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?%?")
 _SAVED = re.compile(r"`([\w-]+\.(?:toml|py))`")
+_NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")
+# The directories of this environment's commands first: python, torchrun.
+_PATH = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 class Block(NamedTuple):
-    """A fenced block, its line, and the file that the sentence before it says it is saved as."""
+    """A fenced block and its line.
+
+    Attributes:
+        saved_as: the file that the sentence before it says it is saved as.
+        not_run: why it cannot run here, from the comment of the page before it.
+    """
 
     language: str
     text: str
     line: int
-    saved_as: str | None
+    saved_as: str | None = None
+    not_run: str | None = None
+
+    @property
+    def is_code(self) -> bool:
+        return self.language in ("python", "sh", "console") and self.saved_as is None
+
+    def commands(self) -> list[tuple[str, str]]:
+        """The commands that a reader types, each with the output that the page shows."""
+        text = self.text.replace("\\\n", " ")
+        if self.language == "sh":
+            return [(line, "") for line in text.splitlines() if line]
+        found = [command.partition("\n") for command in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]]
+        return [(line, output) for line, _, output in found]
 
 
 class Ran(NamedTuple):
@@ -42,37 +65,46 @@ def blocks_of(page: Path) -> list[Block]:
         named = [name for name in _SAVED.findall(before) if name.endswith(fence[1].replace("python", "py"))]
         saved = fence[1] == "toml" or before.lower().startswith("save this")
         line = text.count("\n", 0, fence.start()) + 1
-        found.append(Block(fence[1], fence[2], line, named[-1] if named and saved else None))
+        reason = _NOT_RUN.search(before)
+        saved_as = named[-1] if named and saved else None
+        found.append(Block(fence[1], fence[2], line, saved_as, reason[1] if reason else None))
     return found
 
 
-def run_blocks(page: Path, *, typed: Callable[[str], str] = str) -> Iterator[Ran]:
-    """Run the blocks of a page in the current folder; `typed` may make a command shorter."""
-    names: dict[str, object] = {}
+def run_blocks(
+    page: Path, *, typed: Callable[[str], str] = str, names: dict[str, Any] | None = None
+) -> Iterator[Ran]:
+    """Run the blocks of a page in the current folder; `typed` may change a command, `names` are Python's."""
+    names = {} if names is None else names
     blocks = blocks_of(page)
-    for block, following in zip(blocks, [*blocks[1:], Block("end", "", 0, None)], strict=True):
+    for block, following in zip(blocks, [*blocks[1:], Block("end", "", 0)], strict=True):
         shown = following.text if following.language == "text" else None
         if block.saved_as is not None:
             Path(block.saved_as).write_text(block.text, encoding="utf-8")
+        elif block.not_run is not None:
+            continue
         elif block.language == "python":
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 # The lines before it, left empty, make tracebacks name the page's own lines.
                 exec(compile("\n" * block.line + block.text, page.name, "exec"), names)
             yield Ran(block, printed.getvalue(), shown)
-        elif block.language == "console":
-            commands = re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]
-            for command in commands:
-                line, _, output = command.partition("\n")
+        elif block.is_code:
+            for line, output in block.commands():
                 yield Ran(block, _call(typed(line), f"{page.name}, line {block.line}"), output or None)
 
 
 def _call(line: str, where: str) -> str:
-    """What a command prints; with `# fails` behind it, it must fail."""
+    """What a command prints; with `# fails` behind it, it must fail. What `pip` installs is there."""
     line, _, remark = line.partition("   # ")
     before, _, command = line.rpartition(" | ")
-    words = shlex.split(command)
-    assert words[0] == "triptych", where
+    words = shlex.split(command, comments=True)
+    if words[:2] == ["pip", "install"]:
+        return ""
+    if words[0] != "triptych":
+        done = subprocess.run(line, shell=True, env=os.environ | _PATH, capture_output=True, text=True)
+        assert done.returncode == 0, f"{where}: {line}\n{done.stdout}{done.stderr}"
+        return done.stdout
     argv, stdin = sys.argv, sys.stdin
     printed, errors = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in "oe")
     sys.argv = words

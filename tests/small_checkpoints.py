@@ -72,13 +72,14 @@ def llama(folder: Path) -> Path:
     return folder
 
 
-def gpt2_that_runs(folder: Path) -> Path:
+def gpt2_that_runs(folder: Path, layers: int = LAYERS, positions: int = 64) -> Path:
     """A GPT-2 of `transformers` with a tokenizer of bytes: it can be run on text."""
     import transformers  # heavy, and only needed here
 
     torch.manual_seed(5)
     size = byte_tokenizer(folder)
-    config = transformers.GPT2Config(n_embd=D, n_head=HEADS, n_layer=LAYERS, vocab_size=size, n_positions=64)
+    sizes = {"n_embd": D, "n_head": HEADS, "n_layer": layers, "n_positions": positions}
+    config = transformers.GPT2Config(vocab_size=size, **sizes)
     model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
         for parameter in model.parameters():

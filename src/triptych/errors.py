@@ -22,6 +22,7 @@ class TriptychError(Exception):
     """
 
     exit_code = 1
+    section = "errors-and-exit-codes"  # of docs/reference/errors.md
 
     def __init__(self, message: str) -> None:
         super().__init__("\n".join(map(_cut, printable(message, lines=True).split("\n"))))
@@ -31,10 +32,13 @@ class UsageError(TriptychError):
     """The request itself cannot be carried out: a bad option, recipe or file name."""
 
     exit_code = 2
+    section = "a-request-cannot-be-carried-out"
 
 
 class DataError(TriptychError):
     """The content of an input file is not what it should be."""
+
+    section = "a-file-cannot-be-used"
 
 
 class ElsewhereError(TriptychError):

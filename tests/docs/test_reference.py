@@ -4,6 +4,7 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -12,6 +13,7 @@ import typer
 from pydantic import BaseModel
 
 from blocks import blocks_of
+from rooms import MODULES, module_of
 from triptych.algebra.rewrites import legality
 from triptych.attention import PARAMETERISATIONS
 from triptych.cli.failures import UnforeseenError
@@ -80,6 +82,18 @@ def test_the_page_of_errors_has_every_exit_code_and_every_reason_against_a_rewri
     needs = [need for need in vars(legality).values() if isinstance(need, legality.Need)]
     reasons = {trait for need in [*needs, *legality.CHANNELS_FREE.values()] for trait in need.against}
     assert sorted(re.findall(r"`(\w+)`", cells)) == sorted(reasons)
+
+
+def test_every_kind_of_error_names_a_section_of_the_page_of_errors() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
+    titles = [re.sub(r"[^\w -]", "", title).lower() for title in re.findall("^#+ (.+)$", page, re.MULTILINE)]
+    kinds = [TriptychError]
+    for path in MODULES:
+        names = re.findall(r"^class (\w+)\(\w*Error\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+        kinds += [getattr(import_module(module_of(path)), name) for name in names]
+    sections = {kind.section for kind in kinds if issubclass(kind, TriptychError)}
+    assert len(sections) == 5
+    assert sections <= {title.replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("name", ["tutorials/by-hand", "tutorials/own-attention", "start/your-text"])

@@ -5,25 +5,19 @@ from pathlib import Path
 
 import pytest
 
-import small_checkpoints
 import triptych
+from blocks import run_blocks
+from small_checkpoints import gpt2_that_runs
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "model.md"
 
 
-def test_the_page_of_the_model_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_of_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="it comes with the extra [dev]")
-    monkeypatch.setattr(small_checkpoints, "LAYERS", 4)
-    small_checkpoints.gpt2_that_runs(tmp_path / "gpt2")
+    gpt2_that_runs(tmp_path / "gpt2", layers=4)
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
-    assert "GPT-2 decoder, 4 layers × 4 heads" in capsys.readouterr().out
+    printed = [ran.printed for ran in run_blocks(PAGE)]
+    assert "GPT-2 decoder, 4 layers × 4 heads" in printed[0]
     assert not triptych.load("gpt2-without-3.2")[3, 2].W_O.any()
 
 

@@ -29,6 +29,7 @@ class UnforeseenError(TriptychError):
     """A fault of triptych itself."""
 
     exit_code = 70  # EX_SOFTWARE of sysexits.h
+    section = "faults-disks-and-limits"
 
 
 def flush_output() -> None:
@@ -47,8 +48,7 @@ def explain(error: BaseException) -> TriptychError:
     """What the command says of an error that is none of `TriptychError`."""
     if (of_system := system_error(error)) is not None:
         return _of_system(of_system)
-    first = (str(error).strip().splitlines() or [""])[0]
-    text = f"{type(error).__name__}: {first}"
+    text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in _MEMORY):
         return TriptychError(f"not enough memory ({text}): give shorter texts, or fewer at a time")
     return UnforeseenError(f"internal error ({text}): please report it, with {_report(error)}")
@@ -70,14 +70,8 @@ def _report(error: BaseException) -> str:
         "".join(traceback.format_exception(error)),
     ]
     try:
-        with tempfile.NamedTemporaryFile(
-            "w",
-            prefix="triptych-error-",
-            suffix=".txt",
-            encoding="utf-8",
-            errors="backslashreplace",
-            delete=False,
-        ) as file:
+        name: dict[str, Any] = {"prefix": "triptych-error-", "suffix": ".txt", "delete": False}
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="backslashreplace", **name) as file:
             file.write("\n".join(lines))
     except OSError:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -86,10 +80,11 @@ def _report(error: BaseException) -> str:
 
 
 def print_error(error: TriptychError) -> None:
-    """Print the message of an error, and with `--verbose` its notes."""
+    """Print the message of an error, and with `--verbose` its notes and the section about it."""
     notes, says_all = getattr(error, "__notes__", []), is_given("--verbose", "-v")
     more = " (more with --verbose)" if notes and not says_all else ""
-    say("\n".join([f"triptych: {printable(str(error))}{more}", *(notes if says_all else ())]))
+    rest = [*notes, f"see docs/reference/errors.md#{error.section}"] if says_all else []
+    say("\n".join([f"triptych: {printable(str(error))}{more}", *rest]))
 
 
 def is_given(*spellings: str) -> bool:

@@ -20,6 +20,8 @@ TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 class RewriteRefusedError(TriptychError, ValueError):
     """A rewrite would change what the layer computes, or cannot be written; the message says why."""
 
+    section = "a-rewrite-is-refused"
+
     def __init__(self, name: str, reason: str, advice: str = "") -> None:
         super().__init__(f"{name} refused: {reason}" + (f"; {advice}" if advice else ""))
         self.name = name
