@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import uvicorn
 
 from triptych.face import Model
-from triptych.serving.application import application
+from triptych.serving.application import web_application
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
 from triptych.serving.processes import ServingProcess
@@ -45,7 +45,7 @@ class Served:
         for process in self.processes:
             process.start()
         self.state = Server(models_served, limits, keys)
-        app = application(self.state)
+        app = web_application(self.state)
         self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", access_log=False))
         self.thread = threading.Thread(target=self.server.run)
 

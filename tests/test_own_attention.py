@@ -178,7 +178,7 @@ def test_a_rewrite_keeps_the_class_or_writes_another_or_is_refused_in_one_line(r
     for step, kept in (("expand()", False), ("drop_key_bias()", True)):
         changed = model.rewrite(step)
         layer = changed.opened.language_model.blocks[0].self_attention
-        assert user_code.is_own(layer.parameterisation.name) == kept
+        assert user_code.is_in_file(layer.parameterisation.name) == kept
     torch.testing.assert_close(model.rewrite("expand()").run(text).logits, model.run(text).logits)
     with pytest.raises(UsageError, match=r"decoder\.0: mine\.py:TurnedValues does not write what was made"):
         model.rewrite("truncate(rank=4, forms=['ov'])")

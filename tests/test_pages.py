@@ -14,7 +14,7 @@ from small_checkpoints import gpt2
 from triptych.attending.over import attend_over
 from triptych.attending.page import AttentionPage, attention_html, viewer_data
 from triptych.inspection import inspect
-from triptych.inspection.record import render_heads
+from triptych.inspection.drawing import render_heads
 from triptych.reports import (
     Bar,
     BarChart,

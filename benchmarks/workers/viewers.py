@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
-from triptych.attending import read_attention
+from triptych.attending import attend_tokens
 from triptych.opening import Reader, TextIds, open_model
 from triptych.text import load_tokenizer
 
@@ -37,7 +37,7 @@ def prepare(options: Options) -> Prepared:
 
 
 def _triptych(folder: Path, ids: list[int], page: Path) -> None:
-    (found,) = read_attention(Reader(open_model(folder, "cpu")), [TextIds(tuple(ids))])
+    (found,) = attend_tokens(Reader(open_model(folder, "cpu")), [TextIds(tuple(ids))])
     found.page(page)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from triptych.algebra.rewrites import fold
-from triptych.attending import Attention, AttentionBatch, read_attention
+from triptych.attending import Attention, AttentionBatch, attend_tokens
 from triptych.attending.page import viewer_data
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
@@ -143,7 +143,7 @@ def demo(
     kept = f"data.cache={json.dumps(str(cache_folder()))}"
     recipe = require_translation(read_recipe("demo", (kept, *overrides)), "the demo")
     place = _working_place(recipe, folder, force)
-    summary = _train(recipe, place, display, force)
+    summary = _train_or_resume(recipe, place, display, force)
     if summary.outcome.signal_number is not None:
         return Interrupted(summary.outcome.signal_number)
     with hold_folder(place, wait=False):
@@ -157,7 +157,7 @@ def demo(
         examples = _try(translator, example_pairs())
         reader = Reader(run)
         viewed = reader.encode([sample.source for sample in examples[:_NUM_VIEWED]])
-        seen = AttentionBatch(read_attention(reader, viewed))
+        seen = AttentionBatch(attend_tokens(reader, viewed))
         display.say(f"folding {_STACKED_SITE} and translating them again")
         folding = _fold(run, tried)
         report = folder / _REPORT
@@ -172,14 +172,14 @@ def demo(
             report=report,
         )
         mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
-        page = _report(result, summary, folder, points(place), (mistakes, seen))
+        page = _demo_report(result, summary, folder, points(place), (mistakes, seen))
         write_report(page, place / _REPORT)
         if place != folder:
             _replace(place, folder)
         return result
 
 
-def _train(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.Summary:
+def _train_or_resume(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.Summary:
     if holds_run(place):
         return runs.resume(place, (), display)
     return runs.train(recipe, place, display, force=force)
@@ -187,11 +187,11 @@ def _train(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.S
 
 def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
     """Where the demo is made: its folder, or one within a finished demo that it is to replace."""
-    beside = folder / _NEXT
-    if (beside / _REPORT).exists():  # one that was killed while it took the old one's place
-        _require_demo(recipe, folder if holds_run(folder) else beside)
-        with hold_folder(beside, wait=False):
-            move_files(beside, folder, last=_REPORT)
+    new = folder / _NEXT
+    if (new / _REPORT).exists():  # one that was killed while it took the old one's place
+        _require_demo(recipe, folder if holds_run(folder) else new)
+        with hold_folder(new, wait=False):
+            move_files(new, folder, last=_REPORT)
     if not holds_run(folder):
         return folder
     _require_demo(recipe, folder)
@@ -201,9 +201,9 @@ def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
         if force:
             return folder
         raise UsageError(f"{folder / _REPORT} is not a report of the demo: name another folder (--out)")
-    if holds_run(beside):
-        _require_demo(recipe, beside)
-    return beside
+    if holds_run(new):
+        _require_demo(recipe, new)
+    return new
 
 
 def _require_demo(recipe: Recipe, folder: Path) -> None:
@@ -302,7 +302,7 @@ def _picture(seen: Attention, title: str) -> AttentionPicture:
     return AttentionPicture(title, source, target, cross[-1].float().cpu().numpy())
 
 
-def _report(
+def _demo_report(
     result: Demonstration,
     summary: runs.Summary,
     folder: Path,
@@ -336,7 +336,7 @@ def _report(
         metrics=tuple(metrics),
         samples=result.samples,
         viewer=viewer_data(seen.viewed()),
-        tables=(_folding_table(result.folding), *((_table(mistakes),) if mistakes else ())),
+        tables=(_folding_table(result.folding), *((_mistakes_table(mistakes),) if mistakes else ())),
         commands=(
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | triptych translate {folder}",
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | "
@@ -376,7 +376,7 @@ def _folding_table(folding: Folding) -> Table:
     )
 
 
-def _table(mistakes: tuple[TranslationSample, ...]) -> Table:
+def _mistakes_table(mistakes: tuple[TranslationSample, ...]) -> Table:
     return Table(
         title="What it got wrong",
         columns=("source", "translation", "reference"),

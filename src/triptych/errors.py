@@ -25,7 +25,7 @@ class TriptychError(Exception):
     section = "errors-and-exit-codes"  # of docs/reference/errors.md
 
     def __init__(self, message: str) -> None:
-        super().__init__("\n".join(map(_cut, printable(message, lines=True).split("\n"))))
+        super().__init__("\n".join(map(_shortened, printable(message, lines=True).split("\n"))))
 
 
 class UsageError(TriptychError):
@@ -83,7 +83,7 @@ def near_path(path: str | Path) -> str:
     return "" if near is None else f" (did you mean {names[near]}?)"
 
 
-def _cut(line: str) -> str:
+def _shortened(line: str) -> str:
     if len(line) <= _LONGEST_LINE:
         return line
     return f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 4 :]}"

@@ -85,7 +85,7 @@ class NewFolder:
         while True:
             prefix = f".{self._place.name}.partial-"
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._place.parent))
-            self._handle = _hold(self.path, wait=True)
+            self._handle = _lock_folder(self.path, wait=True)
             if self.path.exists():  # nobody took it for a leftover in between
                 return self
             self._let_go()
@@ -135,7 +135,7 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
 @contextmanager
 def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a folder inside the block; others that want to hold it wait until block or process ends."""
-    handle = _hold(folder, wait=wait)
+    handle = _lock_folder(folder, wait=wait)
     if handle is None and not wait and folder.is_dir():
         raise UsageError(f"{folder}: another process is at work in this folder; wait for it or stop it")
     try:
@@ -230,21 +230,21 @@ def _name_place(error: Exception, place: Path) -> None:
     if found.filename is None and found.errno in FULL:  # nothing but writing raises these
         found.filename = str(place)
     elif isinstance(found.filename, str):
-        beside = re.escape(f"{place.parent / f'.{place.name}.'}")
-        found.filename = re.sub(rf"^{beside}[^/]*", lambda _: str(place), found.filename)
+        temporary = re.escape(f"{place.parent / f'.{place.name}.'}")
+        found.filename = re.sub(rf"^{temporary}[^/]*", lambda _: str(place), found.filename)
     if found is not error:
         raise found from error
 
 
 def _remove_if_left(folder: Path) -> None:
     """Remove a folder that no process holds."""
-    handle = _hold(folder, wait=False)
+    handle = _lock_folder(folder, wait=False)
     if handle is not None:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
 
 
-def _hold(folder: Path, *, wait: bool) -> int | None:
+def _lock_folder(folder: Path, *, wait: bool) -> int | None:
     """Hold a folder until the handle is closed or the process ends; None if another one does."""
     try:
         handle = os.open(folder, os.O_RDONLY)

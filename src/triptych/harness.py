@@ -72,7 +72,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         """A continuation of every context, up to a stop string."""
         together: dict[GenerationOptions, list[int]] = {}
         for number, request in enumerate(requests):
-            together.setdefault(_options(request.args[1]), []).append(number)
+            together.setdefault(_generation_options(request.args[1]), []).append(number)
         texts = [""] * len(requests)
         for options, numbers in together.items():
             room = max(1, self._longest - options.max_new_tokens)
@@ -105,7 +105,7 @@ class HarnessModel(LM):  # type: ignore[misc]
         return score_continuations(self._generator.model, pairs, self._longest, self._batch)
 
 
-def _options(given: dict[str, Any]) -> GenerationOptions:
+def _generation_options(given: dict[str, Any]) -> GenerationOptions:
     """The harness's options, as `transformers` names them."""
     until = given.get("until") or ()
     temperature = float(given.get("temperature") or 0.0) if given.get("do_sample", True) else 0.0

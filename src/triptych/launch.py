@@ -24,12 +24,12 @@ def num_on_machine() -> int:
 
 
 def place_on_machine() -> int:
-    """The number of this process among those of its machine, from 0."""
+    """The number of this process on its machine, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def environment_alone() -> dict[str, str]:
-    """The environment for a process that is none of those that were launched."""
+    """The environment for a process that is not one of the launched ones."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_SAID)}
 
 

@@ -15,7 +15,7 @@ _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 def printable(text: str, *, lines: bool = False) -> str:
     r"""Write control characters of a text as escapes, `\u001b`.
 
-    The escapes are those of JSON: JSON text stays the same record. What is printable already is unchanged.
+    The escapes are JSON's: JSON text stays the same record. What is printable already is unchanged.
     """
     kept = _BUT_LINES if lines else _ALL
     return kept.sub(lambda found: _SHORT.get(found[0], f"\\u{ord(found[0]):04x}"), text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from triptych.attending.page import AttentionPage, join_pages, viewer_data
 from triptych.errors import DataError, UsageError, near_path
 from triptych.face import Model, load
-from triptych.inspection.record import averages, summary
+from triptych.inspection.record import averages, findings
 from triptych.reports import MetricPoint, Report, Table, TranslationSample, require_charts, write_report
 from triptych.storage.untrusted import read_json
 from triptych.text import Tokenizer
@@ -57,17 +57,17 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
     require_charts()
     page = folder / "report.html" if path is None else Path(path)
     recipe, model = read_recipe(folder / RECIPE), load(folder)
-    texts, why_none = _validation(recipe, model)
+    texts, why_none = _validation_texts(recipe, model)
     seen = _attended(model, [source for source, _ in texts])
     inspected = model.inspect()
     write_report(
         Report(
             title=recipe.name or folder.resolve().name,
-            summary="\n\n".join([*summary(inspected)[:3], *why_none]),
-            facts=_facts(folder, recipe, model),
+            summary="\n\n".join([*findings(inspected)[:3], *why_none]),
+            facts=_facts_of_run(folder, recipe, model),
             metrics=tuple(points(folder)),
             samples=_translated(model, texts) if isinstance(recipe, Recipe) else (),
-            tables=(*_continued(model, texts), averages(inspected)),
+            tables=(*_continued_table(model, texts), averages(inspected)),
             viewer=viewer_data(join_pages(seen)) if seen else None,
             commands=_commands(model, folder),
         ),
@@ -90,7 +90,7 @@ def points(folder: Path) -> list[MetricPoint]:
     ]
 
 
-def _validation(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """The first validation texts, each with its translation or what follows; else why there are none."""
     try:
         if isinstance(recipe, Recipe):
@@ -102,12 +102,12 @@ def _validation(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, str]],
         # Half of what the model reads at once, so that there is room to go on.
         most = (model.opened.language_model.context or 2 * _MOST_CHARACTERS) // 2
         parts = islice(TextOfRun(recipe, Path()).validation(), _NUM_SAMPLES)
-        return [_cut(part.text, model.opened.tokenizer, most) for part in parts], ()
+        return [_beginning_and_rest(part.text, model.opened.tokenizer, most) for part in parts], ()
     except (DataError, UsageError) as error:
         return [], (f"The validation text cannot be read, so there are no samples: {error}",)
 
 
-def _cut(text: str, tokenizer: Tokenizer, most: int) -> tuple[str, str]:
+def _beginning_and_rest(text: str, tokenizer: Tokenizer, most: int) -> tuple[str, str]:
     """The beginning of a text, of `most` tokens at most, and what follows."""
     (ids,) = tokenizer.encode([text[:_MOST_CHARACTERS]])
     begin = text[:_MOST_CHARACTERS] if len(ids) <= most else tokenizer.decode([ids[:most]])[0]
@@ -133,7 +133,7 @@ def _translated(model: Model, texts: Sequence[tuple[str, str]]) -> tuple[Transla
     )
 
 
-def _continued(model: Model, texts: Sequence[tuple[str, str]]) -> list[Table]:
+def _continued_table(model: Model, texts: Sequence[tuple[str, str]]) -> list[Table]:
     if "generate" not in model.can or not texts:
         return []
     found = model.generate([begin for begin, _ in texts], max_new_tokens=_NEW_TOKENS)
@@ -149,7 +149,7 @@ def _continued(model: Model, texts: Sequence[tuple[str, str]]) -> list[Table]:
     ]
 
 
-def _facts(folder: Path, recipe: AnyRecipe, model: Model) -> tuple[tuple[str, str], ...]:
+def _facts_of_run(folder: Path, recipe: AnyRecipe, model: Model) -> tuple[tuple[str, str], ...]:
     found = [("Run", str(folder)), ("Model", repr(model).partition(": ")[2])]
     if isinstance(recipe, TextRecipe):
         found.append(("Task", recipe.task))

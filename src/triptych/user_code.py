@@ -61,7 +61,7 @@ def use_code(path: str | Path) -> None:
 
 
 def use_named(tree: Any) -> None:
-    """Execute the files that a person's own recipe or study names: those of the current folder.
+    """Execute the files that a person's own recipe or study names, from the current folder.
 
     A file that was given stays the one of its name, and is read again.
     """
@@ -69,7 +69,7 @@ def use_named(tree: Any) -> None:
         use_code(_FILES[name].path if name in _FILES else name)
 
 
-def is_own(name: str) -> bool:
+def is_in_file(name: str) -> bool:
     """Whether a name is of a class in a file."""
     return ".py:" in name
 
@@ -109,7 +109,7 @@ def named_files(tree: Any) -> set[str]:
     return set[str]().union(*map(named_files, values))
 
 
-def digests(tree: Any) -> dict[str, str]:
+def file_digests(tree: Any) -> dict[str, str]:
     """By file that a tree names, its SHA-256."""
     return {name: _FILES[name].sha256 for name in sorted(named_files(tree)) if name in _FILES}
 

@@ -18,7 +18,7 @@ from triptych.attending.saving import (
     is_attention_csv,
     is_attention_npz,
     json_pieces,
-    write_csv,
+    write_attention_csv,
     write_npz,
 )
 from triptych.models.feed_forward import Dropout
@@ -232,7 +232,7 @@ def test_npz_has_the_weights_as_they_are(decoder: Reader, tmp_path: Path) -> Non
 
 def test_csv_has_a_row_for_every_weight_above_zero(decoder: Reader, tmp_path: Path) -> None:
     found = attend(decoder, "that")
-    write_csv([saved(found)], tmp_path / "a.csv")
+    write_attention_csv([saved(found)], tmp_path / "a.csv")
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * (1 + 2 + 3 + 4)  # causal, two heads
@@ -279,10 +279,10 @@ def test_too_many_weights_for_a_file_are_refused_with_what_to_do(
 ) -> None:
     monkeypatch.setattr("triptych.attending.saving.MOST_WEIGHTS", 600)
     one = saved(attend(decoder, TEXT))
-    for write in (write_npz, write_csv):
+    for write in (write_npz, write_attention_csv):
         with pytest.raises(
             UsageError, match=r"648 weights, and a file may have 600: choose heads .*--top 16"
         ):
             write([one], tmp_path / "file")
     assert not (tmp_path / "file").exists()
-    write_csv([one._replace(top=2)], tmp_path / "file")
+    write_attention_csv([one._replace(top=2)], tmp_path / "file")

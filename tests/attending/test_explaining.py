@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attending.tiny_readers import TEXTS, language_reader
-from triptych.attending import read_attention
+from triptych.attending import attend_tokens
 from triptych.attending.explaining import (
     divergence,
     explain_call,
@@ -32,7 +32,7 @@ def untold(done: int, total: int) -> None:
 
 def a_call(scheme: Any) -> Any:
     reader = language_reader(scheme)
-    (attention,) = read_attention(reader, reader.encode([TEXTS[2]]))
+    (attention,) = attend_tokens(reader, reader.encode([TEXTS[2]]))
     return reader, attention.weights.layers[1]
 
 
@@ -103,7 +103,7 @@ def test_a_head_that_moves_what_it_reads_writes_the_tokens_that_it_looks_at() ->
         reader.model.embeddings.positions.weight.zero_()
     windows = cut_windows(reader, TEXTS)
     assert measure_copies(reader, windows, untold)["decoder", 0]["copies"].value.tolist() == [1]
-    (attention,) = read_attention(reader, reader.encode([TEXTS[0]]))
+    (attention,) = attend_tokens(reader, reader.encode([TEXTS[0]]))
     table = OutputTable.of(reader.model, "decoder")
     assert table is not None
     nearest = nearest_tokens(attention.weights.layers[0], table, 0, 1)[:, 0]

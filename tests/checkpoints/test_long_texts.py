@@ -15,7 +15,7 @@ from attending.models import letters
 from checkpoints.oracle import apart, in_float64, saved
 from checkpoints.runs import DECODERS, made, some_ids, theirs, type_of
 from checkpoints.tiny_models import TINY
-from triptych.attending import read_attention
+from triptych.attending import attend_tokens
 from triptych.checkpoints.models import load_language_model
 from triptych.decoding.engine import Engine
 from triptych.decoding.generation import GenerationOptions, generate_tokens
@@ -234,8 +234,8 @@ def test_a_text_is_continued_scored_and_shown_alike_beside_others(tmp_path: Path
     assert of_all == pytest.approx([score_continuations(model, [pair], 24)[0][0] for pair in pairs])
     reader = Reader(OpenedModel("tiny", tmp_path, model, letters(tmp_path)))
     ids = [TextIds(tuple(text)) for text in texts]
-    for shown, text in zip(read_attention(reader, ids), ids, strict=True):
-        (own,) = read_attention(reader, [text])
+    for shown, text in zip(attend_tokens(reader, ids), ids, strict=True):
+        (own,) = attend_tokens(reader, [text])
         torch.testing.assert_close(shown.weights[1], own.weights[1])
 
 

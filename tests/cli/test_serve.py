@@ -32,9 +32,9 @@ from triptych.decoding import GenerationOptions, SamplingOptions, score_continua
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.serving.limits import Limits, RequestError
-from triptych.serving.markup import Markup, Run
+from triptych.serving.markup import Markup, TextRun
 from triptych.serving.models import Continuing, ServedModel
-from triptych.serving.worker import Item, Job, Lane, Queue, Worker
+from triptych.serving.worker import Item, Lane, Queue, QueuedJob, Worker
 from triptych.threads import torch_threads
 
 
@@ -80,7 +80,7 @@ def test_tags_stay_and_what_is_no_text_is_not_translated() -> None:
     markup = Markup(document)
     assert [run.text for run in markup.runs] == ["one & two", "three"]
     assert markup.translated(["one &amp; <b>two</b>", "three"]) == document
-    assert Run("<1>").html("<2>", None) == "&lt;2&gt;"
+    assert TextRun("<1>").html("<2>", None) == "&lt;2&gt;"
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def test_a_text_joins_what_is_being_decoded_and_one_that_nobody_waits_for_leaves
     assert told[1] == 1
 
 
-class Doubling(Job):
+class Doubling(QueuedJob):
     """A job of the worker alone: it fails for a text, and waits to be let go on."""
 
     def __init__(self) -> None:
@@ -535,7 +535,7 @@ def worked_queue(batch_items: int = 8, max_waiting: int = 8) -> Iterator[Queue]:
         worker.close()
 
 
-def started(queue: Queue, job: Job, given: str = "a") -> Item:
+def started(queue: Queue, job: QueuedJob, given: str = "a") -> Item:
     """An item that is being computed."""
     item = Item(job, given)
     queue.submit([item])

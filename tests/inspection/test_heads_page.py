@@ -11,7 +11,7 @@ import torch
 
 from browser import Page
 from triptych.inspection import MEASURES, InspectedLayer
-from triptych.inspection.record import render_heads
+from triptych.inspection.drawing import render_heads
 
 LAYERS, HEADS, WIDTH = 25, 40, 128
 LARGEST = 5_000_000

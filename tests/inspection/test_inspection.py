@@ -21,14 +21,14 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.inspection import MEASURES, Inspection, inspect
+from triptych.inspection.drawing import shaded_map
 from triptych.inspection.record import (
     average_lines,
+    findings,
     heads_page,
     near_copies,
     outliers,
-    shaded_map,
     side_by_side,
-    summary,
 )
 
 
@@ -112,9 +112,9 @@ def test_rotary_heads_are_measured_by_rotary_pairs_unless_asked_otherwise(tmp_pa
     assert layer.figures["qk_symmetry"] == [None] * HEADS
     assert None not in ignored.figures["qk_symmetry"]
     assert layer.spectra["ov"] == ignored.spectra["ov"]
-    assert "Rotary positions in 3 layers: W_QK is measured by rotary pairs." in " ".join(summary(found))
-    assert "Rotary positions are ignored" in " ".join(summary(raw))
-    assert "4 query heads share 2 key heads" in summary(found)[0]
+    assert "Rotary positions in 3 layers: W_QK is measured by rotary pairs." in " ".join(findings(found))
+    assert "Rotary positions are ignored" in " ".join(findings(raw))
+    assert "4 query heads share 2 key heads" in findings(found)[0]
 
 
 def test_what_is_not_finite_is_reported_and_the_rest_is_inspected(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_what_is_not_finite_is_reported_and_the_rest_is_inspected(tmp_path: Path
     assert layer.figures["qk_rank"][0] is None
     assert None not in layer.figures["qk_rank"][1:]
     assert found.layers[0].broken == {}
-    assert "h.1.attn.c_attn.weight (2 entries)" in " ".join(summary(found))
+    assert "h.1.attn.c_attn.weight (2 entries)" in " ".join(findings(found))
 
 
 def test_a_bias_or_a_gain_that_is_not_finite_is_reported_too(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = inspected(tmp_path)
     assert [layer.broken for layer in found.layers] == [{}, {"model.layers.1.self_attn.q_norm.weight": 1}, {}]
-    said = " ".join(summary(found))
+    said = " ".join(findings(found))
     assert f"In {LAYERS} of {LAYERS} layers queries and keys are normalised before they meet" in said
 
 
@@ -185,12 +185,12 @@ def test_nothing_chosen_is_refused(tmp_path: Path) -> None:
 def test_figures_of_rotary_pairs_are_not_set_beside_those_of_forms(tmp_path: Path) -> None:
     one, other = inspected(gpt2(tmp_path / "gpt2")), inspected(llama(tmp_path / "llama"))
     rows = {row[0]: row[1:] for row in side_by_side(one, other).rows}
-    assert rows["figures of W_QK are those of the"] == ("form", "rotary pairs", "not to be compared")
+    assert rows["figures of W_QK describe the"] == ("form", "rotary pairs", "not to be compared")
     assert "effective rank of W_QK" not in rows
     assert "effective rank of W_OV" in rows
     assert "effective rank of W_QK" in {row[0] for row in side_by_side(one, one).rows}
-    assert "near-copies of W_QK are left out" in " ".join(summary(other))
-    assert "left out" not in " ".join(summary(one))
+    assert "near-copies of W_QK are left out" in " ".join(findings(other))
+    assert "left out" not in " ".join(findings(one))
 
 
 def test_a_stack_that_is_not_in_the_file_is_said_to_be_missing(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_stack_that_is_not_in_the_file_is_said_to_be_missing(tmp_path: Path) -
     save_file({n: t for n, t in tensors.items() if "decoder" not in n}, tmp_path / "model.safetensors")
     found = inspected(tmp_path)
     assert found.absent == ("decoder",)
-    assert "Not in the file, though in the configuration: decoder" in " ".join(summary(found))
+    assert "Not in the file, though in the configuration: decoder" in " ".join(findings(found))
 
 
 def test_what_stands_between_maps_and_heads_is_said(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_near_copies_are_found_across_layers_whatever_their_basis(tmp_path: Path
     names = "decoder 0, head 1", "decoder 2, head 3"
     assert pairs == {("qk", *names): pytest.approx(-1, abs=1e-4), ("ov", *names): pytest.approx(1)}
     found = inspected(tmp_path)
-    assert "1 pair of heads look alike" in " ".join(summary(found))
+    assert "1 pair of heads look alike" in " ".join(findings(found))
     assert near_copies(found).rows[0][1:3] == names
 
 
@@ -242,7 +242,7 @@ def test_what_could_be_folded_is_counted_or_refused_with_the_reason(tmp_path: Pa
 
 def test_layers_that_clip_say_so_and_lose_no_rank(tmp_path: Path) -> None:
     layer = inspected(clipped_mpt(tmp_path)).layers[0]
-    assert "queries, keys and values are clipped at ±0.5, and the forms are those without" in layer.caveats
+    assert "queries, keys and values are clipped at ±0.5, which the forms leave out" in layer.caveats
     assert layer.cut == {}
 
 
@@ -371,22 +371,22 @@ def test_a_table_of_pandas_has_a_row_per_head_and_its_absence_is_one_line(
 
 def test_the_terminal_has_a_map_and_outliers(tmp_path: Path) -> None:
     found = inspected(gpt2(tmp_path))
-    lines = shaded_map(found, "qk_effective_rank")
+    lines = shaded_map(found.layers, "qk_effective_rank")
     assert len(lines) == 1 + LAYERS
     assert all(line.count("│") == 2 for line in lines[1:])
-    assert shaded_map(inspected(llama(tmp_path / "llama")), "qk_symmetric_share") == []
+    assert shaded_map(inspected(llama(tmp_path / "llama")).layers, "qk_symmetric_share") == []
     assert any("effective rank" in row[0] for row in outliers(found).rows)
 
 
 def test_rotary_pairs_have_a_scale_of_their_own_in_the_map(tmp_path: Path) -> None:
     form, rotary = inspected(gpt2(tmp_path / "gpt2")), inspected(llama(tmp_path / "llama"))
     mixed = replace(form, layers=(form.layers[0], rotary.layers[0]))
-    head, *rows = shaded_map(mixed, "qk_effective_rank")
+    head, *rows = shaded_map(mixed.layers, "qk_effective_rank")
     for found in mixed.layers:
         values = found.figures["qk_effective_rank"]
         assert f"{min(values):.3g} to '█' {max(values):.3g} ({found.qk_of})" in head
     assert all("█" in row for row in rows)
-    assert "rotary pairs" not in shaded_map(mixed, "ov_effective_rank")[0]
+    assert "rotary pairs" not in shaded_map(mixed.layers, "ov_effective_rank")[0]
 
 
 def test_weights_that_are_used_again_and_again_are_said_to_be(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_weights_that_are_used_again_and_again_are_said_to_be(tmp_path: Path) ->
     config = {"model_type": "albert", "hidden_size": D, "num_attention_heads": HEADS}
     config |= {"num_hidden_layers": 12, "num_hidden_groups": 1, "inner_group_num": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    said = " ".join(summary(inspected(tmp_path)))
+    said = " ".join(findings(inspected(tmp_path)))
     assert "In 1 of 1 layer the model uses these same weights 12 times" in said
 
 
@@ -426,11 +426,11 @@ def test_the_condition_of_a_form_that_lacks_full_rank_is_infinite(tmp_path: Path
     assert figures["ov_rank"][2] == WIDTH - 1
     assert figures["qk_condition"][3] == math.inf
     assert figures["qk_rank"][3] == 0
-    said = " ".join(summary(found))
+    said = " ".join(findings(found))
     of = f"lacks full rank in 1 of {LAYERS * HEADS} heads, first in decoder 1"
     assert f"W_QK {of}, head 3" in said
     assert f"W_OV {of}, head 2" in said
-    assert "lacks full rank" not in " ".join(summary(inspected(gpt2(tmp_path / "whole"))))
+    assert "lacks full rank" not in " ".join(findings(inspected(gpt2(tmp_path / "whole"))))
 
 
 def test_a_form_that_a_narrow_map_makes_lacks_full_rank_whatever_rounding_leaves() -> None:
@@ -453,7 +453,7 @@ def test_an_infinite_condition_is_shown_in_tables_and_on_the_page(tmp_path: Path
     assert row[2:] == ("∞", "+∞")
     row = next(row for row in side_by_side(lost, lost).rows if row[0] == "condition of W_OV")
     assert row[1:] == ("∞", "∞", "–")
-    assert sum("∞" in line for line in shaded_map(lost, "ov_condition")) == 1
+    assert sum("∞" in line for line in shaded_map(lost.layers, "ov_condition")) == 1
     data = heads_page([lost], "").split('id="report">')[1].split("</script>")[0]
     layers = json.loads(data)["models"][0]["layers"]
     assert layers[1]["figures"]["ov_condition"][2] == "Infinity"

@@ -299,10 +299,10 @@ class AttentionWeights:
         return BilinearForm(self.W_V, self.W_O.mT)
 
     @property
-    def heads(self) -> tuple["Head", ...]:
+    def heads(self) -> tuple["HeadForms", ...]:
         qk, ov = self.qk, self.ov
         return tuple(
-            Head(BilinearForm(qk.left[i], qk.right[i]), BilinearForm(ov.left[i], ov.right[i]))
+            HeadForms(BilinearForm(qk.left[i], qk.right[i]), BilinearForm(ov.left[i], ov.right[i]))
             for i in range(self.num_heads)
         )
 
@@ -425,7 +425,7 @@ class AttentionWeights:
 
 @final
 @dataclass(frozen=True)
-class Head:
+class HeadForms:
     """The two forms of one head.
 
     Attributes:

@@ -5,8 +5,8 @@ row of them step by step is a `HeadSteps`. `attend_over` measures what heads do 
 Start with `attention.py`. A text's layers are in `layers.py`, its page is in `page.py`.
 """
 
-from triptych.attending.attention import Attention, AttentionBatch, attend, read_attention
-from triptych.attending.layers import LayerAttention, Part, Stack
+from triptych.attending.attention import Attention, AttentionBatch, attend, attend_tokens
+from triptych.attending.layers import LayerAttention, Part, StackAttention
 from triptych.attending.over import attend_over
 
 __all__ = [
@@ -14,8 +14,8 @@ __all__ = [
     "AttentionBatch",
     "LayerAttention",
     "Part",
-    "Stack",
+    "StackAttention",
     "attend",
     "attend_over",
-    "read_attention",
+    "attend_tokens",
 ]

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.attending.alignment import AlignedWords, word_weights, words_of
-from triptych.attending.layers import LayerAttention, Part, Stack, read_stacks
+from triptych.attending.layers import LayerAttention, Part, StackAttention, read_stacks
 from triptych.attending.looks import Look, strongest_looks
 from triptych.attending.over import OverText, attend_over
 from triptych.attending.page import (
@@ -26,17 +26,17 @@ from triptych.attending.page import (
     write_attention_page,
 )
 from triptych.attending.picture import head_svg
-from triptych.attending.saving import Saved, json_pieces, write_csv, write_npz
+from triptych.attending.saving import Saved, json_pieces, write_attention_csv, write_npz
 from triptych.attending.steps import HeadSteps
 from triptych.attending.writing import NEAREST, TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_text
-from triptych.opening import AttentionKind, Places, Reader, TextIds
+from triptych.opening import AttentionKind, PlaceNames, Reader, TextIds
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
 from triptych.reports import short_name
 
-# Of more weights a page has the largest of every query only.
+# If there are more weights, a page has only the largest of every query.
 MOST_WEIGHTS_OF_A_PAGE, _KEPT = 4_500_000, 16
 _TITLE = 80
 
@@ -56,12 +56,12 @@ class Attention:
         source_tokens: the same, readable.
     """
 
-    def __init__(self, reader: Reader, text: TextIds, stacks: tuple[Stack, ...]) -> None:
+    def __init__(self, reader: Reader, text: TextIds, stacks: tuple[StackAttention, ...]) -> None:
         """Use `attend`."""
         self.model, self.stacks, self._reader, self._text = reader.name, stacks, reader, text
         self.ids, self.source_ids, self.num_generated = text.ids, text.source, text.num_generated
         self._layers = [(stack, layer) for stack in stacks for layer in stack.layers]
-        self._places = Places([(stack.kind, layer.number) for stack, layer in self._layers], reader.name)
+        self._places = PlaceNames([(stack.kind, layer.number) for stack, layer in self._layers], reader.name)
         self.tokens = tuple(reader.tokenizer.pieces(text.ids))
         self.source_tokens = (
             None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
@@ -97,7 +97,7 @@ class Attention:
     def top(self, k: int = 3) -> list[Look]:
         """The k strongest looks of every head, the strongest first.
 
-        Looks at the own token and at the first token are left out where others are there.
+        Looks at the token itself and at the first token are left out if there are others.
         """
         return [
             look
@@ -171,11 +171,13 @@ class Attention:
             raise UsageError(f"{self.model}: no output table reads what {stack.kind} layers write")
         return list(zip(stack.keys, nearest, strict=False))
 
-    def _name(self, stack: Stack, layer: LayerAttention) -> str:
+    def _name(self, stack: StackAttention, layer: LayerAttention) -> str:
         """A layer as it is spelled: `3`, or of an encoder-decoder `cross.3`."""
         return str(layer.number) if len(self.stacks) == 1 else f"{stack.kind}.{layer.number}"
 
-    def _place(self, place: int | str | tuple[int | str, int]) -> tuple[Stack, LayerAttention, int | None]:
+    def _place(
+        self, place: int | str | tuple[int | str, int]
+    ) -> tuple[StackAttention, LayerAttention, int | None]:
         """A layer with its stack, and a head of it; None for all."""
         number, head = self._places.find(place)
         stack, layer = self._layers[number]
@@ -188,7 +190,7 @@ class Attention:
         return tuple(stack.kind for stack in self.stacks)
 
     @property
-    def weights(self) -> Stack:
+    def weights(self) -> StackAttention:
         """The weights of every layer; of an encoder-decoder the cross-attention."""
         return self.stacks[-1]
 
@@ -198,7 +200,7 @@ class Attention:
         given = len(self.tokens) - self.num_generated
         return tuple(place >= given for place in range(len(self.tokens)))
 
-    def of(self, kind: str) -> Stack:
+    def of(self, kind: str) -> StackAttention:
         """The layers of one kind of attention.
 
         Raises:
@@ -248,7 +250,7 @@ class Attention:
             case ".json":
                 write_text(path, "".join(json_pieces(saved)))
             case ".csv":
-                write_csv([saved], path)
+                write_attention_csv([saved], path)
             case ".npz":
                 write_npz([saved], path)
             case ".svg":
@@ -313,7 +315,7 @@ class Attention:
         heading = title or f"Attention of {short_name(self.model)}"
         return AttentionPage(heading, (text,), (("model", self.model),))
 
-    def _viewed(self, stack: Stack, layers: Sequence[ViewedLayer]) -> ViewedKind:
+    def _viewed(self, stack: StackAttention, layers: Sequence[ViewedLayer]) -> ViewedKind:
         produced = self.source_ids is not None and stack.kind != "encoder"
         given = len(self.tokens) - self.num_generated
         marked = self.num_generated > 0 and (produced or self.source_ids is None)
@@ -352,7 +354,7 @@ class Attention:
 
 
 def readable(token: str) -> str:
-    """A token with SentencePiece's mark as the space that it is."""
+    """A token with a space in place of SentencePiece's mark."""
     return token.replace("▁", " ")
 
 
@@ -360,7 +362,7 @@ def readable(token: str) -> str:
 class BatchWeights:
     """The weights of a batch by layer: `weights[3]` is `[batch, heads, queries, keys]`, 0 at padding."""
 
-    def __init__(self, stacks: Sequence[Stack]) -> None:
+    def __init__(self, stacks: Sequence[StackAttention]) -> None:
         """Of the same kind of attention on several texts."""
         self._stacks = tuple(stacks)
 
@@ -381,7 +383,7 @@ class BatchWeights:
 
 @final
 class AttentionBatch:
-    """Attention of a model on several texts: `batch[2]` is that of the third."""
+    """Attention of a model on several texts: `batch[2]` is the third text's."""
 
     def __init__(self, texts: Sequence[Attention]) -> None:
         """Of one model, at least one text."""
@@ -475,13 +477,11 @@ def attend(
         raise TypeError("one text has one target, several texts a sequence of targets")
     texts = [text] if isinstance(text, str) else text
     targets = [target] if isinstance(target, str) else target
-    found = read_attention(reader, reader.encode(texts, targets, max_new_tokens, max_tokens), max_tokens)
+    found = attend_tokens(reader, reader.encode(texts, targets, max_new_tokens, max_tokens), max_tokens)
     return found[0] if one else AttentionBatch(found)
 
 
-def read_attention(
-    reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
-) -> list[Attention]:
+def attend_tokens(reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None) -> list[Attention]:
     """The attention on texts that are token ids already, texts of equal length in one batch."""
     stacks = read_stacks(reader, texts, max_tokens)
     return [Attention(reader, text, own) for text, own in zip(texts, stacks, strict=True)]

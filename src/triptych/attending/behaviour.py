@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from triptych.algebra.semantics import Kind
-from triptych.attending.layers import ids_of
+from triptych.attending.layers import stack_ids
 from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.opening import Reader
 
@@ -129,8 +129,8 @@ class RowFigures:
     ) -> None:
         """Find the keys of every class, for every query.
 
-        Queries that see a single key are left out: all heads do the same there. Those of a figure of a class
-        are the ones that see a key of the class.
+        Queries that see a single key are left out: all heads do the same there. A figure of a class
+        has the queries that see a key of the class.
         """
         self.kind, self.visible = kind, visible
         seen = visible.sum(dim=-1)
@@ -235,7 +235,7 @@ def measure_behaviour(
                 compared = layer.queries_and_keys()
                 visible = compared.visible()[0, 0].cpu()
                 if figures is None or not torch.equal(figures.visible, visible):
-                    figures = RowFigures(kind, visible, *ids_of(text, stack.kind))
+                    figures = RowFigures(kind, visible, *stack_ids(text, stack.kind))
                 sums = figures.sums(compared.weights()[0].cpu())
                 counts = figures.counts[:, None]
                 found.add(unit, (stack.kind, layer.number), names, sums, counts, figures.even)

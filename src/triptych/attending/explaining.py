@@ -113,7 +113,7 @@ def of_rank(weights: AttentionWeights, rank: int, longest: int) -> AttentionWeig
     return truncate(weights, qk_rank=rank, rotary="maps", longest=longest).weights
 
 
-def ranks_of(weights: AttentionWeights) -> tuple[int, ...]:
+def tried_ranks(weights: AttentionWeights) -> tuple[int, ...]:
     """The ranks that W_QK is tried at: powers of two below its width; none where it cannot be cut."""
     width = weights.multiplied("q").d_out
     ranks = tuple(1 << i for i in range(width.bit_length()) if 1 << i < width)
@@ -183,7 +183,7 @@ def explain_text(reader: Reader, windows: Windows, progress: Told) -> dict[Place
             cut = cuts.get(id(call.layer))
             if cut is None:
                 weights = in_float64(call)[0]
-                cut = {rank: of_rank(weights, rank, windows.context) for rank in ranks_of(weights)}
+                cut = {rank: of_rank(weights, rank, windows.context) for rank in tried_ranks(weights)}
                 cuts[id(call.layer)] = cut
             visible = layer.queries_and_keys().visible()[0, 0]
             energy, count, sums = explain_call(call, visible, cut)

@@ -80,7 +80,7 @@ class LayerAttention:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Stack:
+class StackAttention:
     """The layers of one kind of attention, on one text: `stack[3]` is `[heads, queries, keys]` of layer 3.
 
     Attributes:
@@ -115,7 +115,7 @@ class Stack:
 class Part(NamedTuple):
     """Some heads of a layer."""
 
-    stack: Stack  # that the layer is of
+    stack: StackAttention  # that the layer is of
     layer: LayerAttention  # the layer
     heads: tuple[int, ...]  # their numbers, at least one
 
@@ -127,9 +127,9 @@ class Part(NamedTuple):
 
 def read_stacks(
     reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
-) -> list[tuple[Stack, ...]]:
+) -> list[tuple[StackAttention, ...]]:
     """The attention on texts that are token ids already, texts of equal length in one batch."""
-    found: dict[int, tuple[Stack, ...]] = {}
+    found: dict[int, tuple[StackAttention, ...]] = {}
     for places, recording in reader.record(texts, max_tokens):
         for row, place in enumerate(places):
             stacks = []
@@ -137,12 +137,12 @@ def read_stacks(
                 calls = [call for call in recording.calls if call.kind == kind]
                 own = (call.of_row(row, len(queries), len(keys)) for call in calls)
                 layers = tuple(LayerAttention(number, call) for number, call in enumerate(own))
-                stacks.append(Stack(kind, queries, keys, layers))
+                stacks.append(StackAttention(kind, queries, keys, layers))
             found[place] = tuple(stacks)
     return [found[place] for place in range(len(texts))]
 
 
-def ids_of(text: TextIds, kind: AttentionKind) -> tuple[Int[Tensor, " queries"], Int[Tensor, " keys"]]:
+def stack_ids(text: TextIds, kind: AttentionKind) -> tuple[Int[Tensor, " queries"], Int[Tensor, " keys"]]:
     """The tokens at the queries and at the keys of a stack, as ids.
 
     The decoder of an encoder-decoder reads what it produces one place later; its start token is -1.

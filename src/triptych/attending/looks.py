@@ -34,7 +34,7 @@ class HeadLooks(NamedTuple):
 def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
     """Of every head its largest weights, the largest first; `layer` is the layer's name.
 
-    Looks at the own token and at the first token are left out where others are there: most heads have them.
+    Looks at the token itself and at the first token are left out if there are others: most heads have them.
     """
     found, stack = [], part.stack
     for head in part.heads:

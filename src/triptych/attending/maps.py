@@ -40,7 +40,7 @@ class HeadWeights:
 
     @classmethod
     def whole(cls, weights: NDArray[np.float32]) -> "HeadWeights":
-        """Of every weight, `[queries, keys]`."""
+        """The map with every weight, `[queries, keys]`."""
         if weights.ndim != 2:
             raise ValueError(f"weights have shape {list(weights.shape)}: give [queries, keys]")
         return cls(int(weights.shape[1]), weights)

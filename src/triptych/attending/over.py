@@ -62,7 +62,7 @@ class OverText:
         return [{name: row.get(name) for name in columns} for row in rows]
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """Everything, as a JSON object."""
         names = ("model", "tokens", "context", "units", "num_units")
         found: dict[str, Any] = {name: getattr(self, name) for name in names} | {"heads": self.rows()}
         if self.worth is not None:
@@ -156,7 +156,7 @@ class OverText:
                     figure.title,
                     f"{layer.name} head {head}",
                     f"{float(found.value[head]):.2f}",
-                    _interval(found, head, ".2f"),
+                    _ends(found, head, ".2f"),
                     f"{found.even:.2f}",
                     layer.called(head) == figure.title,
                 )
@@ -289,7 +289,7 @@ def _explained_table(layers: Sequence[LayerFigures]) -> Table:
 
 
 def _is_told(figure: Figure) -> bool:
-    """Whether a figure is no band of distances, which are many."""
+    """Whether a figure is told: bands of distances are too many."""
     return not figure.name.startswith("distance_")
 
 
@@ -311,7 +311,7 @@ def _heads_table(title: str, layers: Sequence[LayerFigures], figures: Sequence[F
             evenly = even
         for head in range(layer.num_heads):
             cells = (
-                f"{one.value[head]:.2f} [{_interval(one, head, '.2f', f',{_NARROW}')}]" if one.count else ""
+                f"{one.value[head]:.2f} [{_ends(one, head, '.2f', f',{_NARROW}')}]" if one.count else ""
                 for one in found
             )
             rows.append((f"{layer.layer}.{head}", layer.called(head), *cells))
@@ -325,7 +325,7 @@ def _heads_table(title: str, layers: Sequence[LayerFigures], figures: Sequence[F
     )
 
 
-def _interval(figure: HeadFigures, head: int, form: str, between: str = " to ") -> str:
+def _ends(figure: HeadFigures, head: int, form: str, between: str = " to ") -> str:
     assert figure.low is not None
     assert figure.high is not None
     return f"{float(figure.low[head]):{form}}{between}{float(figure.high[head]):{form}}"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from triptych.attending.maps import HeadWeights, bin_width
 from triptych.files import write_text
 from triptych.progress import Progress, untold
-from triptych.reports import render
+from triptych.reports import make_page
 
 Kind = Literal["encoder", "decoder", "cross"]
 PAGE_LIMIT_BYTES = 15_000_000
@@ -105,7 +105,7 @@ def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
 def attention_html(page: AttentionPage, progress: Progress = untold) -> str:
     """The text of a page that needs no network."""
     data = viewer_data(page, progress=progress)
-    return render("attention.html", title=page.title, facts=page.facts, notes=page.notes, data=data)
+    return make_page("attention.html", title=page.title, facts=page.facts, notes=page.notes, data=data)
 
 
 def write_attention_page(page: AttentionPage, path: Path, progress: Progress = untold) -> None:

@@ -51,18 +51,18 @@ def head_svg(kind: ViewedKind, title: str = "") -> str:
             "data-generator": _MARK,
         },
     )
-    _add(svg, "title", text=title or "attention weights")
-    _add(svg, "rect", width=width, height=height, fill="#ffffff")
+    _add_element(svg, "title", text=title or "attention weights")
+    _add_element(svg, "rect", width=width, height=height, fill="#ffffff")
     if title:
-        _add(svg, "text", title, x=_MARGIN, y=20, fill=_INK, **{"font-size": 13})
+        _add_element(svg, "text", title, x=_MARGIN, y=20, fill=_INK, **{"font-size": 13})
     _draw_cells(svg, cells, left, top, cell)
     for place, text, colour in row_labels:
         y = top + (place + 0.5) * cell + font_size * 0.35
-        _add(svg, "text", text, x=left - 5, y=round(y, 1), fill=colour, **{"text-anchor": "end"})
+        _add_element(svg, "text", text, x=left - 5, y=round(y, 1), fill=colour, **{"text-anchor": "end"})
     for place, text, colour in column_labels:
         x = round(left + (place + 0.5) * cell + font_size * 0.35, 1)
         turned = f"translate({x} {top - 5}) rotate(-90)"
-        _add(svg, "text", text, fill=colour, transform=turned)
+        _add_element(svg, "text", text, fill=colour, transform=turned)
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
@@ -75,16 +75,16 @@ def is_picture(path: Path) -> bool:
 
 def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int, cell: int) -> None:
     rows, columns = cells.shape
-    blank = _shade(0.0)
-    _add(svg, "rect", x=left, y=top, width=columns * cell, height=rows * cell, fill=blank)
+    blank = _colour_of(0.0)
+    _add_element(svg, "rect", x=left, y=top, width=columns * cell, height=rows * cell, fill=blank)
     inset = 1 if cell > 12 else 0.5
     group = ET.SubElement(svg, "g")
     for (row, column), weight in np.ndenumerate(cells):
-        if (colour := _shade(float(weight))) != blank:
+        if (colour := _colour_of(float(weight))) != blank:
             x, y, side = left + column * cell, top + row * cell, cell - inset
-            rectangle = _add(group, "rect", x=x, y=y, width=side, height=side, fill=colour)
+            rectangle = _add_element(group, "rect", x=x, y=y, width=side, height=side, fill=colour)
             if rows * columns <= 40 * 40:  # a browser shows it where the pointer is
-                _add(rectangle, "title", text=f"{weight:.3f}")
+                _add_element(rectangle, "title", text=f"{weight:.3f}")
 
 
 def _all_weights(of: HeadWeights) -> NDArray[np.float32]:
@@ -109,13 +109,13 @@ def _labels(tokens: tuple[str, ...], generated: int | None, is_grouped: bool) ->
     return found
 
 
-def _shade(weight: float) -> str:
+def _colour_of(weight: float) -> str:
     share = min(1.0, max(0.0, weight)) ** 0.5
     mixed = (round(zero + (one - zero) * share) for zero, one in zip(_ZERO, _ONE, strict=True))
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def _add(parent: ET.Element, tag: str, text: str = "", **attributes: object) -> ET.Element:
+def _add_element(parent: ET.Element, tag: str, text: str = "", **attributes: object) -> ET.Element:
     node = ET.SubElement(parent, tag, {name: printable(str(value)) for name, value in attributes.items()})
     node.text = printable(text) or None
     return node

@@ -15,7 +15,7 @@ from triptych.attending.writing import TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_atomically
 
-# Of more weights, a file that has them all is refused: it would be some gigabytes.
+# A file with more weights is refused: it would take gigabytes.
 MOST_WEIGHTS = 1 << 28
 DIGITS = 7
 _NPZ_MARK = "triptych_attention.npy"
@@ -69,19 +69,19 @@ def head_records(
         for head in part.heads:
             (weights,) = part.layer.weights(slice(first, None), [head]).tolist()
             yield {
-                **_place(part, head),
+                **_place_of_head(part, head),
                 "rows": list(tokens),
                 "columns": list(part.stack.keys),
                 "weights": [_rounded(row) for row in weights],
             }
 
 
-def _place(part: Part, head: int) -> dict[str, Any]:
+def _place_of_head(part: Part, head: int) -> dict[str, Any]:
     return {"kind": part.stack.kind, "layer": part.layer.number, "head": head}
 
 
 def _head_record(part: Part, head: int, top: int | None) -> dict[str, Any]:
-    record = _place(part, head)
+    record = _place_of_head(part, head)
     if top is None:
         rows = [row for block in part.layer.blocks([head]) for row in block.weights[0].tolist()]
         return {**record, "weights": [_rounded(row) for row in rows]}
@@ -94,7 +94,7 @@ def _head_record(part: Part, head: int, top: int | None) -> dict[str, Any]:
     }
 
 
-def write_csv(texts: Sequence[Saved], path: Path) -> None:
+def write_attention_csv(texts: Sequence[Saved], path: Path) -> None:
     """Write one row for every weight above 0, with the tokens."""
     for saved in texts:
         saved.require_moderate()
@@ -134,7 +134,7 @@ def write_npz(texts: Sequence[Saved], path: Path) -> None:
 
     Of every layer `KIND.LAYER`, `[heads, queries, keys]` in float32, and `KIND.LAYER.heads`, the numbers of
     the heads; with `top` instead `KIND.LAYER.keys` and `KIND.LAYER.weights`, `[heads, queries, top]`, and
-    `KIND.LAYER.left_out`. Besides `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. Where
+    `KIND.LAYER.left_out`. Also `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. Where
     there are several texts, every name begins with the number of the text, as in `2/tokens`.
     """
     for saved in texts:
@@ -201,7 +201,7 @@ def is_attention_npz(path: Path) -> bool:
 
 
 def is_attention_csv(path: Path) -> bool:
-    """Whether a file has the columns that `write_csv` writes."""
+    """Whether a file has the columns that `write_attention_csv` writes."""
     with path.open("rb") as file:
         return file.readline(1000) == f"{','.join(CSV_COLUMNS)}\n".encode()
 

@@ -274,7 +274,7 @@ class HeadSteps:
         return self.shares.float() @ self.z.float() / self.z.float().square().sum().clamp(min=1e-30)
 
     def facts(self) -> list[tuple[str, str]]:
-        """The steps that are no numbers of keys: name and value."""
+        """The steps that are not figures of keys: name and value."""
         found = [("query", f'token {self.query}, "{_token(self.token)}": q has length {_length(self.q)}')]
         if self.sink is not None:
             found.append(("weight on the sink", f"{self.sink:.3f}"))
@@ -311,7 +311,7 @@ class HeadSteps:
         return found
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """Everything, as a JSON object."""
         names = ("q", "k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights")
         values = {name: getattr(self, name) for name in (*names, "gate", "shares", "z", "output", "added")}
         effect = self.effect

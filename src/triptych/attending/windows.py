@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.resampling import ratio_intervals
-from triptych.attending.layers import Stack, read_stacks
+from triptych.attending.layers import StackAttention, read_stacks
 from triptych.errors import UsageError
 from triptych.models import LanguageModel
 from triptych.opening import Reader, TextIds
@@ -27,7 +27,7 @@ Place = tuple[str, int]
 
 @final
 @dataclass(frozen=True, eq=False)
-class Window:
+class DocumentWindow:
     """A piece of a document that a model reads at once."""
 
     document: int  # number of the document
@@ -43,7 +43,7 @@ class Window:
 class Windows:
     """The windows of a text, in order."""
 
-    windows: tuple[Window, ...]  # of two tokens at least
+    windows: tuple[DocumentWindow, ...]  # of two tokens at least
     context: int  # tokens of a window at most
     num_documents: int  # how many documents they are of
 
@@ -71,7 +71,7 @@ class Windows:
 
     def within(self, most_tokens: int) -> "Windows":
         """The first windows with about `most_tokens` tokens, at least one."""
-        windows = tuple(_within(most_tokens, self.windows))
+        windows = tuple(_first_windows(most_tokens, self.windows))
         return Windows(windows, self.context, len({window.document for window in windows}))
 
 
@@ -92,11 +92,11 @@ def cut_windows(
         if targets is not None:
             raise UsageError(f"{reader.name} does not translate: leave out the target")
         context = _context(reader.model, context)
-        windows = tuple(_within(most_tokens, _language_windows(reader, documents, context)))
+        windows = tuple(_first_windows(most_tokens, _language_windows(reader, documents, context)))
     else:
         if context is not None:
             raise UsageError(f"{reader.name} reads whole lines: leave out the context")
-        windows = tuple(_within(most_tokens, _pair_windows(reader, documents, targets)))
+        windows = tuple(_first_windows(most_tokens, _pair_windows(reader, documents, targets)))
         context = max((max(len(w.text.ids), len(w.text.source or ())) for w in windows), default=0)
     if not windows:
         raise UsageError("the text has no window of two tokens: there is nothing to measure")
@@ -113,7 +113,7 @@ def _context(model: LanguageModel, context: int | None) -> int:
     return context
 
 
-def _language_windows(reader: Reader, documents: Sequence[str], context: int) -> Iterator[Window]:
+def _language_windows(reader: Reader, documents: Sequence[str], context: int) -> Iterator[DocumentWindow]:
     causal, special = reader.opened.language_model.causal, reader.tokenizer.special_ids
     for number, document in enumerate(documents):
         if not document.strip():
@@ -135,12 +135,12 @@ def _language_windows(reader: Reader, documents: Sequence[str], context: int) ->
         for place in range(0, len(inner), step):
             piece = (*start, *inner[place : place + step], *stop)
             if len(piece) > 1:
-                yield Window(number, TextIds(piece))
+                yield DocumentWindow(number, TextIds(piece))
 
 
 def _pair_windows(
     reader: Reader, documents: Sequence[str], targets: Sequence[str] | None
-) -> Iterator[Window]:
+) -> Iterator[DocumentWindow]:
     if targets is not None and len(targets) != len(documents):
         raise UsageError(
             f"there are {len(documents):,} texts and {len(targets):,} targets: give one for each"
@@ -150,10 +150,10 @@ def _pair_windows(
         part = kept[start : start + _PAIRS_AT_A_TIME]
         texts = [documents[i] for i in part]
         found = reader.encode(texts, None if targets is None else [targets[i] for i in part])
-        yield from (Window(i, text) for i, text in zip(part, found, strict=True))
+        yield from (DocumentWindow(i, text) for i, text in zip(part, found, strict=True))
 
 
-def _within(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
+def _first_windows(most_tokens: int, windows: Iterable[DocumentWindow]) -> Iterator[DocumentWindow]:
     """The first ones, at least one."""
     left = most_tokens
     for window in windows:
@@ -165,7 +165,7 @@ def _within(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
 
 def read_windows(
     reader: Reader, windows: Windows, progress: Told
-) -> Iterator[tuple[int, TextIds, tuple[Stack, ...]]]:
+) -> Iterator[tuple[int, TextIds, tuple[StackAttention, ...]]]:
     """The attention on every window with the number of its unit, a few windows in memory at a time."""
     together, held, done = list[int](), 0, 0
     unit_of = windows.unit_of

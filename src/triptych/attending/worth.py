@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from triptych.algebra.function import channels, for_heads, gated
 from triptych.algebra.resampling import ratio_intervals
-from triptych.attending.windows import HeadFigures, Place, Told, Window, Windows
+from triptych.attending.windows import DocumentWindow, HeadFigures, Place, Told, Windows
 from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
@@ -80,7 +80,7 @@ class Worth:
         return found
 
 
-class Batch(NamedTuple):
+class WindowBatch(NamedTuple):
     """Windows that run together."""
 
     units: Int[Tensor, " rows"]  # of each window
@@ -168,7 +168,7 @@ def require_loss(reader: Reader) -> None:
         )
 
 
-def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[Batch]:
+def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[WindowBatch]:
     """Windows of like lengths together, within a number of tokens times the heads of a layer."""
     units, whole = torch.tensor(windows.unit_of), windows.windows
     lengths = [[0] * window.num_tokens for window in whole]
@@ -178,29 +178,29 @@ def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[Bat
             yield _batch(reader, [(i, whole[i]) for i in part], units[part])
 
 
-def _batch(reader: Reader, windows: Sequence[tuple[int, Window]], units: Tensor) -> Batch:
+def _batch(reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units: Tensor) -> WindowBatch:
     model = reader.model
     device = next(model.parameters()).device
     texts = [window.text for _, window in windows]
     targets, src, predicts = [list(text.ids) for text in texts], None, None
     if isinstance(model, EncoderDecoder):
-        src = _padded([[1] * len(text.source or ()) for text in texts], device).bool()
+        src = _padded_rows([[1] * len(text.source or ()) for text in texts], device).bool()
     elif model.causal:
         texts, targets = [TextIds(text.ids[:-1]) for text in texts], [own[1:] for own in targets]
     else:
         hidden = [_hidden(reader.tokenizer, window.text.ids, number) for number, window in windows]
         texts = [TextIds(tuple(ids)) for ids, _ in hidden]
-        predicts = _padded([places for _, places in hidden], device).bool()
-    tokens = _padded([[1] * len(text.ids) for text in texts], device).bool()
-    return Batch(
-        units, texts, _padded(targets, device), tokens if predicts is None else predicts, src, tokens
+        predicts = _padded_rows([places for _, places in hidden], device).bool()
+    tokens = _padded_rows([[1] * len(text.ids) for text in texts], device).bool()
+    return WindowBatch(
+        units, texts, _padded_rows(targets, device), tokens if predicts is None else predicts, src, tokens
     )
 
 
 def _hidden(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> tuple[list[int], list[int]]:
     """A window of an encoder with some tokens hidden, and 1 where; the same for the same number.
 
-    So many are hidden as in training, each by the mask token.
+    As many as in training are hidden, each by the mask token.
     """
     ordinary = [place for place, token in enumerate(ids) if token not in tokenizer.special_ids]
     order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(number)).tolist()
@@ -210,12 +210,12 @@ def _hidden(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> tuple[list
     return read, [int(place in chosen) for place in range(len(ids))]
 
 
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def _padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True).to(device)
 
 
 def _mean_outputs(
-    reader: Reader, sites: Sequence[AttentionSite], batches: Sequence[Batch]
+    reader: Reader, sites: Sequence[AttentionSite], batches: Sequence[WindowBatch]
 ) -> dict[str, Float[Tensor, " joined"]]:
     """The mean over the text of what meets W_O, by site."""
     sums: dict[str, Tensor] = {}
@@ -235,7 +235,7 @@ def _mean_outputs(
 
 
 def _losses_from(
-    model: LanguageModel | EncoderDecoder, batch: Batch, run: Recording, site: AttentionSite
+    model: LanguageModel | EncoderDecoder, batch: WindowBatch, run: Recording, site: AttentionSite
 ) -> Float[Tensor, "heads rows"]:
     """The losses of rows that run from a layer's block on, once for every head of the layer."""
 
@@ -260,7 +260,7 @@ def _losses_from(
 
 
 def _losses(
-    model: LanguageModel | EncoderDecoder, batch: Batch, hidden: Float[Tensor, "all length d_model"]
+    model: LanguageModel | EncoderDecoder, batch: WindowBatch, hidden: Float[Tensor, "all length d_model"]
 ) -> Float[Tensor, "times rows"]:
     """Sums over the tokens of each row in nats; the rows may come several times."""
     assert model.head is not None, "`require_loss` asks for it"

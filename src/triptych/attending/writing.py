@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from triptych.attending.layers import LayerAttention, Part, ids_of
+from triptych.attending.layers import LayerAttention, Part, stack_ids
 from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.opening import LayerCall, Reader
@@ -55,7 +55,7 @@ def nearest_tokens(
 ) -> Int[Tensor, "keys count"]:
     """The tokens nearest to what a head writes for each key that it may look at, the nearest first."""
     layer.require_heads([head])
-    written = _written(layer.call, slice(None))[head]
+    written = _written_by_heads(layer.call, slice(None))[head]
     step, count = max(1, _LOGITS_AT_A_TIME // len(table.table)), min(count, len(table.table))
     found = [
         table.logits(written[start : start + step]).topk(count, dim=-1).indices
@@ -86,7 +86,7 @@ class TokenWriter:
         return tuple(tuple(tokenizer.pieces(ids)) for ids in found.tolist())
 
 
-def _written(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
+def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
     """What every head writes for inputs, `y W_V W_O`, biases left out."""
     y = (call.x if call.memory is None else call.memory)[0, keys]
     return call.layer.weights().ov.apply(y)
@@ -105,11 +105,11 @@ def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Pla
             table = OutputTable.of(reader.model, stack.kind)
             if table is None or stack.kind == "cross":
                 continue
-            ids = ids_of(text, stack.kind)[1].to(table.table.device)
+            ids = stack_ids(text, stack.kind)[1].to(table.table.device)
             for layer in stack.layers:
-                keys = _spread(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
+                keys = _spread_keys(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
                 looked = layer.weights().sum(dim=1)[:, keys].double()
-                logits = table.logits(_written(layer.call, keys))
+                logits = table.logits(_written_by_heads(layer.call, keys))
                 own = logits.gather(-1, ids[keys].expand(len(logits), -1)[..., None])
                 hits = ((logits > own).sum(dim=-1) < NEAREST).double()
                 sums, counts = (looked * hits).sum(dim=1)[None], looked.sum(dim=1)[None]
@@ -117,7 +117,7 @@ def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Pla
     return found.figures()
 
 
-def _spread(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:
+def _spread_keys(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:
     """At least one and at most `most` keys that are tokens, evenly spread."""
     keys = (ids >= 0).nonzero()[:, 0]
     step = -(-len(keys) // max(1, most))

@@ -10,7 +10,7 @@ from triptych.attention.projections.abstract import Parameterisation
 
 def scores_class(name: str) -> type[Scores]:
     """The class of scores that are no products: "additive", or `FILE.py:CLASS`."""
-    if user_code.is_own(name):
+    if user_code.is_in_file(name):
         return user_code.find_class(name, Scores, "scores")
     if name != AdditiveScores.name:
         raise ValueError(f"scores = {name!r} is not one of dot, cosine, additive: or name FILE.py:CLASS")

@@ -12,7 +12,7 @@ from triptych.algebra.cost import Route
 from triptych.algebra.function import for_heads
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
-from triptych.algebra.weights import AttentionWeights, Head, standard_scale
+from triptych.algebra.weights import AttentionWeights, HeadForms, standard_scale
 from triptych.attention.cache import AttentionCache
 from triptych.attention.checks import (
     check_can_be_held,
@@ -302,7 +302,7 @@ class MultiHeadAttention(nn.Module):
                 setattr(self, name, getattr(lender, name))
 
     @property
-    def heads(self) -> tuple[Head, ...]:
+    def heads(self) -> tuple[HeadForms, ...]:
         """The two forms of every head: `layer.heads[3].qk.dense()` is W_QK of the fourth."""
         return self.weights().heads
 

@@ -13,11 +13,11 @@ from triptych.attending.saving import (
     is_attention_csv,
     is_attention_npz,
     json_pieces,
-    write_csv,
+    write_attention_csv,
     write_npz,
 )
 from triptych.attending.steps import HeadSteps
-from triptych.cli.options import open_model, refuse
+from triptych.cli.options import load_model, refuse_options
 from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import (
@@ -32,8 +32,7 @@ from triptych.cli.terminal import (
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
-from triptych.reports import Table, is_page, render_table
-from triptych.reports import write_csv as write_rows
+from triptych.reports import Table, is_page, render_table, write_csv
 from triptych.text import read_lines
 
 # Rows of the table of `--steps` in the terminal.
@@ -110,46 +109,42 @@ def attend(
     of_text = {"heads": heads, "top": top, "writes": writes, "npz": npz, "svg": svg}
     if over is None:
         given = {**measured, "documents": measured["documents"] != "file"}
-        refuse(given, "goes with --over: name a text")
+        refuse_options(given, "goes with --over: name a text")
     if steps is not None:
-        refuse(
+        refuse_options(
             {**of_text, "over": over, "file": file, "csv": csv}, "does not go with --steps, one row of a head"
         )
     if is_of_heads:
         why = "goes with a text: --over without one takes --csv, --html and --json"
-        refuse({**of_text, **reading, "target": target}, why)
+        refuse_options({**of_text, **reading, "target": target}, why)
     elif over is not None and html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     if file is not None:
-        refuse({"target": target}, "goes with one text, not with --file")
-    opened, behaviour = open_model(model, without, opening), None
+        refuse_options({"target": target}, "goes with one text, not with --file")
+    opened, behaviour = load_model(model, without, opening), None
     if over is not None:
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
             behaviour = opened.attend_over(over, **measured, progress=tell)
         if is_of_heads:
             if csv is not None:
-                write_rows(behaviour.rows(), csv)
-            _show(behaviour, behaviour.tables(), (csv, html), as_json=as_json)
+                write_csv(behaviour.rows(), csv)
+            _print_found(behaviour, behaviour.tables(), (csv, html), as_json=as_json)
             return
     if (text is None) == (file is None):
         raise UsageError("give either a text (- for standard input) or --file with texts")
     texts = read_lines(file) if file is not None else [read_text(str(text), "text")]
     attended = opened.attend(texts, None if target is None else [target], **reading)
     if steps is not None:
-        found = _steps(attended[0], steps)
-        _show(found, found.tables(_MOST_KEYS), (csv, html), as_json=as_json)
+        found = _steps_of_row(attended[0], steps)
+        _print_found(found, found.tables(_MOST_KEYS), (csv, html), as_json=as_json)
         return
     saved = [one.saved(heads or "*", top, writes) for one in attended]
-    _write(attended, saved, outputs, behaviour)
-    _print(saved, outputs, as_json=as_json)
+    _write_files(attended, saved, outputs, behaviour)
+    _print_weights(saved, outputs, as_json=as_json)
 
 
-def _show(
-    found: OverText | HeadSteps,
-    tables: Iterable[Table],
-    written: tuple[Path | None, Path | None],
-    *,
-    as_json: bool,
+def _print_found(
+    found: OverText | HeadSteps, tables: Iterable[Table], written: Sequence[Path | None], *, as_json: bool
 ) -> None:
     """Print what was found, and write its page, the second of the files."""
     if written[1] is not None:
@@ -163,7 +158,7 @@ def _show(
     print_written(written, console)
 
 
-def _steps(attended: Attention, wanted: str) -> HeadSteps:
+def _steps_of_row(attended: Attention, wanted: str) -> HeadSteps:
     """One row of a head step by step."""
     place, _, query = wanted.rpartition(":")
     layer, _, head = place.rpartition(".")
@@ -172,7 +167,7 @@ def _steps(attended: Attention, wanted: str) -> HeadSteps:
     return attended.steps(layer, int(head), query=int(query))
 
 
-def _write(
+def _write_files(
     attended: AttentionBatch,
     saved: Sequence[Saved],
     outputs: Sequence[Path | None],
@@ -186,7 +181,7 @@ def _write(
     if npz is not None:
         write_npz(saved, npz)
     if csv is not None:
-        write_csv(saved, csv)
+        write_attention_csv(saved, csv)
     if html is not None:
         with progress_bar("{task.description}", "writing", of_bytes=False) as tell:
             attended.page(html, over=behaviour, saved=saved, progress=tell)
@@ -194,7 +189,7 @@ def _write(
         write_text(svg, picture)
 
 
-def _print(saved: Sequence[Saved], written: Sequence[Path | None], *, as_json: bool) -> None:
+def _print_weights(saved: Sequence[Saved], written: Sequence[Path | None], *, as_json: bool) -> None:
     """Print the weights as JSON, or which files are written, or the strongest looks."""
     if as_json:
         for one in saved:

@@ -53,11 +53,11 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
             )
 
         def show() -> None:
-            _write(outcome, folder)
+            _write_outcome(outcome, folder)
             if as_json:
                 print_json(tables.figures(outcome), indent=2)
             else:
-                _print(outcome, folder)
+                _print_outcome(outcome, folder)
             for name, what in outcome.failed.items():
                 errors.print(f"failed: {name}: {what}")
 
@@ -66,7 +66,7 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
         raise typer.Exit(1)
 
 
-def _write(outcome: "triptych.studies.Outcome", folder: Path) -> None:
+def _write_outcome(outcome: "triptych.studies.Outcome", folder: Path) -> None:
     write_text(folder / "runs.csv", tables.runs_csv(outcome))
     write_text(folder / "curves.csv", tables.curves_csv(outcome))
     if outcome.study.sweep.learning_rates:
@@ -106,7 +106,7 @@ def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
     return table
 
 
-def _print(outcome: "triptych.studies.Outcome", folder: Path) -> None:
+def _print_outcome(outcome: "triptych.studies.Outcome", folder: Path) -> None:
     console = Terminal()
     for table in tables.tables(outcome):
         print_table(table, console)

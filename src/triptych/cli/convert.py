@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from triptych.cli.options import open_model
+from triptych.cli.options import load_model
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json
 from triptych.converting.conversion import Conversion
@@ -37,15 +37,15 @@ def convert(
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
-    opened = open_model(model, opening={"device": "cpu", **opening})
+    opened = load_model(model, opening={"device": "cpu", **opening})
     conversion = opened.convert(out, to or "triptych", **converting)
     if as_json:
         print_json(conversion.record())
         return
-    _print(conversion)
+    _print_conversion(conversion)
 
 
-def _print(conversion: Conversion) -> None:
+def _print_conversion(conversion: Conversion) -> None:
     console = Terminal(soft_wrap=True)
     for line in conversion.folded:
         console.print(f"made to fit: {line}")

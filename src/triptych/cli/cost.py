@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import triptych
-from triptych.cli.options import refuse
+from triptych.cli.options import refuse_options
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
@@ -56,7 +56,7 @@ def cost(
         triptych cost --only factored --only grouped --num-kv-heads 2 --formulas
     """
     if not measure:
-        refuse({"seconds": seconds, "device": device}, "needs --measure: add it, or leave this out")
+        refuse_options({"seconds": seconds, "device": device}, "needs --measure: add it, or leave this out")
     if seconds is not None and not 0 <= seconds < math.inf:
         raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
     if only:
@@ -81,16 +81,14 @@ def cost(
         command = shlex.join(["triptych", *sys.argv[1:]])
         write_report(pages.cost_page(report, timed, command), html)
     if as_json:
-        figures = report.figures()
-        record = figures if timed is None else {**figures, "times": timed.figures()}
-        print_json(record)
+        print_json({**report.figures(), **({} if timed is None else {"times": timed.figures()})})
         return
-    _print(report, timed, formulas)
+    _print_cost(report, timed, formulas)
     if html is not None:
         Terminal().print(f"page: {html}", soft_wrap=True)
 
 
-def _print(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:
+def _print_cost(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:
     console = Terminal()
     console.print(pages.describe_layer(report.spec))
     console.print(pages.describe_work(report.spec))

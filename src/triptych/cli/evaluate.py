@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.cli.options import number_of_workers, open_model, plain, refuse
+from triptych.cli.options import load_model, number_of_workers, plain, refuse_options
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
@@ -63,11 +63,11 @@ def evaluate(
     translators = {"source": source, "reference": reference, **translating, "workers": workers, "out": out}
     texts = {**scoring, "documents": documents != "file"}
     if text is not None:
-        refuse(translators, "is for translators, and --text for language models: give one")
+        refuse_options(translators, "is for translators, and --text for language models: give one")
         if opening["precision"] != "fp32":
             raise UsageError("--precision is for translators: --text scores a model as it is")
     else:
-        refuse(texts, "goes with --text")
+        refuse_options(texts, "goes with --text")
         if opening["engine"] != "triptych":
             raise UsageError("--engine goes with --text here: score a translator with --engine triptych")
         if out is not None and len(models) > 1:
@@ -75,22 +75,22 @@ def evaluate(
         translating["workers"] = number_of_workers(workers)
         read += [path for path in (source, reference) if path is not None]
     with launched(opening["device"]) as world:
-        given = world.on_all(lambda: _read(text, documents, source, reference))
+        given = world.on_all(lambda: _read_texts(text, documents, source, reference))
         doing, asked = ("scoring", scoring) if text is not None else ("translating", translating)
         world.on_first(lambda: require_free([Output(out, is_remembered)], read, force=force))
 
         def score(model: str) -> Any:
             shown = doing if len(models) == 1 else f"{doing} {model}"
             with progress_bar("{task.description}", doing, of_bytes=False) as tell:
-                return open_model(model, without, opening).evaluate(
+                return load_model(model, without, opening).evaluate(
                     *given, **asked, progress=lambda _, done, total: tell(shown, done, total)
                 )
 
         found = do_each(models, score, world)
-        world.on_first(lambda: _show(models, found, out, as_json=as_json))
+        world.on_first(lambda: _print_or_write(models, found, out, as_json=as_json))
 
 
-def _show(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_json: bool) -> None:
+def _print_or_write(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_json: bool) -> None:
     translates = isinstance(found[0], Evaluation)
     if out is not None:
         write_text(out, "".join(f"{text}\n" for text in found[0].translations))
@@ -136,7 +136,7 @@ def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
     return Table("Scores", ("run", *names), rows, caption=signatures, numeric=(1, 2))
 
 
-def _read(
+def _read_texts(
     text: Path | None, documents: Documents, source: Path | None, reference: Path | None
 ) -> tuple[list[str], ...]:
     """The documents of a text, or the lines of both files."""

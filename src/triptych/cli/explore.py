@@ -11,7 +11,7 @@ import triptych
 from triptych.cli.failures import say
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, progress_bar
+from triptych.cli.terminal import Terminal, print_written, progress_bar
 from triptych.errors import UsageError
 from triptych.face import load
 from triptych.reports import is_page
@@ -53,7 +53,7 @@ def explore(
         require_free([Output(html, is_page)], [Path(model)] if Path(model).exists() else [], force=force)
         with progress_bar("{task.description}", "recording", of_bytes=False) as tell:
             write_page(load(model, **opening), text, html, tell)
-        Terminal(soft_wrap=True).print(f"written: {html}")
+        print_written([html], Terminal(soft_wrap=True))
         return
     address = f"http://127.0.0.1:{port}/" + ("" if text is None else f"#&{urlencode({'text': text})}")
 

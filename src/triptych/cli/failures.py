@@ -44,14 +44,14 @@ def flush_output() -> None:
         raise
 
 
-def explain(error: BaseException) -> TriptychError:
+def as_triptych_error(error: BaseException) -> TriptychError:
     """What the command says of an error that is none of `TriptychError`."""
     if (of_system := system_error(error)) is not None:
         return _of_system(of_system)
     text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in _MEMORY):
         return TriptychError(f"not enough memory ({text}): give shorter texts, or fewer at a time")
-    return UnforeseenError(f"internal error ({text}): please report it, with {_report(error)}")
+    return UnforeseenError(f"internal error ({text}): please report it, with {_write_error_report(error)}")
 
 
 def _of_system(error: OSError) -> TriptychError:
@@ -61,7 +61,7 @@ def _of_system(error: OSError) -> TriptychError:
     return TriptychError(": ".join(str(part) for part in parts if part))
 
 
-def _report(error: BaseException) -> str:
+def _write_error_report(error: BaseException) -> str:
     """Write a file for a report; what is to be sent along."""
     lines = [
         f"triptych {version('triptych')}, Python {platform.python_version()}, {platform.platform()}",

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from triptych.cli.options import open_model
+from triptych.cli.options import load_model
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, write_output
 from triptych.face import Model, load
@@ -29,7 +29,7 @@ def fill(
         triptych fill bert-base-uncased "The capital of France is [MASK]."
         triptych fill runs/tatoeba-mlm "Tom [MASK] to school." --count 3 --json
     """
-    found = open_model(model, without, opening).fill(text, **filling)
+    found = load_model(model, without, opening).fill(text, **filling)
     for number, fillings in enumerate(found, start=1):
         if as_json:
             records = [

@@ -5,9 +5,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.attending import read_attention
+from triptych.attending import attend_tokens
 from triptych.attending.saving import head_records
-from triptych.cli.options import open_model
+from triptych.cli.options import load_model
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
 from triptych.decoding import Continuation
@@ -61,19 +61,19 @@ def generate(
     if prompt is not None and file is None and isinstance(given := text_or_file(prompt, "prompt"), Path):
         prompt, file = None, given
     prompts = _prompts(prompt, file)
-    opened = open_model(model, without, opening)
+    opened = load_model(model, without, opening)
     if as_json:
         if attention:
             opened.reader.require_heads(attention)
-        for given, found in _continued(opened, prompts, generating):
-            record = _record(opened, given, found, attention, generating["chat"])
+        for given, found in _in_batches(opened, prompts, generating):
+            record = _json_record(opened, given, found, attention, generating["chat"])
             print_json(record)
     elif file is None and generating["num_samples"] == generating["beam_size"] == 1:
         for text in opened.generate(next(prompts), **generating, stream=True):
             write_output(text)
         write_output("\n")
     else:
-        for number, (_, found) in enumerate(_continued(opened, prompts, generating), start=1):
+        for number, (_, found) in enumerate(_in_batches(opened, prompts, generating), start=1):
             for sample, one in enumerate(found, start=1):
                 write_output(f"== prompt {number}, text {sample} ==\n{one.text}\n")
 
@@ -90,7 +90,7 @@ def _prompts(prompt: str | None, file: Path | None) -> Iterator[str]:
     return iter([text])
 
 
-def _continued(
+def _in_batches(
     model: Model, prompts: Iterator[str], generating: Options
 ) -> Iterator[tuple[str, list[Continuation]]]:
     """Each prompt with its continuations, in their order."""
@@ -100,10 +100,10 @@ def _continued(
         yield from zip(batch, lists, strict=True)
 
 
-def _record(
+def _json_record(
     model: Model, prompt: str, found: Sequence[Continuation], wanted: Sequence[str], chat: bool
 ) -> dict[str, Any]:
-    attention = _attention(model, prompt, found, wanted, chat) if wanted else [{}] * len(found)
+    attention = _attention_records(model, prompt, found, wanted, chat) if wanted else [{}] * len(found)
     return {
         "prompt": prompt,
         "continuations": [
@@ -121,7 +121,7 @@ def _record(
     }
 
 
-def _attention(
+def _attention_records(
     model: Model, prompt: str, found: Sequence[Continuation], wanted: Sequence[str], chat: bool
 ) -> Iterator[dict[str, Any]]:
     """For each continuation the weights with which the text was read before each of its tokens."""
@@ -137,5 +137,5 @@ def _attention(
                 f"--attention: the text has {len(read):,} tokens, and the model reads {most:,} at once: "
                 "lower --max-new-tokens"
             )
-        (attention,) = read_attention(model.reader, [TextIds(tuple(read))], len(read))
+        (attention,) = attend_tokens(model.reader, [TextIds(tuple(read))], len(read))
         yield {"attention": [*head_records(attention.parts(wanted), len(ids) - 1, one.pieces)]}

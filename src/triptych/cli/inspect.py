@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from triptych.cli.options import numbers, open_model
+from triptych.cli.options import load_model, numbers
 from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_written, progress_bar
@@ -63,7 +63,7 @@ def inspect(
 
     def measure(name: str) -> Inspection:
         with progress_bar("reading {task.description}", name) as tell:
-            return open_model(name, opening=opening).inspect(
+            return load_model(name, opening=opening).inspect(
                 layers=numbers(layers, "--layers"),
                 heads=numbers(heads, "--heads"),
                 **measuring,
@@ -71,13 +71,14 @@ def inspect(
             )
 
     def show(measured: Sequence[Inspection]) -> None:
-        found = _numbered(measured)
+        found = _with_distinct_names(measured)
         if html is not None:
             write_text(html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
+        rows = [{"checkpoint": one.name, **row} for one in found for row in one.rows()]
         if csv is not None:
-            write_csv(_rows(found), csv)
+            write_csv(rows, csv)
         if parquet is not None:
-            write_parquet(_rows(found), parquet, [measure.name for measure in MEASURES])
+            write_parquet(rows, parquet, [measure.name for measure in MEASURES])
         if as_json:
             records = [inspection.record() for inspection in found]
             print_json(records[0] if len(records) == 1 else records)
@@ -91,13 +92,15 @@ def inspect(
             console.print(render_table(side_by_side(*found)))
         print_written((html, csv, parquet), console)
 
+    # A tensor file is read with the other files of its folder.
+    read = [path.parent if path.is_file() else path for path in map(Path, names) if path.exists()]
     with launched("cpu") as world:
-        world.on_first(lambda: require_free(outputs, _read(names), force=force))
+        world.on_first(lambda: require_free(outputs, read, force=force))
         found = do_each(names, measure, world)
         world.on_first(lambda: show(found))
 
 
-def _numbered(found: Sequence[Inspection]) -> list[Inspection]:
+def _with_distinct_names(found: Sequence[Inspection]) -> list[Inspection]:
     """Checkpoints of the same name have numbers from the second on."""
     seen, numbered = Counter[str](), []
     for one in found:
@@ -105,12 +108,3 @@ def _numbered(found: Sequence[Inspection]) -> list[Inspection]:
         number = seen[one.name]
         numbered.append(one if number == 1 else replace(one, name=f"{one.name} ({number})"))
     return numbered
-
-
-def _read(names: Sequence[str]) -> list[Path]:
-    """Where checkpoints lie: a tensor file is read with the other files of its folder."""
-    return [path.parent if path.is_file() else path for path in map(Path, names) if path.exists()]
-
-
-def _rows(found: Sequence[Inspection]) -> list[dict[str, object]]:
-    return [{"checkpoint": one.name, **row} for one in found for row in one.rows()]

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from triptych.cli.failures import explain, flush_output, print_error, warnings_as_lines
+from triptych.cli.failures import as_triptych_error, flush_output, print_error, warnings_as_lines
 from triptych.cli.process import limit_spinning, open_streams
 from triptych.cli.verbs import add_verb
 from triptych.errors import TriptychError, UsageError
@@ -52,10 +52,10 @@ def application(arguments: Sequence[str]) -> typer.Typer:
 def run() -> None:
     """Entry point: any error becomes one line and an exit code."""
     if num_launched() == 1:
-        _run()
+        _run_command_line()
         return
     try:
-        _run()
+        _run_command_line()
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             end_now(stop.code or 0)
@@ -63,13 +63,13 @@ def run() -> None:
     end_now(0)
 
 
-def _run() -> None:
+def _run_command_line() -> None:
     open_streams()
     limit_spinning()  # nothing has imported torch yet
     try:
         try:
             with warnings_as_lines():
-                code = _call(sys.argv[1:])
+                code = _carry_out(sys.argv[1:])
         finally:
             flush_output()
     except TriptychError as error:
@@ -81,14 +81,14 @@ def _run() -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001 (one line, whatever it is; a panic of Rust is no Exception)
-        explained = explain(error)
+        explained = as_triptych_error(error)
         if speaks(error):
             print_error(explained)
         sys.exit(explained.exit_code)
     sys.exit(code)
 
 
-def _call(arguments: Sequence[str]) -> int:
+def _carry_out(arguments: Sequence[str]) -> int:
     """Carry out a command line; its exit code."""
     command = typer.main.get_command(application(arguments))
     try:

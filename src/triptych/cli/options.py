@@ -14,13 +14,13 @@ from triptych.launch import num_on_machine
 from triptych.threads import num_cores
 
 
-def open_model(model: str | Path, without: str | None = None, opening: Options | None = None) -> Model:
+def load_model(model: str | Path, without: str | None = None, opening: Options | None = None) -> Model:
     """The model that a command is given, with the heads of `--without` off."""
     opened = load(model, **(opening or {}))
     return opened if without is None else opened.ablate(without)
 
 
-def refuse(options: Mapping[str, Any], why: str) -> None:
+def refuse_options(options: Mapping[str, Any], why: str) -> None:
     """Raise where one of these is given."""
     if found := [name for name, value in options.items() if value not in (None, False, ())]:
         raise UsageError(f"{spelled(found[0])[0]} {why}")

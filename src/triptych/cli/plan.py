@@ -44,7 +44,7 @@ def plan(
     console = Terminal()
     for line in _setting(planned):
         console.print(line, soft_wrap=True)
-    table = _table(planned)
+    table = _layouts_table(planned)
     print_whole(table, console)
     console.print(table.caption, soft_wrap=True)
     console.print(_advice(planned), soft_wrap=True)
@@ -69,7 +69,7 @@ def _setting(plan: TrainingPlan) -> list[str]:
     return [*lines, *plan.notes]
 
 
-def _table(plan: TrainingPlan) -> Table:
+def _layouts_table(plan: TrainingPlan) -> Table:
     """A row for each layout: bytes of each device, and seconds of a step."""
     columns = (
         *("parallel", "recomputing", "parameters", "gradients", "optimizer", "activations", "peak", "fits"),
@@ -78,7 +78,7 @@ def _table(plan: TrainingPlan) -> Table:
     return Table(
         title="",
         columns=columns,
-        rows=tuple(_row(one, one is plan.best) for one in plan.layouts),
+        rows=tuple(_layout_row(one, one is plan.best) for one in plan.layouts),
         caption="Of each device, in a step. → is the layout to take. activations: what the forward pass "
         "leaves, with the parameters that are gathered then. A layout fits if its peak, and what the first "
         f"device holds while it translates the validation text, are at most {USABLE:.0%} of the memory. "
@@ -87,7 +87,7 @@ def _table(plan: TrainingPlan) -> Table:
     )
 
 
-def _row(one: PlannedLayout, is_best: bool) -> tuple[str, ...]:
+def _layout_row(one: PlannedLayout, is_best: bool) -> tuple[str, ...]:
     layout = one.layout
     name = f"hybrid, {layout.shards}" if layout.kind == "hybrid" else layout.kind
     return (

@@ -22,7 +22,7 @@ def recipes(action: Literal["show"] | None = None, name: str | None = None, *, a
         triptych recipes show demo
     """
     if action is None:
-        found = {one: _read(one).partition("\n")[0].removeprefix("# ") for one in shipped_recipes()}
+        found = {one: _recipe_text(one).partition("\n")[0].removeprefix("# ") for one in shipped_recipes()}
         if as_json:
             print_json(found)
             return
@@ -31,8 +31,8 @@ def recipes(action: Literal["show"] | None = None, name: str | None = None, *, a
         return
     if name is None or as_json:
         raise UsageError("show takes the name of a recipe and no options: triptych recipes show demo")
-    write_output(_read(name))
+    write_output(_recipe_text(name))
 
 
-def _read(name: str) -> str:
+def _recipe_text(name: str) -> str:
     return find_recipe(name).read_text(encoding="utf-8")

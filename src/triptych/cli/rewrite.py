@@ -10,7 +10,7 @@ from rich.table import Table
 
 from triptych.algebra.rewrites.registry import REWRITES, option_names, purpose, read_rewrite, signature
 from triptych.algebra.rewrites.rewrite import Rewrite
-from triptych.cli.options import numbers, open_model
+from triptych.cli.options import load_model, numbers
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError
@@ -67,7 +67,7 @@ def rewrite(
         raise UsageError("give a checkpoint to rewrite, or --list")
     sizes = {"rank": rank, "energy": energy, "budget": budget}
     cut = {name: size for name, size in sizes.items() if size is not None}
-    steps = _steps(exact, do, cut, on_text=rewriting["calibration"] is not None)
+    steps = _steps_of_options(exact, do, cut, on_text=rewriting["calibration"] is not None)
     if recipe is not None and (steps or layers is not None):
         raise UsageError("--recipe cannot be combined with --exact, --do and the like")
     if recipe is None and not steps:
@@ -75,11 +75,11 @@ def rewrite(
     if recipe is not None:
         steps = [recipe]
     rewriting["layers"] = numbers(layers, "--layers")
-    opened = open_model(model, opening={"device": "cpu", **opening})
+    opened = load_model(model, opening={"device": "cpu", **opening})
     if plan:
         del rewriting["text"], rewriting["compare"]
         found = opened.plan(*steps, **rewriting)
-        print_json(_plain(found)) if as_json else _print_plan(found, console)
+        print_json(_plan_record(found)) if as_json else _print_plan(found, console)
         return
     if out is None:
         raise UsageError("give the output folder with --out (or --plan to see what would be done)")
@@ -95,7 +95,7 @@ def rewrite(
         _print_certificate(certificate, out, console)
 
 
-def _steps(
+def _steps_of_options(
     exact: bool, do: Sequence[str], cut: dict[str, Any], *, on_text: bool
 ) -> Sequence[Rewrite | str | Path]:
     """What is named with --do, in that order, and the truncation; "exact" for all exact rewrites."""
@@ -118,7 +118,7 @@ def _print_rewrites(console: Console) -> None:
     console.print(f"Every rewrite takes layers: {Rewrite.model_fields['layers'].description}.")
 
 
-def _plain(plan: Plan) -> dict[str, Any]:
+def _plan_record(plan: Plan) -> dict[str, Any]:
     record = asdict(plan)
     for name in ("layers", "norms"):
         record[name] = [part.model_dump(mode="json") for part in getattr(plan, name)]
@@ -166,13 +166,13 @@ def _steps_table(layers: Sequence[LayerRecord | NormRecord], of: str = "layers")
 
 
 def _print_savings(of: Plan | Certificate, console: Console) -> None:
-    console.print(_savings("attention in the file, all layers", of.before, of.after))
+    console.print(_savings_table("attention in the file, all layers", of.before, of.after))
     if of.unpadded is not None:
         console.print(f"{UNPADDED}:")
-        console.print(_savings("attention without padding, not in this file", of.before, of.unpadded))
+        console.print(_savings_table("attention without padding, not in this file", of.before, of.unpadded))
 
 
-def _savings(title: str, before: Cost, after: Cost) -> Table:
+def _savings_table(title: str, before: Cost, after: Cost) -> Table:
     table = Table(title, "now", "afterwards", "share")
     for what, name in (
         ("parameters", "parameters"),

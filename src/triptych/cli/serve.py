@@ -45,7 +45,7 @@ def serve(
         triptych serve gpt2 de-en=runs/mine --port 9000 --precision int8
     """
     limit_kernel_cache(KERNELS_KEPT_DECODING)
-    named = dict(map(_named, models))
+    named = dict(map(_name_and_model, models))
     if len(named) < len(models):
         raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
     allowed = Limits(**limits)
@@ -55,7 +55,7 @@ def serve(
     triptych.serve(opened, limits=allowed, ready=ready, **server)
 
 
-def _named(model: str) -> tuple[str, str]:
+def _name_and_model(model: str) -> tuple[str, str]:
     """The name that a model is served by, and the model."""
     name, given, path = model.partition("=")
     return (name, path) if given else (Path(model).name, model)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from triptych.cli.failures import say
-from triptych.cli.options import open_model
+from triptych.cli.options import load_model
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, training_display
@@ -38,7 +38,7 @@ def shortlist(
     """
     read = [Path(model), *(path for path in (source, target) if path is not None)]
     require_free([Output(out, is_remembered)], read, force=force)
-    opened = open_model(model, opening={"device": "cpu", **opening})
+    opened = load_model(model, opening={"device": "cpu", **opening})
     found = opened.shortlist(out, source, target, **learning, display=training_display())
     remember(out)
     if as_json:

@@ -80,7 +80,7 @@ def read_function(module: str, name: str) -> FunctionText:
         item: (title, said) for title, lines in sections.items() for item, said in _items(lines).items()
     }
     found = list[Parameter]()
-    for argument, annotation, default, positional in _arguments(node):
+    for argument, annotation, default, positional in _arguments_of(node):
         assert annotation is not None, f"{module}.{name}: {argument} has no type"
         if (group := _group(annotation)) is not None:
             found += _taken(module, argument, *group, documented)
@@ -104,7 +104,7 @@ def _taken(
     if owner == "triptych":
         owner, rest = rest, ""
         module = vars(triptych)["_MODULE_OF"][owner]
-    where, original = _origin(module, owner)
+    where, original = _where_defined(module, owner)
     of = read_function(where, f"{original}.{rest}" if rest else original)
     by_name = {parameter.name: parameter for parameter in of.parameters}
     for name in names.split():
@@ -142,21 +142,21 @@ def _definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.Clas
     if named:
         return module, named[-1]  # after its overloads
     assert isinstance(found, ast.ClassDef)
-    where, base = _origin(module, ast.unparse(found.bases[0]))
+    where, base = _where_defined(module, ast.unparse(found.bases[0]))
     return _definition(where, f"{base}.{method}")
 
 
-def _origin(module: str, name: str) -> tuple[str, str]:
+def _where_defined(module: str, name: str) -> tuple[str, str]:
     """The module of ours where a name is defined, and its name there."""
     for node in _tree(module).body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("triptych"):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return _origin(node.module, alias.name)
+                    return _where_defined(node.module, alias.name)
     return module, name
 
 
-def _arguments(
+def _arguments_of(
     node: ast.FunctionDef | ast.ClassDef,
 ) -> Iterator[tuple[str, ast.expr | None, ast.expr | None, bool]]:
     """Each with its type, its default, and whether it is given by its place; of a record its fields."""
@@ -192,7 +192,7 @@ def _members(module: str, node: ast.expr) -> Iterator[Any]:
         case ast.Name(id=name) if name in _SIMPLE:
             yield _SIMPLE[name]
         case ast.Name(id=name):
-            where, original = _origin(module, name)
+            where, original = _where_defined(module, name)
             for line in _tree(where).body:
                 if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == original:
                     yield from _members(where, line.value)
@@ -239,10 +239,10 @@ def _items(lines: list[str]) -> dict[str, str]:
             line = line[start.end() :]
         found.setdefault(name, []).append(line.strip())
     joined = {name: " ".join(said) for name, said in found.items() if name}
-    return {name: _sentence(said.replace("`", "")) for name, said in joined.items()}
+    return {name: _as_sentence(said.replace("`", "")) for name, said in joined.items()}
 
 
-def _sentence(said: str) -> str:
+def _as_sentence(said: str) -> str:
     first = said if said.split()[0].endswith(",") else said[0].upper() + said[1:]  # "auto, cpu or cuda"
     return f"{first.removesuffix('.')}."
 

@@ -7,7 +7,7 @@ import typer
 
 import triptych
 from triptych.cli.failures import say
-from triptych.cli.options import refuse
+from triptych.cli.options import refuse_options
 from triptych.cli.process import prepare_training
 from triptych.cli.terminal import print_json, training_display
 from triptych.errors import UsageError
@@ -51,7 +51,7 @@ def train(
     display = training_display()
     if resume:
         given = {"out": out, "checkpoint": checkpoint, "force": force}
-        refuse(given, "is for a new run: leave it out, or leave out --resume")
+        refuse_options(given, "is for a new run: leave it out, or leave out --resume")
         folder = Path(recipe)
         summary = triptych.resume(folder, overrides, display)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from triptych.attending.saving import head_records
 from triptych.cli.failures import say
-from triptych.cli.options import number_of_workers, open_model
+from triptych.cli.options import load_model, number_of_workers
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
@@ -76,7 +76,7 @@ def translate(
     given = "-" if text is None else text_or_file(text, "text")
     read = [Path(model), *(path for path in (given, glossary) if isinstance(path, Path))]
     require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)
-    opened = open_model(model, without, opening)
+    opened = load_model(model, without, opening)
     terms = None if glossary is None else _read_glossary(glossary)
     translator = opened.translator(**searching, glossary=terms, workers=number_of_workers(workers))
     if attention:

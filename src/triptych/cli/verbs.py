@@ -100,9 +100,9 @@ def add_verb(app: typer.Typer, name: str) -> None:
         del given["quiet"], given["verbose"]  # `is_given` looks for them, in whatever line is to be printed
         for path in given.pop("code") or ():
             use_code(path)
-        import_module(f"triptych.cli.{name}").__dict__[name](**_grouped(verb, given))
+        import_module(f"triptych.cli.{name}").__dict__[name](**_arguments_by_group(verb, given))
 
-    called.__signature__ = Signature([_parameter(one) for one in own])  # type: ignore[attr-defined]
+    called.__signature__ = Signature([_typer_parameter(one) for one in own])  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: _annotation(one) for one in own}
     called.__name__ = name
     settings = {"help_option_names": ["-h", "--help"]}
@@ -112,7 +112,7 @@ def add_verb(app: typer.Typer, name: str) -> None:
     decorate(called)
 
 
-def _grouped(verb: FunctionText, given: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_by_group(verb: FunctionText, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the verb's function: its own, and a dictionary for each group."""
     found = dict[str, Any]()
     for parameter in verb.parameters:
@@ -125,7 +125,7 @@ def _grouped(verb: FunctionText, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _parameter(parameter: Parameter) -> Given:
+def _typer_parameter(parameter: Parameter) -> Given:
     default = None if is_list(parameter.kind) else parameter.default
     if parameter.kind is Quantity and default is not REQUIRED:
         default = f"{default:g}"  # which is read as what is given is

@@ -109,7 +109,7 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
         found: dict[str, list[Tensor]] = {}
         for call in calls:
             found.setdefault(call.kind, []).append(call.steps().weights[0])
-        pairs = _pairs(found, theirs.attentions(window))
+        pairs = _both_weights(found, theirs.attentions(window))
         layers = len(pairs)
         if pairs:
             attention = max(attention or 0.0, *(float((a - b).abs().max()) for a, b in pairs))
@@ -149,7 +149,7 @@ def _windows_of(
     return [Window(inputs, torch.tensor(ids.ids))], same
 
 
-def _pairs(ours: Mapping[str, list[Tensor]], theirs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+def _both_weights(ours: Mapping[str, list[Tensor]], theirs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Weights of the same layers; of stacks of which both give as many."""
     return [
         (one.float(), other[0].float())

@@ -61,15 +61,15 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
     """Composition scores between all heads of a stack."""
     if into not in ("Q", "K", "V"):
         raise UsageError(f'composition is into "Q", "K" or "V", not {into!r}')
-    heads = [[_folded(head, into) for head in layer] for layer in layers]
+    heads = [[_head_to_compose(head, into) for head in layer] for layer in layers]
     most, d = max(map(len, heads)), layers[0].d_model
     scores = torch.full((len(heads), most, len(heads), most), torch.nan)
-    writes = [_factors([head.ov.left for head in own], [head.ov.right for head in own]) for own in heads]
+    writes = [_stacked([head.ov.left for head in own], [head.ov.right for head in own]) for own in heads]
     reads = writes
     if into != "V":
         forms = [[_qk(head) for head in own] for own in heads]
         reads = [
-            _factors(*(pairs if into == "Q" else pairs[::-1]))
+            _stacked(*(pairs if into == "Q" else pairs[::-1]))
             for pairs in (([left for left, _ in own], [right for _, right in own]) for own in forms)
         ]
     for i, (W_V, W_O) in enumerate(writes):
@@ -78,13 +78,13 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
             # ‖V Oᵀ L Rᵀ‖ from the triangles of V and R; nothing d × d is formed.
             core = torch.einsum("adr,bds->abrs", W_O, left)
             whole = torch.einsum("axr,abrs,bys->abxy", _triangle(W_V), core, _triangle(right))
-            norms = _norm(W_V, W_O)[:, None] * _norm(left, right)
+            norms = _product_norms(W_V, W_O)[:, None] * _product_norms(left, right)
             found = torch.linalg.matrix_norm(whole) / norms
             scores[i, : len(heads[i]), j, : len(heads[j])] = found.float()
     return Composition(into, scores, d**-0.5, tuple(layer.name for layer in layers))
 
 
-def _folded(head: Head, into: Into) -> Head:
+def _head_to_compose(head: Head, into: Into) -> Head:
     if into != "Q" and head.borrows is not None:
         raise UsageError(
             f"layer {head.layer.name} uses keys and values of layer {head.borrows}, made of what that one "
@@ -110,7 +110,7 @@ def _qk(head: Head) -> tuple[Tensor, Tensor]:
     return form.left, form.right
 
 
-def _factors(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _stacked(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack([*left]).double(), torch.stack([*right]).double()
 
 
@@ -119,6 +119,6 @@ def _triangle(maps: Tensor) -> Tensor:
     return found
 
 
-def _norm(left: Tensor, right: Tensor) -> Tensor:
+def _product_norms(left: Tensor, right: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.matrix_norm(_triangle(left) @ _triangle(right).mT)
     return norms.clamp(min=torch.finfo(left.dtype).tiny)

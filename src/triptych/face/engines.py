@@ -131,7 +131,7 @@ def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
         yield place
 
 
-def _loaded(
+def _load_converted(
     name: str,
     model: nn.Module,
     texts: Iterable[str],
@@ -204,7 +204,7 @@ class CTranslate2Searcher:
         config = run.encoder_decoder.config.model_dump_json()
         listed = () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
         texts = (str(length), config, self._source.to_json(), self._target.to_json(), *listed)
-        self._translator = _loaded(
+        self._translator = _load_converted(
             "Translator",
             run.encoder_decoder,
             texts,
@@ -285,7 +285,7 @@ class CTranslate2Generator(OtherEngine):
         self._never = [[str(token)] for token in never] or None
         texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
         threads = 1, torch.get_num_threads()
-        self._generator = _loaded(
+        self._generator = _load_converted(
             "Generator", model, texts, partial(write_generator, model), precision, device, threads
         )
 

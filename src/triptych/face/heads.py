@@ -1,4 +1,4 @@
-"""Layers and heads of a model, as a person holds them: matrices, the two forms, and what stands between."""
+"""Layers and heads of a model: matrices, the two forms, and what else decides the output."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ class RotaryForm:
     rotary: RotaryEmbedding
 
     def at(self, distance: int) -> BilinearForm:
-        """The form between a query and a key that stands `distance` positions before it.
+        """The form between a query and a key `distance` positions before it.
 
         Args:
             distance: in tokens; below 0 for a key after the query.
@@ -168,12 +168,12 @@ class Head:
         With rotary positions it is a form for every distance (`RotaryForm`).
 
         Raises:
-            UsageError: norms, clipping or a way to score that is no product make the scores no bilinear form.
+            UsageError: the scores are not a bilinear form, because of norms, clipping or additive scores.
         """
         if found := [why for why in self.between if why in _BREAKS_QK]:
             raise UsageError(
-                f"head {self.name}: {found[0]} stands between the maps and the scores, so W_QK is no one "
-                "form: W_Q and W_K are the maps themselves"
+                f"head {self.name}: {found[0]} comes between the maps and the scores, so W_QK is not one "
+                "form: use W_Q and W_K"
             )
         rotary = self._outline.semantics.rotary
         return BilinearForm(self.W_Q, self.W_K) if rotary is None else RotaryForm(self.W_Q, self.W_K, rotary)
@@ -183,12 +183,12 @@ class Head:
         """W_OV = W_V W_O: what the head moves. Biases are left out.
 
         Raises:
-            UsageError: values are clipped or normalised, which no one form says.
+            UsageError: values are clipped or normalised, which one form cannot express.
         """
         if found := [why for why in self.between if why in _BREAKS_OV]:
             raise UsageError(
-                f"head {self.name}: {found[0]} stands between W_V and W_O, so W_OV is no one form: W_V and "
-                "W_O are the maps themselves"
+                f"head {self.name}: {found[0]} comes between W_V and W_O, so W_OV is not one form: "
+                "use W_V and W_O"
             )
         return BilinearForm(self.W_V, self.W_O.mT)
 
@@ -238,15 +238,16 @@ class Head:
         return None if bias is None else bias[0]
 
     def __repr__(self) -> str:
-        group = "" if len(self.group) == 1 else f", keys and values shared with heads {_range(self.group)}"
+        first, last = self.group[0], self.group[-1]
+        group = "" if first == last else f", keys and values shared with heads {first} to {last}"
         between = f"\n  between: {', '.join(self.between)}" if self.between else ""
-        shapes, first = self._shapes(), next(self._outline.tensors())
+        shapes, dtype = self._shapes(), _dtype(next(self._outline.tensors()))
         biases = [f"b_{side.upper()}" for side in _SIDES if self._outline.multiplied(side).bias is not None]
         return (
             f"Head {self.name} of {self.layer.model}{group}{_borrowed(self.borrows)}\n"
             f"  {'  '.join(f'{name} {shape}' for name, shape in shapes)}"
             + (f"  with {', '.join(biases)}" if biases else "")
-            + f" ({_dtype(first)}){between}"
+            + f" ({dtype}){between}"
         )
 
     def _repr_html_(self) -> str:
@@ -288,7 +289,7 @@ class Layer:
 
     @cached_property
     def weights(self) -> AttentionWeights:
-        """All maps as chains of factors, what is shared and what is not, and what stands between."""
+        """All maps as chains of factors, which of them are shared, and what comes between them."""
         return self._source.read(self._site).weights
 
     @cached_property
@@ -490,7 +491,3 @@ def _borrowed(lender: str | None) -> str:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}"

@@ -147,8 +147,8 @@ class Model(RunnableModel):
         if by == "zero" and text is not None:
             raise UsageError('a text goes with by="mean" or by="resample"')
         if by != "zero" and text is None:
-            raise UsageError(f'by="{by}" needs a text: ablate({_said(heads)!r}, by="{by}", text=…)')
-        chosen, words = self._heads(heads), f"ablate({_said(heads)}{'' if by == 'zero' else f', by={by}'})"
+            raise UsageError(f'by="{by}" needs a text: ablate({_listed(heads)!r}, by="{by}", text=…)')
+        chosen, words = self._heads(heads), f"ablate({_listed(heads)}{'' if by == 'zero' else f', by={by}'})"
         if text is None:
             return self._changed(ablation(words, chosen))
         runs = self.run([text] if isinstance(text, str) else list(text))
@@ -193,7 +193,7 @@ class Model(RunnableModel):
             }
             for number, own in self._heads(heads).items()
         }
-        return self._changed(ValueChange(f"patch({_said(heads)}, {what})", what, edits))
+        return self._changed(ValueChange(f"patch({_listed(heads)}, {what})", what, edits))
 
     def edit(
         self,
@@ -221,14 +221,14 @@ class Model(RunnableModel):
             number: dict.fromkeys([tuple(own)] if together else own, lambda value, first: with_(value))
             for number, own in self._heads(heads).items()
         }
-        return self._changed(ValueChange(f"edit({_said(heads)}, {what})", what, edits))
+        return self._changed(ValueChange(f"edit({_listed(heads)}, {what})", what, edits))
 
     def steer(self, place: str, vector: Float[Tensor, " d_model"], scale: float = 1.0) -> "Model":
         """The model with a direction added to its residual stream.
 
         Args:
             place: `"residual.3"`: before block 3; `"residual.encoder.3"` of an encoder-decoder. The number of
-                blocks stands for the end of the stack.
+                blocks is the end of the stack.
             vector: `[d_model]`.
             scale: what it is multiplied by.
 
@@ -483,5 +483,5 @@ class Model(RunnableModel):
             yield source
 
 
-def _said(places: str | Sequence[str]) -> str:
+def _listed(places: str | Sequence[str]) -> str:
     return places if isinstance(places, str) else ", ".join(places)

@@ -22,7 +22,7 @@ from triptych.face.heads import Layer
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
 from triptych.models.sites import AttentionSite, attention_sites
-from triptych.opening import OpenedModel, Places, open_model
+from triptych.opening import OpenedModel, PlaceNames, open_model
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer
 
 
@@ -192,7 +192,7 @@ def stack_of(site: Site) -> str:
     return "cross" if site.kind == "cross" else site.stack
 
 
-def summary_of(opened: Opened, layers: Sequence[Layer], places: Places) -> str:
+def summary_of(opened: Opened, layers: Sequence[Layer], places: PlaceNames) -> str:
     """What a model is, in a line: family, layers, heads, widths, parameters."""
     source, stacks = opened.attention, dict[str, list[Layer]]()
     for layer, site in zip(layers, source.sites, strict=True):

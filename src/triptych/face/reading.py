@@ -13,7 +13,7 @@ from triptych.face.cost import ModelCost, cost_of
 from triptych.face.heads import Head, Layer, Layers, Stack
 from triptych.face.opened import ChangedSource, Opened, stack_of, summary_of
 from triptych.inspection import Inspection, inspect
-from triptych.opening import Places
+from triptych.opening import PlaceNames
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
@@ -135,8 +135,8 @@ class ReadableModel(ABC):
         """Measure every head from its weights: spectra, ranks, similarities and chance, symmetry, copying.
 
         Args:
-            layers: numbers of layers, in every stack; all if None. Likewise `heads`.
-            heads: numbers of heads.
+            layers: numbers of layers, in every stack; all if None.
+            heads: numbers of heads; all if None.
             ignore_rotary: measure W_Q W_Kᵀ of rotary heads without the rotation.
             progress: told the layer, the bytes read, and the bytes of all.
 
@@ -153,9 +153,9 @@ class ReadableModel(ABC):
         return cost_of(self.name, self.layers, self._opened.attention)
 
     @cached_property
-    def _places(self) -> Places:
+    def _places(self) -> PlaceNames:
         sites = self._opened.attention.sites
-        return Places([(stack_of(site), site.layer) for site in sites], self.name)
+        return PlaceNames([(stack_of(site), site.layer) for site in sites], self.name)
 
     @cached_property
     def _attention(self) -> AttentionSource:

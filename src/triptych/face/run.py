@@ -15,7 +15,7 @@ from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite
-from triptych.opening import LayerCall, Places, Reader, Recording, TextIds
+from triptych.opening import LayerCall, PlaceNames, Reader, Recording, TextIds
 from triptych.printable import table_html
 
 
@@ -40,7 +40,8 @@ class Activations:
         self.name, self.steps = name, steps
         self._weights, self._head = weights, head
         for what in ACTIVATIONS:
-            setattr(self, what, self._part(getattr(steps, what)))
+            value = getattr(steps, what)[0]
+            setattr(self, what, value if head is None else value[head])
 
     q: Tensor
     k: Tensor
@@ -56,9 +57,6 @@ class Activations:
             return self.steps.output[0]
         return self.z @ self._weights.W_O[self._head].to(self.z)
 
-    def _part(self, value: Tensor) -> Tensor:
-        return value[0] if self._head is None else value[0, self._head]
-
     def __repr__(self) -> str:
         shapes = "  ".join(f"{what} {list(getattr(self, what).shape)}" for what in ACTIVATIONS)
         return f"Activations {self.name}: {shapes}  output {list(self.output.shape)}"
@@ -70,16 +68,16 @@ class Run:
 
     Attributes:
         model: the name of the model.
-        tokens: of the text, readable; of an encoder-decoder those that the decoder produces.
+        tokens: of the text, readable; of an encoder-decoder, what the decoder produces.
         ids: the same as numbers.
         source_tokens: what the encoder of an encoder-decoder read; None for other models.
-        logits: `[length, vocab]`: of the token after each; of an encoder-decoder those of `tokens`.
+        logits: `[length, vocab]`: of the next token at each position; of an encoder-decoder, of `tokens`.
     """
 
     def __init__(
         self,
         reader: Reader,
-        places: Places,
+        places: PlaceNames,
         order: Mapping[int, str],
         text: TextIds,
         recording: Recording,
@@ -208,7 +206,7 @@ class Run:
 
 def run_texts(
     reader: Reader,
-    places: Places,
+    places: PlaceNames,
     sites: Sequence[AttentionSite],
     texts: Sequence[str],
     targets: Sequence[str] | None,

@@ -130,7 +130,7 @@ class _Sketches:
         return found
 
     def _read(self, site: Site) -> dict[str, tuple[Tensor, Tensor]]:
-        """The factors of a layer. Those of the last two layers are cached."""
+        """The factors of a layer; the last two layers are cached."""
         if site not in self._kept:
             layer = self._checkpoint.read(site)
             self._kept[site] = self._factors(layer, layer.weights.with_single_links())

@@ -120,7 +120,7 @@ def inspect_layer(
         caveats=tuple(_caveats(layer)),
         rotary_pairs=None if pairs is None else (pairs.slow.count(False), pairs.slow.count(True)),
         figures={
-            name: _numbers(values, chosen, weights.num_heads) for name, values in _figures(measured).items()
+            name: _per_head(values, chosen, weights.num_heads) for name, values in _measures(measured).items()
         },
         spectra={
             form: _lists(spectrum.values, chosen)
@@ -132,7 +132,7 @@ def inspect_layer(
             if found is not None
         },
         pictures=_pictures(maps, chosen),
-        cut=_cut(layer, measured, chosen),
+        cut=_spared(layer, measured, chosen),
         foldable=_foldable(layer),
         parameters=weights.num_parameters,
         broken={} if finite else dict(checkpoint.broken(layer)),
@@ -152,13 +152,13 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
     if semantics.v_norm is not None:
         yield "the values of each head are normalised after their map, and W_OV is measured without that"
     if layer.weights.norms_within:
-        yield "a norm stands within a map, which is measured as if it were not there"
+        yield "the norm within a map is left out of the figures"
     if isinstance(semantics.bias, DisentangledBias):
         yield "distances meet queries and keys, too, and W_QK is the share of the content alone"
     if semantics.clip is not None:
-        yield f"queries, keys and values are clipped at ±{semantics.clip:g}, and the forms are those without"
+        yield f"queries, keys and values are clipped at ±{semantics.clip:g}, which the forms leave out"
     if semantics.temperature is not None:
-        yield "queries count for more the further they stand in a text, and W_QK is that of the first"
+        yield "later queries are scaled up, and W_QK is measured at the first position"
     if semantics.soft_cap is not None:
         yield f"scores are soft-capped at ±{semantics.soft_cap:g}"
     if semantics.sinks is not None:
@@ -168,7 +168,7 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
         yield f"each token gates {gates}, and W_OV is what a head moves through an open gate"
 
 
-def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
+def _measures(measured: HeadMeasures) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for form, spectrum in (("qk", measured.qk), ("ov", measured.ov)):
         found |= {
@@ -197,13 +197,13 @@ def _figures(measured: HeadMeasures) -> dict[str, Tensor | None]:
         "qk_symmetry": symmetry,
         "ov_copying": measured.copying,
         **{f"{side}_norm": norm for side, norm in measured.norms.items()},
-        "qkv_apart": _apart(measured, "cosine"),
-        "qkv_apart_rotated": _apart(measured, "procrustes"),
+        "qkv_apart": _distance_apart(measured, "cosine"),
+        "qkv_apart_rotated": _distance_apart(measured, "procrustes"),
     }
     return {name: None if v is None else v.where(measured.finite, math.nan) for name, v in found.items()}
 
 
-def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
+def _distance_apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
     """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V; a lower bound where pairs are rotated."""
     norms = measured.norms
     energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
@@ -217,7 +217,7 @@ def _apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -
     return (energies - inner) * (2 / 3) / energies
 
 
-def _numbers(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
+def _per_head(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
     numbers = [math.nan] * num_heads if values is None else values.double().tolist()
     return [None if math.isnan(numbers[head]) else numbers[head] for head in chosen]
 
@@ -231,14 +231,14 @@ def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[l
     """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
     q, k, v, o = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O))
     energies = {
-        **{name: [*_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
+        **{name: [*_block_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
         "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
         "ov": [_energies_of_form(one, other) for one, other in zip(v, o.mT, strict=True)],
     }
     return {name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()}
 
 
-def _energies(W: Tensor, columns: int) -> Tensor:
+def _block_energies(W: Tensor, columns: int) -> Tensor:
     """Mean squares of blocks of entries, of a matrix or of several."""
     return _block_means(_PICTURE_ROWS, W.shape[-2]) @ W.square() @ _block_means(columns, W.shape[-1]).mT
 
@@ -246,7 +246,7 @@ def _energies(W: Tensor, columns: int) -> Tensor:
 def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
     """Mean squares of blocks of q kᵀ; of a narrow head by tr(qᵢᵀqᵢ kⱼᵀkⱼ), which never forms it."""
     if q.shape[1] * _PICTURE_ROWS > min(len(q), len(k)):
-        return _energies(q @ k.mT, _PICTURE_ROWS)
+        return _block_energies(q @ k.mT, _PICTURE_ROWS)
     one, other = (
         torch.stack([part.mT @ part / len(part) for part in side.tensor_split(_PICTURE_ROWS)]).flatten(1)
         for side in (q, k)
@@ -268,7 +268,7 @@ def _digits(energies: Tensor) -> list[str]:
     return [digits[start : start + width] for start in range(0, len(digits), width)]
 
 
-def _cut(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
+def _spared(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
     """Parameters that the factors of truncated forms save."""
     weights, semantics = layer.weights, layer.weights.semantics
     # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ replace W_Q and W_K.

@@ -1,7 +1,4 @@
-"""An inspection: every figure of every head, a summary, tables, files and a page.
-
-The page needs neither a network nor a drawing library. Its script is `reports/heads.js`.
-"""
+"""An inspection: every figure of every head, a summary, tables, files and a page."""
 
 import json
 import math
@@ -22,17 +19,17 @@ from triptych.algebra.chance import (
 from triptych.errors import UsageError
 from triptych.extras import is_installed
 from triptych.files import write_text
+from triptych.inspection.drawing import render_heads, shaded_map
 from triptych.inspection.layers import FOLD, InspectedLayer
-from triptych.inspection.measures import LOSSES, MEASURES, Measure
+from triptych.inspection.measures import LOSSES, MEASURES
 from triptych.printable import table_html
-from triptych.reports import Table, render, short_name, write_csv
+from triptych.reports import Table, short_name, write_csv
 
 # Cosine of two forms, of either sign, from which on they are called near-copies.
 NEAR = 0.9
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
 _MOST_SHOWN = 12
-_SHADES = " ░▒▓█"
 # Measures of which a terminal shows a map.
 _MAPPED = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
 
@@ -103,14 +100,14 @@ class Inspection:
 
     def shown(self) -> tuple[list[str], list[Table]]:
         """What a terminal shows: lines with a map of layers × heads of some measures, and tables."""
-        lines = [self.name, *(f"  {sentence}" for sentence in summary(self))]
+        lines = [self.name, *(f"  {sentence}" for sentence in findings(self))]
         for measure in _MAPPED:
-            if found := shaded_map(self, measure):
+            if found := shaded_map(self.layers, measure):
                 lines += ["", *found]
         return [*lines, ""], [averages(self), outliers(self), *([near_copies(self)] if self.copies else [])]
 
     def record(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """Everything, as a JSON object."""
         found = asdict(self)
         for layer in found["layers"]:
             del layer["pictures"]
@@ -118,7 +115,7 @@ class Inspection:
                 name: ["Infinity" if value == math.inf else value for value in values]  # no number of JSON
                 for name, values in layer["figures"].items()
             }
-        found["summary"] = (*summary(self), *average_lines(self))
+        found["summary"] = (*findings(self), *average_lines(self))
         return found | {"measures": {measure.name: measure.meaning for measure in MEASURES}}
 
     def page(self, path: str | Path) -> None:
@@ -158,11 +155,11 @@ class Inspection:
         return pandas.DataFrame(self.rows())
 
     def __repr__(self) -> str:
-        lines = [f"Inspection of {self.name}", *(f"  {line}" for line in summary(self)[:5])]
+        lines = [f"Inspection of {self.name}", *(f"  {line}" for line in findings(self)[:5])]
         return "\n".join((*lines, "  rows(), page(path), to_csv(path), to_json(path), to_pandas()"))
 
     def _repr_html_(self) -> str:
-        said, table = "".join(f"<p>{escape(line)}</p>" for line in summary(self)), averages(self)
+        said, table = "".join(f"<p>{escape(line)}</p>" for line in findings(self)), averages(self)
         return said + table_html(table.title, table.rows, table.columns)
 
 
@@ -188,7 +185,7 @@ def values_of(inspection: Inspection, measure: str) -> list[Value]:
     ]
 
 
-def summary(inspection: Inspection) -> tuple[str, ...]:
+def findings(inspection: Inspection) -> tuple[str, ...]:
     """A few findings of one line each, then notes on the figures."""
     return (*_what_it_is(inspection), *_findings(inspection), *_notes(inspection))
 
@@ -203,7 +200,7 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
     groups = sorted({(layer.num_heads, layer.num_key_heads) for layer in layers})
     sizes += [f"{h} query heads share {g} key heads" for h, g in groups if g != h]
     yield (
-        f"{_counted(heads, 'head')} in {_counted(len(layers), 'attention layer')} of {inspection.family} "
+        f"{_count_of(heads, 'head')} in {_count_of(len(layers), 'attention layer')} of {inspection.family} "
         f"({', '.join(sizes)}), known by {inspection.known_by}."
     )
 
@@ -216,12 +213,12 @@ def _findings(inspection: Inspection) -> Iterator[str]:
     if found := values_of(inspection, "ov_copying"):
         back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
         removed = f"{away} remove{'s' * (away == 1)} it"
-        yield f"Copying: {back} of {_counted(len(found), 'head')} write what they read, {removed}."
+        yield f"Copying: {back} of {_count_of(len(found), 'head')} write what they read, {removed}."
     for form, title in (("qk", "look alike"), ("ov", "move the same")):
         if pairs := [pair for pair in inspection.copies if pair.form == form]:
             least = "At least " if inspection.more_copies else ""
-            yield f"{least}{_counted(len(pairs), 'pair')} of heads {title} (|cosine| of the forms ≥ {NEAR})."
-    redundant, cuts = _redundant(inspection), _savings(inspection)
+            yield f"{least}{_count_of(len(pairs), 'pair')} of heads {title} (|cosine| of the forms ≥ {NEAR})."
+    redundant, cuts = _redundant(inspection), _percent_saved(inspection)
     if redundant:
         yield f"Redundant: {sum(redundant.values()):,} parameters; `triptych rewrite --exact` removes them."
     if cuts:
@@ -240,17 +237,17 @@ def _notes(inspection: Inspection) -> Iterator[str]:
     turning = sum(layer.rotary_pairs is not None for layer in layers)
     if turning:
         yield (
-            f"Rotary positions in {_counted(turning, 'layer')}: W_QK is measured by rotary pairs. Symmetry "
+            f"Rotary positions in {_count_of(turning, 'layer')}: W_QK is measured by rotary pairs. Symmetry "
             "and near-copies of W_QK are left out."
         )
     if inspection.ignores_rotary and any(layer.turns for layer in layers):
         yield "Rotary positions are ignored: figures of W_QK hold at distance 0 only."
     for caveat, count in Counter(caveat for layer in layers for caveat in layer.caveats).items():
-        yield f"In {count} of {_counted(len(layers), 'layer')} {caveat}."
+        yield f"In {count} of {_count_of(len(layers), 'layer')} {caveat}."
     for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
         conditions = values_of(inspection, f"{form}_condition")
         if lost := [value for value in conditions if math.isinf(value.value)]:
-            of = _counted(len(conditions), "head")
+            of = _count_of(len(conditions), "head")
             yield f"{title} lacks full rank in {len(lost)} of {of}, first in {lost[0].place}."
     if inspection.others:
         yield f"{inspection.others[0].upper()}{inspection.others[1:]}."
@@ -260,7 +257,7 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         named = "; ".join(
             f"{name} ({why})" for why, name in {w: n for n, w in inspection.unread.items()}.items()
         )
-        yield f"Not read: {_counted(len(inspection.unread), 'tensor')}, such as {named}."
+        yield f"Not read: {_count_of(len(inspection.unread), 'tensor')}, such as {named}."
 
 
 def averages(inspection: Inspection) -> Table:
@@ -286,7 +283,7 @@ def averages(inspection: Inspection) -> Table:
         rows.append(("copying score of W_OV", f"{_mean(found):+.3f}", f"0 ± {spread:.3f}", ""))
     for what, numbers in _redundant(inspection).items():
         rows.append((what, f"{numbers:,}", "", "parameters, redundant"))
-    for loss, share in _savings(inspection).items():
+    for loss, share in _percent_saved(inspection).items():
         rows.append((f"saved by ranks for {1 - loss:.0%}", f"{share:.1f} %", "", "of the parameters"))
     return Table(title="Averages", columns=("mean over the heads", "here", "random", ""), rows=tuple(rows))
 
@@ -311,7 +308,7 @@ def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
             p_values = _distinct(inspection, pair, "p_value", "subspaces")
             rare = sum(v.value < _RARE / len(times) for v in p_values)
             grouped = len(times) < len(values_of(inspection, f"{pair}_times_chance"))
-            above = f"{rare} of {_counted(len(times), 'pair' if grouped else 'head')} above chance"
+            above = f"{rare} of {_count_of(len(times), 'pair' if grouped else 'head')} above chance"
             yield both, f"{_mean(times):.2f}", above
 
 
@@ -346,7 +343,7 @@ def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, boo
         turns = form == "qk" and value.layer.rotary_pairs is not None
         groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(value)
     for (turns, full), found in groups.items():
-        of = _counted(len({v.layer.module for v in found}), "layer")
+        of = _count_of(len({v.layer.module for v in found}), "layer")
         yield f"W_{form.upper()}" + ("" if len(groups) == 1 else f" in {of}"), full, turns, found
 
 
@@ -388,7 +385,7 @@ def _redundant(inspection: Inspection) -> dict[str, int]:
     return found
 
 
-def _savings(inspection: Inspection) -> dict[float, float]:
+def _percent_saved(inspection: Inspection) -> dict[float, float]:
     """Parameters that truncation would save, in percent, by the energy that every form may lose."""
     total = sum(layer.parameters for layer in inspection.layers)
     cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
@@ -443,7 +440,7 @@ def side_by_side(*inspections: Inspection) -> Table:
     of_two = len(inspections) == 2
     alike = len(set(of)) == 1
     if not alike:
-        rows.append(("figures of W_QK are those of the", *of, *["not to be compared"] * of_two))
+        rows.append(("figures of W_QK describe the", *of, *["not to be compared"] * of_two))
     for measure in MEASURES:
         if measure.by_qk and not alike:
             continue
@@ -457,42 +454,6 @@ def side_by_side(*inspections: Inspection) -> Table:
     return Table(title="Side by side", columns=columns, rows=tuple(rows))
 
 
-def shaded_map(inspection: Inspection, measure: str) -> list[str]:
-    """A map of layers × heads in shades of the finite values; a dot is a missing one."""
-    if not values_of(inspection, measure):
-        return []
-    about = next(m for m in MEASURES if m.name == measure)
-    kinds = [layer.qk_of if about.by_qk else "" for layer in inspection.layers]
-    scales: dict[str, tuple[float, float]] = {}
-    for kind in dict.fromkeys(kinds):
-        of = [
-            layer.figures[measure] for layer, own in zip(inspection.layers, kinds, strict=True) if own == kind
-        ]
-        finite = [value for values in of for value in values if value is not None and math.isfinite(value)]
-        scales[kind] = min(finite, default=0.0), max(finite, default=0.0)
-    width = max(len(layer.name) for layer in inspection.layers)
-    chosen = {layer.heads for layer in inspection.layers if len(layer.heads) < layer.num_heads}
-    which = f"; heads {', '.join(map(str, sorted({h for of in chosen for h in of})))}" if chosen else ""
-    said = "; ".join(
-        f"{_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}" + (f" ({kind})" if len(scales) > 1 else "")
-        for kind, (low, high) in scales.items()
-    )
-    lines = [f"{about.title}: {said}{which}"]
-    for layer, kind in zip(inspection.layers, kinds, strict=True):
-        cells = "".join(_shade(value, *scales[kind]) * 2 for value in layer.figures[measure])
-        lines.append(f"{layer.name:>{width}} │{cells}│")
-    return lines
-
-
-def _shade(value: float | None, low: float, high: float) -> str:
-    if value is None:
-        return "·"
-    if math.isinf(value):
-        return "∞"
-    share = (value - low) / (high - low) if high > low else 0.5
-    return _SHADES[min(len(_SHADES) - 1, int(share * len(_SHADES)))]
-
-
 def _formatted(number: float, form: str) -> str:
     return format(number, form).replace("inf", "∞")
 
@@ -501,7 +462,7 @@ def _mean(values: Sequence[Value]) -> float:
     return statistics.fmean(value.value for value in values)
 
 
-def _counted(number: int, name: str) -> str:
+def _count_of(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
@@ -522,60 +483,6 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
         of = f" of {name}" if len(names) > 1 else ""
         columns = ("figure", "here", "random", "note")
         tables.append(replace(averages(inspection), title=f"Averages{of}", columns=columns, numeric=(1, 2)))
-        said.append((f"Findings{of}", summary(inspection)))
+        said.append((f"Findings{of}", findings(inspection)))
         models.append((name, inspection.layers))
     return render_heads(f"Heads of {' and '.join(names)}", models, said, facts, tables=tables)
-
-
-def render_heads(
-    title: str,
-    models: Sequence[tuple[str, Sequence[InspectedLayer]]],
-    summary: Sequence[tuple[str, Sequence[str]]] = (),
-    facts: Sequence[tuple[str, str]] = (),
-    tables: Sequence[Table] = (),
-    measures: Sequence[Measure] = MEASURES,
-) -> str:
-    """Render the HTML of a page."""
-    groups: dict[str, list[str]] = {}
-    for measure in measures:
-        groups.setdefault(measure.group, []).append(measure.name)
-    data = {
-        "measures": [
-            {"name": m.name, "title": m.title, "meaning": m.meaning, "of_basis": m.of_basis, "by_qk": m.by_qk}
-            for m in measures
-        ],
-        "groups": list(groups.items()),
-        "models": [{"name": name, "layers": [*map(_layer, layers)]} for name, layers in models],
-    }
-    return render("heads.html", title=title, summary=summary, facts=facts, tables=tables, data=data)
-
-
-def _layer(layer: InspectedLayer) -> dict[str, Any]:
-    pairs = ""
-    if layer.rotary_pairs is not None:
-        pairs = f", {layer.rotary_pairs[0]} rotary pairs that turn and {layer.rotary_pairs[1]} too slow to"
-    # Thousands of the largest value and tenths of a degree: what an eye can tell apart in a picture.
-    return {
-        "name": layer.name,
-        "about": f"{layer.module}: d_model {layer.d_model}, d_k {layer.d_k}, d_v {layer.d_v}, positions "
-        f"{layer.positions}, {layer.num_heads} heads on {layer.num_key_heads} of keys{pairs}",
-        "qk_of": layer.qk_of,
-        "num_heads": layer.num_heads,
-        "heads": layer.heads,
-        "figures": {name: [*map(_plain, values)] for name, values in layer.figures.items()},
-        "spectra": {
-            name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
-            for name, heads in layer.spectra.items()
-        },
-        "pictures": layer.pictures,
-        "angles": {
-            name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
-        },
-    }
-
-
-def _plain(value: float | None) -> float | str | None:
-    """Round to four digits. Infinity becomes a string, as JSON has no number for it."""
-    if value is None:
-        return None
-    return "Infinity" if math.isinf(value) else float(f"{value:.4g}")

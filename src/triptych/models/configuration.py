@@ -141,7 +141,7 @@ class AttentionConfig(_Config):
         }
         if isinstance(chosen, ScaledOutside):
             chosen, others["scale"] = chosen.inner, "outside"
-        if user_code.is_own(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
+        if user_code.is_in_file(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
             raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
         options = {
             field.name: getattr(chosen, field.name)

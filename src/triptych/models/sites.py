@@ -125,7 +125,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
 def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHeadAttention:
     """A layer of other weights, whose norms the model has."""
     before, weights = site.layer.parameterisation, weights.without_norms()
-    own = before if user_code.is_own(before.name) else None
+    own = before if user_code.is_in_file(before.name) else None
     try:
         return MultiHeadAttention.from_weights(weights, site.layer.dropout, named=True, own=own)
     except ValueError as error:

@@ -79,7 +79,7 @@ def write_config(model: OwnModel, folder: Path) -> None:
     config = model.config.model_dump()
     table = next(iter(model.stacks.values())).embeddings.table.weight
     record |= {"dtype": str(table.dtype).removeprefix("torch."), "model": config}
-    if code := user_code.digests(config):
+    if code := user_code.file_digests(config):
         record["code"] = code
     write_json(folder / "config.json", record)
 

@@ -2,7 +2,7 @@
 
 `open_model` makes an `OpenedModel` of a source. A `Reader` turns texts into token ids, runs the model, and
 records what its layers were given (`Recording`): attention pages, rewrites that look at a text, and the
-activations of `Model.run` all read that one record. `Places` says how layers and heads are spelled.
+activations of `Model.run` all read that one record. `PlaceNames` says how layers and heads are spelled.
 """
 
 from triptych.opening.opened import NotFiniteError as NotFiniteError
@@ -11,7 +11,7 @@ from triptych.opening.opened import open_language_model as open_language_model
 from triptych.opening.opened import open_model as open_model
 from triptych.opening.opened import open_translator as open_translator
 from triptych.opening.opened import require_finite_tensors as require_finite_tensors
-from triptych.opening.places import Places as Places
+from triptych.opening.places import PlaceNames as PlaceNames
 from triptych.opening.reader import AttentionKind as AttentionKind
 from triptych.opening.reader import LayerCall as LayerCall
 from triptych.opening.reader import Reader as Reader
@@ -21,7 +21,7 @@ from triptych.opening.reader import record_calls as record_calls
 from triptych.opening.text_model import Seen as Seen
 from triptych.opening.text_model import TextModel as TextModel
 from triptych.opening.text_model import Window as Window
-from triptych.opening.text_model import read_pairs as read_pairs
+from triptych.opening.text_model import read_tab_pairs as read_tab_pairs
 from triptych.opening.text_model import read_whole_text as read_whole_text
 from triptych.opening.transformers_models import TransformersModel as TransformersModel
 from triptych.opening.transformers_models import open_text_model as open_text_model

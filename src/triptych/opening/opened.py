@@ -194,12 +194,12 @@ def open_model(
 ) -> OpenedModel:
     """The model of a run, of a converted one, of a checkpoint of another library, or of the Hub."""
     found = find_source(source)
-    opened = _opened(found, find_device(device), dtype, languages)
-    _require_finite(found, opened.model)
+    opened = _open_found(found, find_device(device), dtype, languages)
+    _require_finite_parameters(found, opened.model)
     return opened
 
 
-def _opened(
+def _open_found(
     found: Source, where: torch.device, dtype: torch.dtype | None, languages: Languages | None
 ) -> OpenedModel:
     if found.is_own:
@@ -235,7 +235,7 @@ def require_finite_tensors(source: Source) -> None:
             )
 
 
-def _require_finite(source: Source, model: LanguageModel | EncoderDecoder) -> None:
+def _require_finite_parameters(source: Source, model: LanguageModel | EncoderDecoder) -> None:
     """Check that all weights are numbers that can be computed with."""
     broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
     if broken is None:

@@ -11,8 +11,8 @@ _PART = re.compile(r"[a-z_]+|[0-9]+|\*", re.ASCII)
 
 
 @final
-class Places:
-    """The names of a model's attention layers, and what a person's spelling of one or several stands for.
+class PlaceNames:
+    """The names of a model's attention layers, and the layers and heads that a spelling means.
 
     A model with one stack of self-attention numbers its layers: `0`, `1`, …. Others put the stack before the
     number: `encoder.0`, `decoder.0`, and `cross.0` for attention to the encoder's output.
@@ -113,10 +113,10 @@ class Places:
         ends: dict[str, list[str]] = {}
         for name in self.names:
             ends.setdefault(name.rpartition(".")[0], []).append(name)
-        return ", ".join(_range(own) for own in ends.values())
+        return ", ".join(_range_of_names(own) for own in ends.values())
 
 
-def _range(names: Sequence[str]) -> str:
+def _range_of_names(names: Sequence[str]) -> str:
     """Names of one stack: "0 to 11", or one by one where numbers between them are missing."""
     first, last = (int(name.rpartition(".")[2]) for name in (names[0], names[-1]))
     if len(names) == 1 or last - first != len(names) - 1:

@@ -27,7 +27,7 @@ from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import AnyModel, AttentionSite, attention_sites
 from triptych.opening.opened import OpenedModel
-from triptych.opening.places import Places
+from triptych.opening.places import PlaceNames
 from triptych.opening.text_model import (
     RANDOM_TOKENS,
     RANDOM_WINDOWS,
@@ -183,7 +183,7 @@ class Reader(TextModel):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the tokens that the output table stands for."""
+        """The tokenizer of the tokens that the model predicts."""
         return self.opened.tokenizer
 
     @property
@@ -199,7 +199,7 @@ class Reader(TextModel):
         max_new_tokens: int = 0,
         max_tokens: int | None = None,
     ) -> list[TextIds]:
-        require_text(texts)
+        require_texts(texts)
         if isinstance(self.model, EncoderDecoder):
             if max_new_tokens:
                 raise UsageError(
@@ -227,7 +227,7 @@ class Reader(TextModel):
     def require_heads(self, heads: Sequence[str]) -> None:
         """The model has heads of these places and patterns."""
         sites = attention_sites(self.model)
-        places = Places([(site.stack, site.block) for site in sites], self.name)
+        places = PlaceNames([(site.stack, site.block) for site in sites], self.name)
         places.heads(heads, [site.layer.num_heads for site in sites])
 
     def record(
@@ -318,7 +318,7 @@ class Reader(TextModel):
         return found[0]
 
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
-        names = {_place(site): site.name for site in sites}
+        names = {_module_place(site): site.name for site in sites}
         found: dict[str, list[Seen]] = {}
         with record_calls(self.model) as calls:
             self.outputs(window)
@@ -328,7 +328,7 @@ class Reader(TextModel):
         return found
 
     def attention_module(self, site: Site) -> nn.Module:
-        stack, _, number = _place(site).partition(".")
+        stack, _, number = _module_place(site).partition(".")
         return next(
             there.layer
             for there in attention_sites(self.model)
@@ -355,16 +355,16 @@ class Reader(TextModel):
 
     def _run_single(self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device) -> Tensor:
         rows = [one.ids for one in texts]
-        ids, mask = _padded(rows, self._pad_id, device), None
+        ids, mask = _pad(rows, self._pad_id, device), None
         if not model.causal and len({len(own) for own in rows}) > 1:
             lengths = torch.tensor([len(own) for own in rows], device=device)
             mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[:, None, None, :]
         return model.hidden(ids, mask=mask)
 
     def _run_pairs(self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device) -> Tensor:
-        src = _padded([one.source or () for one in texts], model.pad_id, device)
+        src = _pad([one.source or () for one in texts], model.pad_id, device)
         shifted = [(self.start_id, *one.ids[:-1]) for one in texts]
-        return model.decode(_padded(shifted, model.pad_id, device), model.encode(src), model.memory_mask(src))
+        return model.decode(_pad(shifted, model.pad_id, device), model.encode(src), model.memory_mask(src))
 
     def _encode_pairs(self, texts: Sequence[str], targets: Sequence[str] | None) -> list[TextIds]:
         if targets is not None and len(targets) != len(texts):
@@ -422,7 +422,7 @@ class Reader(TextModel):
         return longer
 
 
-def _place(site: Site) -> str:
+def _module_place(site: Site) -> str:
     """The name of a layer as `attention_sites` spells it; a model of one stack has its own word for that."""
     if site.kind == "cross":
         return f"cross.{site.layer}"
@@ -447,7 +447,7 @@ def _residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[Tensor]
         yield found
 
 
-def require_text(texts: Sequence[str], what: str = "text") -> None:
+def require_texts(texts: Sequence[str], what: str = "text") -> None:
     """There is something to read."""
     if not texts:
         raise UsageError(f"there is no {what}: give at least one")
@@ -470,6 +470,6 @@ def _lengths(texts: Sequence[Sequence[int]], what: str) -> Iterator[tuple[str, i
         yield f"{what} {number}" if len(texts) > 1 else f"the {what}", len(ids)
 
 
-def _padded(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
+def _pad(texts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> Tensor:
     rows = [torch.tensor(list(ids)) for ids in texts]
     return pad_sequence(rows, batch_first=True, padding_value=pad_id).to(device)

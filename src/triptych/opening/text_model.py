@@ -60,12 +60,12 @@ class TextModel(ABC):
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         """Windows of 128 tokens side by side; for encoders a line is one, for pairs a line with a tab."""
         if self.kind == "pairs":
-            pairs = (self._pair(source, target) for source, target in read_pairs(text))
+            pairs = (self._pair(source, target) for source, target in read_tab_pairs(text))
             return _up_to(most_tokens, pairs)
         whole, length = read_whole_text(text), min(WINDOW_TOKENS, self._longest())
         if self.kind == "causal":
             ids = torch.tensor(self._encode(whole, False)[: most_tokens + 1])
-            return _side_by_side(ids, length)
+            return _windows_of_length(ids, length)
         lines = (self._encode(line, True)[:length] for line in whole.splitlines() if line.strip())
         return _up_to(most_tokens, (Window({"input_ids": torch.tensor([ids])}) for ids in lines))
 
@@ -110,7 +110,7 @@ class TextModel(ABC):
     def _pair(self, source: str, target: str) -> Window: ...
 
 
-def _side_by_side(ids: Tensor, length: int) -> Iterator[Window]:
+def _windows_of_length(ids: Tensor, length: int) -> Iterator[Window]:
     """Windows of `length` tokens, each token after the first predicted once."""
     for start in range(0, len(ids) - 1, length):
         piece = ids[start : start + length + 1]
@@ -127,7 +127,7 @@ def _up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
             return
 
 
-def read_pairs(path: Path) -> Iterator[tuple[str, str]]:
+def read_tab_pairs(path: Path) -> Iterator[tuple[str, str]]:
     """The lines of a text, each a source, a tab and a target."""
     for number, line in enumerate(read_whole_text(path).splitlines(), start=1):
         source, tab, target = line.partition("\t")

@@ -63,7 +63,7 @@ class TransformersModel(TextModel):
             )
             self._model, found = loaded
             self._model.eval()
-        # Whatever a model's own code says of a checkpoint, it comes in many classes.
+        # A model's own code raises errors of many classes.
         except Exception as error:
             raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
         if self.model.main_input_name != "input_ids":
@@ -108,7 +108,7 @@ class TransformersModel(TextModel):
     def outputs(self, window: Window) -> Tensor:
         try:
             found = self.model(**window.inputs)
-        # What a model's own code says of tokens comes in many classes.
+        # A model's own code raises errors of many classes.
         except Exception as error:
             name, other = type(self.model).__name__, _inputs_besides_text(self.model)
             reads = f" (it reads {other} too)" if other else ""
@@ -180,7 +180,7 @@ class TransformersModel(TextModel):
             return transformers.AutoTokenizer.from_pretrained(
                 self._path, local_files_only=True, trust_remote_code=False
             )
-        # Whatever a tokenizer's own code says of its files, it comes in many classes.
+        # A tokenizer's own code raises errors of many classes.
         except Exception as error:
             raise DataError(f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}") from error
 

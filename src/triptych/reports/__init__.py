@@ -3,7 +3,7 @@
 The room knows nothing of models or text; whoever has something to show fills the records.
 """
 
-from triptych.reports.html import is_page, render, require_charts, short_name, write_picture, write_report
+from triptych.reports.html import is_page, make_page, require_charts, short_name, write_picture, write_report
 from triptych.reports.records import (
     AttentionPicture,
     Bar,
@@ -36,7 +36,7 @@ __all__ = [
     "TranslationSample",
     "is_page",
     "is_parquet",
-    "render",
+    "make_page",
     "render_attention",
     "render_samples",
     "render_table",

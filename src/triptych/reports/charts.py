@@ -60,7 +60,7 @@ def plot(chart: Plot, names: Sequence[str]) -> Spec | None:
     """
     match chart:
         case CurveChart():
-            return _curves(chart, names)
+            return _curve_chart(chart, names)
         case ScatterChart():
             return _scatter(chart, names)
         case IntervalChart():
@@ -196,7 +196,7 @@ def _scale(is_log: bool, values: Sequence[float]) -> Spec:
 _SHORT = "abs(datum.value) < 1e5 ? format(datum.value, ',.6~g') : format(datum.value, '.4~s')"
 
 
-def _curves(chart: CurveChart, names: Sequence[str]) -> Spec | None:
+def _curve_chart(chart: CurveChart, names: Sequence[str]) -> Spec | None:
     rows = [
         {"name": name, "x": point.x, **_height(point)}
         for name, points in chart.lines
@@ -256,7 +256,7 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
         return None
     height = 24 * len(rows)
     colour = _by_name(chart.names, names, legend=False)
-    told = [_of("name:N", title="of"), *_estimate(chart.x_title, "+.4~g")]
+    told = [_of("name:N", title="of"), *_tooltips(chart.x_title, "+.4~g")]
     return _drawn(
         chart.title,
         rows,
@@ -301,9 +301,9 @@ def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True)
 
 
 def _told(x_title: str, y_title: str) -> list[Spec]:
-    return [_of("name:N", title="of"), _of("x:Q", title=x_title, format=".4~g"), *_estimate(y_title, ".5~g")]
+    return [_of("name:N", title="of"), _of("x:Q", title=x_title, format=".4~g"), *_tooltips(y_title, ".5~g")]
 
 
-def _estimate(title: str, digits: str) -> list[Spec]:
+def _tooltips(title: str, digits: str) -> list[Spec]:
     fields = {"mean:Q": title, "low:Q": "95 % from", "high:Q": "to"}
     return [_of(field, title=name, format=digits) for field, name in fields.items()]

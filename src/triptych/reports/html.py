@@ -79,7 +79,7 @@ def render_report(report: Report) -> str:
     # The drawing library is most of the file and a second of work: a page without a chart goes without.
     if drawn := bool(learning or charts):
         require_charts()
-    return render(
+    return make_page(
         "report.html",
         title=report.title,
         report=report,
@@ -101,7 +101,7 @@ def _samples(samples: Sequence[TranslationSample]) -> Table:
     )
 
 
-def render(template: str, **context: Any) -> str:
+def make_page(template: str, **context: Any) -> str:
     """The text of a page whose layout is a template of this room; what is put into it is escaped."""
     return _environment().get_template(template).render(**context, generator=Markup(GENERATOR))
 

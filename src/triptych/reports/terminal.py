@@ -28,7 +28,7 @@ def render_attention(picture: AttentionPicture, head: int | None = None) -> Grou
     table.add_column("", justify="right", no_wrap=True)
     height = max((len(_token(token)) for token in picture.source_tokens), default=0)
     for token in picture.source_tokens:
-        # Written downwards and standing on the map, a token takes two characters of width at any length.
+        # A token written downwards takes two characters of width at any length.
         letters = "\n".join(_token(token).rjust(height))
         table.add_column(Text(letters, style="bold"), width=2, no_wrap=True)
     for token, row in zip(picture.target_tokens, weights, strict=True):

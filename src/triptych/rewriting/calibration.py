@@ -9,7 +9,7 @@ from triptych.attending.windows import cut_windows
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
 from triptych.attending.worth import measure_worth
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.opening import Reader, TextModel, open_model, open_text_model, read_pairs, read_whole_text
+from triptych.opening import Reader, TextModel, open_model, open_text_model, read_tab_pairs, read_whole_text
 from triptych.rewriting.inputs import before_gain
 
 MOST_TOKENS = 1 << 16
@@ -77,7 +77,7 @@ def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict
     """How much the loss of the original model rises without each head of layers, in nats per token."""
     reader = Reader(open_model(folder, "cpu"))
     if reader.opened.translates:
-        pairs = [*read_pairs(text)]
+        pairs = [*read_tab_pairs(text)]
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
     else:
         windows = cut_windows(reader, [read_whole_text(text)])

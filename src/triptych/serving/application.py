@@ -25,10 +25,10 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 
 
-def application(server: Server, *, public: bool = False) -> Starlette:
+def web_application(server: Server, *, public: bool = False) -> Starlette:
     """An ASGI application that serves models; if `public`, under any host name."""
     routes = [
-        Route(path, _answering(server, path, endpoint, public), methods=[method])
+        Route(path, _guarded(server, path, endpoint, public), methods=[method])
         for method, path, endpoint in (
             ("GET", "/health", _health),
             ("GET", "/metrics", _metrics),
@@ -50,7 +50,7 @@ def application(server: Server, *, public: bool = False) -> Starlette:
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
 
 
-def _answering(
+def _guarded(
     server: Server, path: str, endpoint: Endpoint, public: bool
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """An endpoint with a key, a limit in time, errors as JSON, a line in the log, and its figures."""

@@ -22,7 +22,7 @@ from triptych.serving.server import Server
 _MOST_SAMPLES, _MOST_LOGPROBS = 16, 20
 # Tokens of a prompt whose logits are held at once.
 _MOST_SCORED = 2048
-# What OpenAI's interface has and this one computes only with these values.
+# Options of OpenAI's interface that are accepted with these values only.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "best_of": (None, 1),
@@ -59,9 +59,9 @@ async def complete(server: Server, request: Request) -> Response:
     fields = await server.fields(request)
     model = server.model(fields.get("model"), "generate")
     generator = model.generator
-    prompts = read_texts(server, fields, "prompt", generator.encode, generator.tokenizer.vocab_size)
+    prompts = read_token_ids(server, fields, "prompt", generator.encode, generator.tokenizer.vocab_size)
     asked = _asked(server, model, fields, prompts, "max_tokens", 16)
-    head = _head(model, "cmpl", "text_completion")
+    head = _frame(model, "cmpl", "text_completion")
     if asked.stream:
         return _streamed(server, request, asked, head, lambda text: {"text": text, "logprobs": None})
     choices, usage = await _choices(server, request, asked)
@@ -80,7 +80,7 @@ async def chat(server: Server, request: Request) -> Response:
     name = "max_tokens" if "max_tokens" in fields else "max_completion_tokens"
     asked = _asked(server, model, Fields(fields | {"logprobs": None, "echo": False}), [ids], name, 512)
     if asked.stream:
-        head = _head(model, "chatcmpl", "chat.completion.chunk")
+        head = _frame(model, "chatcmpl", "chat.completion.chunk")
         return _streamed(
             server,
             request,
@@ -98,7 +98,7 @@ async def chat(server: Server, request: Request) -> Response:
         }
         for one in found
     ]
-    return JSONResponse({**_head(model, "chatcmpl", "chat.completion"), "choices": choices, "usage": usage})
+    return JSONResponse({**_frame(model, "chatcmpl", "chat.completion"), "choices": choices, "usage": usage})
 
 
 def _is_message(message: Any) -> bool:
@@ -107,7 +107,7 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def read_texts(
+def read_token_ids(
     server: Server, fields: Fields, name: str, encode: Callable[[str], list[int]], vocab_size: int
 ) -> list[list[int]]:
     """A text or token ids, or several of either, as token ids."""
@@ -215,7 +215,7 @@ def _choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish(one)}
 
 
-def _head(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
+def _frame(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
     number = f"{prefix}-{uuid.uuid4().hex}"
     return {"id": number, "object": kind, "created": int(time.time()), "model": model.name}
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from torch.nn import functional as F
 
 from triptych.decoding.batches import LONGEST_SHOWN, check_length
-from triptych.serving.completions import read_texts
+from triptych.serving.completions import read_token_ids
 from triptych.serving.limits import RequestError
 from triptych.serving.models import JobOfEach
 from triptych.serving.server import Server
@@ -32,7 +32,7 @@ async def embed(server: Server, request: Request) -> Response:
     if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):
         raise RequestError(400, f"dimensions: {model.name} has {width}; leave it out")
     tokenizer = opened.tokenizer
-    texts = read_texts(
+    texts = read_token_ids(
         server,
         fields,
         "input",

@@ -51,7 +51,7 @@ def _unscaled(model: Model, place: str) -> Model:
     return model.edit(place, "q", lambda q: q / semantics.scale)
 
 
-def _joined(scores: Tensor) -> Tensor:
+def _summed_scores(scores: Tensor) -> Tensor:
     """Scores of one head that has the queries and keys of all: `[batch, heads, queries, keys]`."""
     joined: Tensor = scores.sum(dim=1, keepdim=True) / scores.shape[1] ** 0.5
     return joined.expand_as(scores)
@@ -84,7 +84,7 @@ WHAT_IFS: dict[str, WhatIf] = {
     ),
     "tie": WhatIf(lambda model, layer, name, to: model.tie(layer, name, to), '.tie("{}", "{}", "{}")'),
     "one_head": WhatIf(
-        lambda model, layer: model.edit(layer, "scores", _joined, together=True),
+        lambda model, layer: model.edit(layer, "scores", _summed_scores, together=True),
         '.edit("{}", "scores", lambda s: s.sum(1, True).expand_as(s) / s.shape[1]**0.5, together=True)',
     ),
     "without_positions": WhatIf(lambda model: model.without_positions(), ".without_positions()"),
@@ -97,7 +97,7 @@ def change_model(model: Model, call: str) -> Model:
     found = _CALL.fullmatch(call)
     if found is None or found[1] not in WHAT_IFS:
         raise UsageError(f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer")
-    apply, given = WHAT_IFS[found[1]].apply, _arguments(found[2])
+    apply, given = WHAT_IFS[found[1]].apply, _split_arguments(found[2])
     try:
         inspect.signature(apply).bind(model, *given)
     except TypeError:
@@ -105,13 +105,13 @@ def change_model(model: Model, call: str) -> Model:
     return apply(model, *given)
 
 
-def _arguments(given: str) -> list[str]:
+def _split_arguments(given: str) -> list[str]:
     return [one.strip() for one in given.split(",")] if given.strip() else []
 
 
 def _in_python(call: str) -> str:
     name, _, given = call.removesuffix(")").partition("(")
-    return WHAT_IFS[name].python.format(*_arguments(given))
+    return WHAT_IFS[name].python.format(*_split_arguments(given))
 
 
 class Shown(NamedTuple):
@@ -167,7 +167,7 @@ class Explorer:
             return self._changed(asked.changes).run(text, target=target)
 
     def _inspect(self, changes: tuple[str, ...], layer: str) -> Any:
-        """The measures of all heads of a layer, which take as long as those of one."""
+        """The measures of all heads of a layer, which take as long as the measures of one."""
         model = self._changed(changes)
         stack, _, number = layer.rpartition(".")
         is_cross = model[layer].kind == "cross"
@@ -222,7 +222,7 @@ class Explorer:
             return self.over.notes()
         text, target = self._read(asked)
         found = self.model.attend_over([text], None if target is None else [target])
-        # Of one short text an interval says nothing.
+        # An interval over one short text says nothing.
         return {place: HeadNote(note.label) for place, note in found.notes().items()}
 
     def row(self, asked: Shown, layer: str, head: int, query: int) -> dict[str, Any]:

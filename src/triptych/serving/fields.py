@@ -17,7 +17,7 @@ class Fields(dict[str, Any]):
 
     @classmethod
     async def read(cls, request: Request, max_bytes: int) -> "Fields":
-        """Those of JSON, whatever type it is sent as, or of a form, whose fields may come twice."""
+        """Read JSON, whatever type it is sent as, or a form, whose fields may come twice."""
         body = bytearray()
         async for part in request.stream():
             body += part

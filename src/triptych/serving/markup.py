@@ -12,7 +12,7 @@ import torch
 
 from triptych.attending.alignment import AlignedWords, Word
 
-# What is inside them is no text to translate.
+# Their text is not translated.
 _LEFT_ALONE = frozenset({"script", "style", "code", "pre", "textarea", "svg", "math"})
 _VOID = frozenset(
     {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
@@ -35,7 +35,7 @@ class Element(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Run:
+class TextRun:
     """A text between two tags that part sentences, and the elements inside it, outer ones first."""
 
     text: str
@@ -47,7 +47,7 @@ class Run:
         return any((of.start, of.stop) != (0, len(self.text)) for of in self.elements)
 
     def html(self, translation: str, words: AlignedWords | None) -> str:
-        """The translation with the elements: each of its words lies in what its source word lies in.
+        """The translation with the elements: each of its words is in the elements of its source word.
 
         An element may be opened several times. Without words, places decide: a word two thirds through the
         translation lies in what is two thirds through the text.
@@ -78,7 +78,7 @@ class Run:
         weights = words.weights.masked_fill(is_mark, -1.0)
         best = weights.argmax(dim=1).tolist()
         stacks = [None if _is_mark(word) else own[i] for word, i in zip(words.target, best, strict=True)]
-        found = [_between(stacks, place) if stack is None else stack for place, stack in enumerate(stacks)]
+        found = [_of_mark(stacks, place) if stack is None else stack for place, stack in enumerate(stacks)]
         for number in range(len(self.elements)):
             inside = [place for place, stack in enumerate(own) if number in stack]
             if inside and not any(number in stack for stack in found):
@@ -103,8 +103,8 @@ def _is_mark(word: Word) -> bool:
     return not any(map(str.isalnum, word.text))
 
 
-def _between(stacks: Sequence[tuple[int, ...] | None], place: int) -> tuple[int, ...]:
-    """The elements of a mark: those that the words before and after it share."""
+def _of_mark(stacks: Sequence[tuple[int, ...] | None], place: int) -> tuple[int, ...]:
+    """The elements of a punctuation mark: the ones that the words around it share."""
     before = next((stack for stack in reversed(stacks[:place]) if stack is not None), ())
     after = next((stack for stack in stacks[place:] if stack is not None), ())
     return _shared(before, after)
@@ -140,7 +140,7 @@ class Markup(HTMLParser):
 
     def __init__(self, document: str) -> None:
         super().__init__(convert_charrefs=True)
-        self.runs: list[Run] = []
+        self.runs: list[TextRun] = []
         self._pieces: list[str | int] = []
         self._run: list[str | _Tag] = []
         self._open: list[tuple[str, bool]] = []  # elements, and whether each leaves its text alone
@@ -204,7 +204,7 @@ class Markup(HTMLParser):
     def _end_run(self) -> None:
         """Take the text since the last piece, in several runs where its tags do not go together."""
         tokens, self._run = self._run, []
-        closing = _pairs(tokens)
+        closing = _matching_tags(tokens)
         start = 0
         for place, token in enumerate(tokens):
             if isinstance(token, _Tag) and place not in closing and place not in closing.values():
@@ -231,10 +231,10 @@ class Markup(HTMLParser):
                 elements[number] = elements[number]._replace(closing=token.raw, stop=len(text.rstrip()))
         before, after = raw[: raw.index(core)], raw[raw.index(core) + len(core) :]
         self._pieces += [before, len(self.runs), after]
-        self.runs.append(Run(text.rstrip(), tuple(elements)))
+        self.runs.append(TextRun(text.rstrip(), tuple(elements)))
 
 
-def _pairs(tokens: Sequence[str | _Tag]) -> dict[int, int]:
+def _matching_tags(tokens: Sequence[str | _Tag]) -> dict[int, int]:
     """Places of opening tags and of the tags that close them, where all between them goes together."""
     found, begun = dict[int, int](), list[int]()
     for place, token in enumerate(tokens):

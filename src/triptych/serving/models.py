@@ -26,7 +26,7 @@ from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits
-from triptych.serving.worker import Decoding, Item, Job, Queue, Worker
+from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
 
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -127,7 +127,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class ModelJob(Job):
+class ModelJob(QueuedJob):
     """A job of a model; jobs with the same options are equal."""
 
     model: ServedModel

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from triptych.reports import render
+from triptych.reports import make_page
 from triptych.serving.exploring import Explorer, Shown, rounded
 from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
@@ -23,7 +23,7 @@ _POLICY += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ances
 async def page(server: Server, request: Request) -> Response:
     """The page to see a model's attention, and to change it."""
     headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store"}
-    return HTMLResponse(render("explore.html", title="Explore attention", answers=None), headers=headers)
+    return HTMLResponse(make_page("explore.html", title="Explore attention", answers=None), headers=headers)
 
 
 async def models(server: Server, request: Request) -> Response:
@@ -33,16 +33,16 @@ async def models(server: Server, request: Request) -> Response:
     for served in server.models.values():
         (about,) = await server.compute(request, Asking(served), [lambda of: of.explorer.about()])
         found.append({"name": served.name, "languages": served.languages, **about})
-    return _json({"models": found})
+    return _json_response({"models": found})
 
 
-def _answering(ask: Callable[[Explorer, Fields], Any], about: str) -> Endpoint:
+def _explorer_endpoint(ask: Callable[[Explorer, Fields], Any], about: str) -> Endpoint:
     async def answer(server: Server, request: Request) -> Response:
         fields = await server.fields(request)
         served = server.model(fields.get("model"), "run")
         server.check_texts([fields.text("text", ""), fields.text("target", "")])
         (found,) = await server.compute(request, Asking(served), [lambda of: ask(of.explorer, fields)])
-        return _json(found)
+        return _json_response(found)
 
     answer.__doc__ = about
     return answer
@@ -59,11 +59,11 @@ def _shown(fields: Fields) -> Shown:
     return Shown(fields.text("text"), fields.text("target", ""), _changes(fields))
 
 
-def _head(fields: Fields) -> tuple[str, int]:
+def _layer_and_head(fields: Fields) -> tuple[str, int]:
     return fields.text("layer"), fields.number("head", 0, 1 << 16)
 
 
-def _json(found: Any) -> Response:
+def _json_response(found: Any) -> Response:
     text = json.dumps(rounded(found), allow_nan=False, separators=(",", ":"))
     return Response(text, media_type="application/json")
 
@@ -83,11 +83,11 @@ QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
         "The same, with what each head does.",
     ),
     "row": (
-        lambda of, given: of.row(_shown(given), *_head(given), given.number("query", -1, 1 << 24)),
+        lambda of, given: of.row(_shown(given), *_layer_and_head(given), given.number("query", -1, 1 << 24)),
         "One row of a head step by step, and what `changes` do to the next token and the loss.",
     ),
     "head": (
-        lambda of, given: of.head(_changes(given), *_head(given)),
+        lambda of, given: of.head(_changes(given), *_layer_and_head(given)),
         "The maps and forms of a head: pictures, spectra, singular directions.",
     ),
 }
@@ -95,5 +95,5 @@ QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
 ROUTES = (
     ("GET", "/", page),
     ("POST", "/v1/explore/models", models),
-    *(("POST", f"/v1/explore/{name}", _answering(*question)) for name, question in QUESTIONS.items()),
+    *(("POST", f"/v1/explore/{name}", _explorer_endpoint(*question)) for name, question in QUESTIONS.items()),
 )

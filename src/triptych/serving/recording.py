@@ -10,7 +10,7 @@ from triptych.face import Model
 from triptych.files import write_text
 from triptych.printable import printable
 from triptych.progress import Progress, untold
-from triptych.reports import render
+from triptych.reports import make_page
 from triptych.serving.exploring import Explorer, Shown, rounded
 
 _DIGITS, _NEW_TOKENS = 4, 12
@@ -27,7 +27,7 @@ def write_page(model: Model, text: str, path: Path, progress: Progress = untold)
     name = Path(model.name).name
     recorded = _Recording(Explorer(model), name, text, progress).answers
     title = f"Explore attention: {printable(name)}"
-    write_text(path, render("explore.html", title=title, answers=recorded))
+    write_text(path, make_page("explore.html", title=title, answers=recorded))
 
 
 class _Recording:

@@ -15,7 +15,7 @@ from triptych.serving.models import Asking
 from triptych.serving.server import Server
 
 
-async def attend(server: Server, request: Request) -> Response:
+async def answer_attend(server: Server, request: Request) -> Response:
     """Attention weights of a text: `model`, `text`, of an encoder-decoder `target`; `heads`, as `3.2`."""
     fields = await server.fields(request)
     text, heads, target = fields.text("text"), fields.text("heads", "*"), fields.get("target")
@@ -27,7 +27,7 @@ async def attend(server: Server, request: Request) -> Response:
     return await _answered(server, request, fields, "run", ask)
 
 
-async def inspect(server: Server, request: Request) -> Response:
+async def answer_inspect(server: Server, request: Request) -> Response:
     """Measures of the heads, from the weights: `model`, `layers`, `heads`."""
     fields = await server.fields(request)
     for name in ("layers", "heads"):
@@ -36,12 +36,12 @@ async def inspect(server: Server, request: Request) -> Response:
             raise RequestError(400, f"{name}: give a list of numbers")
 
     def ask(model: Model) -> str:
-        return _json(model.inspect(layers=fields.get("layers"), heads=fields.get("heads")).record())
+        return _strict_json(model.inspect(layers=fields.get("layers"), heads=fields.get("heads")).record())
 
     return await _answered(server, request, fields, "read", ask)
 
 
-async def steps(server: Server, request: Request) -> Response:
+async def answer_steps(server: Server, request: Request) -> Response:
     """How a head computes one row of attention: `model`, `text`, `layer`, `head`, `query`."""
     fields = await server.fields(request)
     text, (layer, head) = fields.text("text"), map(fields.get, ("layer", "head"))
@@ -50,7 +50,7 @@ async def steps(server: Server, request: Request) -> Response:
         raise RequestError(400, "layer, head and query: give a layer's number or name, and two numbers")
 
     def ask(model: Model) -> str:
-        return _json(model.attend(text).steps(layer, head, query).record())
+        return _strict_json(model.attend(text).steps(layer, head, query).record())
 
     return await _answered(server, request, fields, "run", ask)
 
@@ -65,8 +65,12 @@ async def _answered(
     return Response(found.replace(own, served.name), media_type="application/json")
 
 
-def _json(record: dict[str, Any]) -> str:
+def _strict_json(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False)
 
 
-ROUTES = (("POST", "/v1/attend", attend), ("POST", "/v1/inspect", inspect), ("POST", "/v1/steps", steps))
+ROUTES = (
+    ("POST", "/v1/attend", answer_attend),
+    ("POST", "/v1/inspect", answer_inspect),
+    ("POST", "/v1/steps", answer_steps),
+)

@@ -8,19 +8,19 @@ from typing import Any, final
 
 import uvicorn
 
-from triptych.serving.application import application
+from triptych.serving.application import web_application
 from triptych.serving.processes import ServingProcess as ServingProcess
 from triptych.serving.server import Server as Server
 
 
 @final
 class Serving(uvicorn.Server):
-    """Told to stop, it answers 503 until the running requests have ended, and ends then."""
+    """A server that, once told to stop, answers 503 until the running requests have ended."""
 
     def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
         """A server that has `seconds` to stop, and calls `ready` when it listens."""
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
-        app, most = application(server, public=public), max(1, round(seconds))
+        app, most = web_application(server, public=public), max(1, round(seconds))
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=most, **quiet))
         self._server, self._seconds, self._until, self._ready = server, seconds, 0.0, ready
 

@@ -70,13 +70,10 @@ def serve(
         raise UsageError(f"--port {port}: give a number from 1 to 65535")
     if not 0 < workers <= _MOST_WORKERS:
         raise UsageError(f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}")
-    limits, arguments = limits or Limits(), b""
-    if workers > 1:
-        try:
-            arguments = pickle.dumps((dict(models), limits))  # before they are built, as their files
-        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-            why = f"other processes cannot have the models ({error}): leave out workers, or load them anew"
-            raise UsageError(why) from None
+    limits = limits or Limits()
+    arguments = (
+        _pickled(models, limits) if workers > 1 else b""
+    )  # before the models are built: as their files
     with torch_threads(1 if workers > 1 else None), ExitStack() as stack:
         served = [ServedModel(name, model, limits) for name, model in models.items()]
         for model in served:
@@ -99,6 +96,15 @@ def serve(
             process.start()
         server = running.Server(served, limits, keys)
         running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
+
+
+def _pickled(models: Mapping[str, Model], limits: Limits) -> bytes:
+    """What other processes open the models from."""
+    try:
+        return pickle.dumps((dict(models), limits))
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        why = f"other processes cannot have the models ({error}): leave out workers, or load them anew"
+        raise UsageError(why) from None
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -18,7 +18,7 @@ from triptych.serving.server import Server
 _MOST_ALTERNATIVES = 8
 
 
-async def translate(server: Server, request: Request) -> Response:
+async def answer_translate(server: Server, request: Request) -> Response:
     """Translate a text or several: `q`, `source` (a code or auto), `target`, `format`, `alternatives`.
 
     `glossary` forces terms: an object of terms and their translations. `details` adds score,
@@ -27,7 +27,7 @@ async def translate(server: Server, request: Request) -> Response:
     fields = await server.fields(request)
     texts, source, target = _texts(fields), _language(fields, "source"), _language(fields, "target")
     server.check_texts(texts)
-    kind, alternatives = fields.get("format") or "text", _alternatives(fields)
+    kind, alternatives = fields.get("format") or "text", _num_alternatives(fields)
     glossary = _glossary(server, fields)
     if kind not in ("text", "html"):
         raise RequestError(400, f"format: {kind} is none of text and html")
@@ -36,7 +36,7 @@ async def translate(server: Server, request: Request) -> Response:
         confidences = _confidences(server, texts, target)
         source = max(confidences, key=lambda code: confidences[code])
         detected = {"confidence": round(100 * confidences[source], 1), "language": source}
-    model = None if source == target else _model(server, source, target)
+    model = None if source == target else _translator_of(server, source, target)
     documents = [Markup(text) for text in texts] if kind == "html" and model else []
     runs = [run for document in documents for run in document.runs]
     pieces = [[run.text for run in document.runs] for document in documents]
@@ -45,33 +45,27 @@ async def translate(server: Server, request: Request) -> Response:
     found, words = dict[int, Translation](), dict[tuple[int, int], AlignedWords | None]()
     ranked = [list(lines) for _ in range(1 + alternatives)]
     if model is not None:
-        wanted = {number: line for number, line in enumerate(lines) if line.strip()}
-        job = Translating(model, 1 + alternatives, glossary)
-        results = await server.compute(request, job, [*wanted.values()])
-        found = dict(zip(wanted, results, strict=True))
-        read = model.model.opened.tokenizers.source.encode([*wanted.values()])
-        new = (len(one.pieces) for result in results for one in result.candidates)
-        server.count_tokens(sum(map(len, read)), sum(new))
+        found = await _translate_lines(server, request, Translating(model, 1 + alternatives, glossary), lines)
         for number, result in found.items():
-            for rank, own in enumerate(ranked):  # the last there is where a line has fewer
+            for rank, own in enumerate(ranked):  # a line with fewer candidates repeats its last one
                 own[number] = result.candidates[min(rank, len(result.candidates) - 1)].text
         # Attention says which words belong together: for the answer, and for elements inside a run.
         pairs = {
             (number, rank): (lines[number], own[number])
             for rank, own in enumerate(ranked)
-            for number in wanted
+            for number in found
             if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words)
         }
         each = await server.compute(request, Aligning(model), [*pairs.values()]) if pairs else []
         words = dict(zip(pairs, each, strict=True))
-        if documents:
-            ranked = [
-                [
-                    run.html(text, words.get((number, rank)) if run.needs_words else None)
-                    for number, (run, text) in enumerate(zip(runs, own, strict=True))
-                ]
-                for rank, own in enumerate(ranked)
+    if documents:
+        ranked = [
+            [
+                run.html(text, words.get((number, rank)) if run.needs_words else None)
+                for number, (run, text) in enumerate(zip(runs, own, strict=True))
             ]
+            for rank, own in enumerate(ranked)
+        ]
     joined = [
         [
             documents[number].translated(own) if documents else "\n".join(own)
@@ -79,33 +73,41 @@ async def translate(server: Server, request: Request) -> Response:
         ]
         for of_rank in ranked
     ]
-    is_list = isinstance(fields["q"], list)
-
-    def shaped(values: list[Any]) -> Any:
-        return values if is_list else values[0]
-
-    body: dict[str, Any] = {"translatedText": shaped(joined[0])}
+    body: dict[str, list[Any]] = {"translatedText": joined[0]}  # each value has an item for each text
     if alternatives:
-        others = [[of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))]
-        body["alternatives"] = shaped(others)
+        body["alternatives"] = [[of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))]
     if detected is not None:
-        body["detectedLanguage"] = [detected] * len(texts) if is_list else detected
+        body["detectedLanguage"] = [detected] * len(texts)
     if fields.get("details"):
         details = [_details(found[at]) if at in found else None for at in range(len(lines))]
-        body["details"] = shaped([[*filter(None, of_text)] for of_text in _by_text(pieces, details)])
+        body["details"] = [[*filter(None, of_text)] for of_text in _by_text(pieces, details)]
     if fields.get("alignments"):
-        aligned = (words.get((at, 0)) for at in range(len(lines)))
-        links = [
-            [(word.text, of.source[link].text) for word, link in zip(of.target, of.links, strict=True)]
-            if of
-            else []
-            for of in aligned
-        ]
-        body["alignments"] = shaped(_by_text(pieces, links))
-    return JSONResponse(body)
+        links = [_links(words.get((at, 0))) for at in range(len(lines))]
+        body["alignments"] = _by_text(pieces, links)
+    is_list = isinstance(fields["q"], list)
+    return JSONResponse(body if is_list else {name: values[0] for name, values in body.items()})
 
 
-async def languages(server: Server, request: Request) -> Response:
+async def _translate_lines(
+    server: Server, request: Request, job: Translating, lines: Sequence[str]
+) -> dict[int, Translation]:
+    """The translations of the lines that have text, by their numbers."""
+    wanted = {number: line for number, line in enumerate(lines) if line.strip()}
+    results = await server.compute(request, job, [*wanted.values()])
+    read = job.model.model.opened.tokenizers.source.encode([*wanted.values()])
+    new = (len(one.pieces) for result in results for one in result.candidates)
+    server.count_tokens(sum(map(len, read)), sum(new))
+    return dict(zip(wanted, results, strict=True))
+
+
+def _links(words: AlignedWords | None) -> list[tuple[str, str]]:
+    """Each word of a translation with its source word."""
+    if words is None:
+        return []
+    return [(word.text, words.source[at].text) for word, at in zip(words.target, words.links, strict=True)]
+
+
+async def answer_languages(server: Server, request: Request) -> Response:
     """The languages that are translated, each with its targets."""
     targets: dict[str, list[str]] = {}
     for model in _translators(server):
@@ -118,7 +120,7 @@ async def languages(server: Server, request: Request) -> Response:
     )
 
 
-async def detect(server: Server, request: Request) -> Response:
+async def answer_detect(server: Server, request: Request) -> Response:
     """The language of a text, among those that are translated."""
     fields = await server.fields(request)
     texts = _texts(fields)
@@ -130,7 +132,7 @@ async def detect(server: Server, request: Request) -> Response:
     return JSONResponse(sorted(found, key=lambda one: -one["confidence"]))
 
 
-async def settings(server: Server, request: Request) -> Response:
+async def answer_settings(server: Server, request: Request) -> Response:
     """What LibreTranslate's page asks for first."""
     first = next((model.languages for model in _translators(server)), None)
     source, target = first or ("", "")
@@ -164,7 +166,7 @@ def _language(fields: Fields, name: str) -> str:
     return given
 
 
-def _alternatives(fields: Fields) -> int:
+def _num_alternatives(fields: Fields) -> int:
     try:
         count = int(fields.get("alternatives") or 0)
     except (TypeError, ValueError):
@@ -192,7 +194,7 @@ def _translators(server: Server) -> list[ServedModel]:
     return [model for model in server.models.values() if model.languages is not None]
 
 
-def _model(server: Server, source: str, target: str) -> ServedModel:
+def _translator_of(server: Server, source: str, target: str) -> ServedModel:
     found = next((m for m in _translators(server) if m.languages == (source, target)), None)
     if found is None:
         pairs = ", ".join("-".join(m.languages) for m in _translators(server) if m.languages) or "none"
@@ -201,7 +203,7 @@ def _model(server: Server, source: str, target: str) -> ServedModel:
 
 
 def _confidences(server: Server, texts: Sequence[str], target: str | None) -> dict[str, float]:
-    """How much of the belief each source language gets: the fewer tokens it needs for a text, the more.
+    """A probability for each source language: the fewer tokens it needs for the texts, the higher.
 
     A tokenizer that was learned from a language writes its text in fewer, longer tokens.
     """
@@ -233,8 +235,8 @@ def _details(one: Translation) -> dict[str, Any]:
 
 
 ROUTES = (
-    ("POST", "/translate", translate),
-    ("GET", "/languages", languages),
-    ("POST", "/detect", detect),
-    ("GET", "/frontend/settings", settings),
+    ("POST", "/translate", answer_translate),
+    ("GET", "/languages", answer_languages),
+    ("POST", "/detect", answer_detect),
+    ("GET", "/frontend/settings", answer_settings),
 )

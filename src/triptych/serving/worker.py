@@ -19,7 +19,7 @@ from triptych.serving.limits import Limits, RequestError
 _FEW = 2
 
 
-class Job(ABC):
+class QueuedJob(ABC):
     """What is computed of items. Items of equal jobs are computed together.
 
     Attributes:
@@ -36,7 +36,7 @@ class Job(ABC):
         """The result of each item."""
 
 
-class Decoding(Job):
+class Decoding(QueuedJob):
     """A job whose items join what is being decoded, each by itself."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Item:
         has_begun: a part was told, so that it cannot be computed again.
     """
 
-    job: Job
+    job: QueuedJob
     given: Any
     tell: Callable[[Any], object] | None = None
     result: "Future[Any]" = field(default_factory=Future)
@@ -96,7 +96,7 @@ class Lane:
     Attributes:
         is_here: whether it is a thread of this process.
         running: items that it computes.
-        joined: when items last joined it that wait for others (`Job.waits`).
+        joined: when items last joined it that wait for others (`QueuedJob.waits`).
     """
 
     is_here: bool = True
@@ -114,7 +114,7 @@ class Queue:
 
     Attributes:
         lanes: what computes the items.
-        patience: seconds that an item waits for others to end (`Job.waits`).
+        patience: seconds that an item waits for others to end (`QueuedJob.waits`).
     """
 
     def __init__(self, limits: Limits, patience: float = 1.0) -> None:

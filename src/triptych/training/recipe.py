@@ -292,7 +292,7 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         tree = {**tree, "model": merge(PRESETS[preset].model_dump(exclude_none=True), model)}
     if "code" not in tree and user_code.named_files(tree):
         user_code.use_named(tree)
-        tree = {**tree, "code": user_code.digests(tree)}
+        tree = {**tree, "code": user_code.file_digests(tree)}
     try:
         return kind.model_validate(tree)
     except ValidationError as error:

@@ -48,7 +48,7 @@ REFUSED: dict[str, str] = {
 
 def parameterisation_class(name: str) -> type[Parameterisation]:
     """The class of a name: one of `PARAMETERISATIONS`, or `FILE.py:CLASS`."""
-    if user_code.is_own(name):
+    if user_code.is_in_file(name):
         return user_code.find_class(name, Parameterisation, "projections")
     if name in REFUSED:
         raise ValueError(f"projections = {name!r} is no layer: {REFUSED[name]}")
