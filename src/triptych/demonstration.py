@@ -42,13 +42,13 @@ _NEXT = ".next"
 # These sentences come from the test part of the corpus, of which training sees nothing.
 _TEST_SEED = 1
 _NUM_MISTAKES_SHOWN = 10
-# Of the examples, the one whose order crosses over most: the verb comes last, and "halb vier".
+# The example whose order changes most: the verb comes last, and "halb vier".
 _PICTURED = 1
 # Sentences whose attention the report shows.
 _NUM_VIEWED = 3
 # The layer that the recipe writes with two maps in a row.
 _STACKED_SITE = "encoder.0"
-# About what a batch of sentences looks like to the layer.
+# A batch of sentences has about these sizes.
 _TIMED_BATCH, _TIMED_TOKENS, _TIMED_ROUNDS = 32, 24, 60
 
 

@@ -18,7 +18,7 @@ class TriptychError(Exception):
     """Something the user can put right. The message says what was wrong, where, and what to do.
 
     Args:
-        message: a line longer than anybody reads is cut in the middle; control characters become escapes.
+        message: a very long line is cut in the middle; control characters become escapes.
     """
 
     exit_code = 1
@@ -50,7 +50,7 @@ class ElsewhereError(TriptychError):
 
 
 class ConfigurationWarning(UserWarning):
-    """A field of a checkpoint's configuration that is set and not followed, as `transformers` does not."""
+    """A field of a checkpoint's configuration is set and not followed; `transformers` ignores it too."""
 
 
 class EngineNote(UserWarning):
@@ -77,7 +77,7 @@ def near_path(path: str | Path) -> str:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.suffix == path.suffix)
     except (OSError, ValueError):  # a folder that may not be read; no name of a file
         return ""
-    # By what differs: names that end in ".toml" are not alike for that.
+    # Names are compared without their endings, which many share.
     names = {entry.stem: entry for entry in entries}
     near = nearest(path.stem, names)
     return "" if near is None else f" (did you mean {names[near]}?)"

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 def torch_threads(number: int | None) -> Iterator[None]:
     """Compute with this many threads inside the block; None changes nothing.
 
-    The number is that of the whole process, so other threads see it too until the block ends.
+    The number holds for the whole process, so other threads have it too until the block ends.
     """
     before = torch.get_num_threads()
     if number is not None:
@@ -72,6 +72,6 @@ class Ahead(Iterator[Item]):
                 self._made.put((next(iterator),))
         except StopIteration:
             pass
-        except BaseException as error:  # noqa: BLE001 (raised again by the one who asks)
+        except BaseException as error:  # noqa: BLE001 (raised again in `__next__`)
             ending = error
         self._made.put(ending)

@@ -173,7 +173,7 @@ def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
         ("decoder", {"text": " \n"}, "the text is empty"),
         ("decoder", {"text": ["a", ""]}, "text 2 is empty"),
         ("decoder", {"text": []}, "there is no text"),
-        ("decoder", {"text": "a", "target": "b"}, "decoder is no encoder-decoder"),
+        ("decoder", {"text": "a", "target": "b"}, "decoder is not an encoder-decoder"),
         (
             "decoder",
             {"text": ["a", "a" * 40], "max_new_tokens": 1},

@@ -118,7 +118,7 @@ def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command,
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        ("cross:0:0", "is no place in a model"),
+        ("cross:0:0", "is not a place in a model"),
         ("0.1", "layer 0 could be encoder.0, decoder.0, cross.0"),
         ("cross.2.0", "no layer cross.2"),
         ("cross.0.2", "no head 2: its heads are 0 to 1"),

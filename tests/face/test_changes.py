@@ -306,7 +306,7 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         (lambda model: model.ablate("3.8"), "layer 3 has no head 8: its heads are 0 to 7"),
         (lambda model: model.ablate("*.9"), "matches no head"),
         (lambda model: model.ablate("3.2", by="mean"), "needs a text"),
-        (lambda model: model.steer("stream.3", torch.ones(256)), "no place in the residual stream"),
+        (lambda model: model.steer("stream.3", torch.ones(256)), "not a place in the residual stream"),
         (lambda model: model.steer("residual.7", torch.ones(256)), "residual.0 to residual.6"),
         (
             lambda model: model.steer("residual.1", torch.ones(3)),

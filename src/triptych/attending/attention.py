@@ -47,7 +47,7 @@ class Attention:
 
     Attributes:
         model: its name: the path, or the id on the Hub.
-        ids: the tokens read by the encoder or the decoder; of an encoder-decoder those that its decoder
+        ids: the tokens read by the encoder or the decoder; of an encoder-decoder, what its decoder
             produces, the end of sentence last.
         tokens: the same, readable.
         num_generated: how many of them, the last ones, the model produced itself.
@@ -124,7 +124,7 @@ class Attention:
         """
         stack, found, _ = self._place((layer, head))
         if stack.kind != "cross":
-            raise UsageError(f"{self.model}: layer {layer} is no cross-attention, which aligns words")
+            raise UsageError(f"{self.model}: layer {layer} is not cross-attention, which aligns words")
         words = self._words(found.weights(heads=[head])[0])
         return [(word.text, words.source[i].text) for word, i in zip(words.target, words.links, strict=False)]
 
@@ -256,7 +256,7 @@ class Attention:
             case ".svg":
                 write_text(path, self.picture(saved.parts))
             case other:
-                raise UsageError(f'{path}: "{other}" is no format of weights: .json, .csv, .npz or .svg')
+                raise UsageError(f'{path}: "{other}" is not a format of weights: .json, .csv, .npz or .svg')
 
     def saved(
         self, heads: str | Sequence[str] = "*", top: int | None = None, writes: int | None = None

@@ -140,7 +140,7 @@ class RowFigures:
         classes["elsewhere"] = visible & ~named.any(dim=0)
         away = (torch.arange(len(query_ids))[:, None] - torch.arange(len(key_ids))).abs()
         factors, counted = list[Tensor](), list[Tensor]()
-        for figure in figures_of(kind)[:-1]:  # entropy comes last, and is no sum over keys
+        for figure in figures_of(kind)[:-1]:  # entropy comes last, and is not a sum over keys
             keys = classes.get(figure.name)
             factors.append((away if keys is None else keys).float())
             counted.append(rows if keys is None or figure.name == "elsewhere" else rows & keys.any(dim=-1))

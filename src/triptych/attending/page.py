@@ -51,7 +51,7 @@ class ViewedHead:
 
     number: int  # of the head in its layer
     map: HeadWeights  # its weights
-    note: HeadNote  # what is said of it
+    note: HeadNote  # what the page says about it
 
 
 @final
@@ -114,7 +114,7 @@ def write_attention_page(page: AttentionPage, path: Path, progress: Progress = u
 
 
 def notebook_html(page: AttentionPage) -> str:
-    """The page as the output of a notebook's cell: a frame that nothing outside of it can reach into."""
+    """The page as the output of a notebook's cell: a frame that nothing outside can reach into."""
     return (
         f'<iframe title="{escape(page.title)}" sandbox="allow-scripts allow-downloads" '
         f'style="width: 100%; height: {_NOTEBOOK_HEIGHT_PIXELS}px; border: 0" '

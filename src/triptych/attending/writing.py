@@ -81,7 +81,7 @@ class TokenWriter:
         table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.tokenizer
         if table is None:
             return None
-        own = OutputTable(table.norm, table.table[: tokenizer.vocab_size])  # rows past it are no tokens
+        own = OutputTable(table.norm, table.table[: tokenizer.vocab_size])  # rows past it are not tokens
         found = nearest_tokens(part.layer, own, head, self._count)
         return tuple(tuple(tokenizer.pieces(ids)) for ids in found.tolist())
 

@@ -27,7 +27,7 @@ def refuse_options(options: Mapping[str, Any], why: str) -> None:
 
 
 def number_of_workers(given: int | None) -> int:
-    """The workers asked for, or one for each core that this process may use and shares with no other rank."""
+    """The given number of workers, or one for each core that this process shares with no other rank."""
     return max(num_cores() // num_on_machine(), 1) if given is None else given
 
 

@@ -74,7 +74,7 @@ def standard_input() -> BufferedIOBase:
         raise UsageError("standard input is closed: give the text, or a file with it")
     try:
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    except OSError:  # replaced by something that is no file, as in a notebook
+    except OSError:  # replaced by something that is not a file, as in a notebook
         return cast(BufferedIOBase, sys.stdin.buffer)
 
 

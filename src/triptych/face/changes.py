@@ -102,7 +102,7 @@ class ValueChange(Change):
 
 @final
 class HeadTap:
-    """The tap of a layer: edits of some of its heads, in the order in which they were asked for."""
+    """The tap of a layer: edits of some of its heads, in the order in which they were made."""
 
     def __init__(self, edits: Sequence[tuple[Activation, Mapping[Part, Edit]]]) -> None:
         self.edits = tuple(edits)

@@ -388,7 +388,7 @@ class CTranslate2Generator(OtherEngine):
 
 
 def _in_full(block: nn.Module) -> str:
-    """What a block's attention does besides its maps; two that differ are never one text."""
+    """What a block's attention does besides its maps; blocks that differ have different texts."""
     assert isinstance(block, Block)
     semantics = block.self_attention.semantics
     frequencies = None if semantics.rotary is None else semantics.rotary.frequencies.tolist()

@@ -273,7 +273,7 @@ _BREAKS_OV = ("clipped queries, keys and values", "a norm of values", _NORM_WITH
 
 @final
 class Layer:
-    """One attention layer; its weights are read when they are first asked for.
+    """One attention layer; its weights are read when they are first used.
 
     Attributes:
         name: its place in the model, `3` or `cross.3`.

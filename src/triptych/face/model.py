@@ -72,8 +72,8 @@ def load(
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
 
-    Opening reads the configuration and the headers of the files. A weight is read when it is asked for; of a
-    model on the Hub by its bytes' range. Modules are built when the model first runs.
+    Opening reads the configuration and the headers of the files. A weight is read when it is first used;
+    from the Hub, only its bytes. Modules are built when the model first runs.
 
     Args:
         source: a run folder, a folder or a tensor file in Hugging Face's format, a name on the Hub
@@ -99,7 +99,7 @@ def load(
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
     Raises:
-        UsageError: nothing of that name, or something that is no model.
+        UsageError: nothing of that name, or something that is not a model.
     """
     if code is not None:
         use_code(code)
@@ -291,7 +291,7 @@ class Model(RunnableModel):
         """The model without positions: nothing turns queries and keys, or is added to scores or embeddings.
 
         Raises:
-            UsageError: nothing tells positions apart, besides the causal mask.
+            UsageError: the model has no positions besides the causal mask.
         """
         own = tuple(
             number for number, layer in enumerate(self.layers) if layer.outline.semantics.positions != "none"
@@ -375,7 +375,7 @@ class Model(RunnableModel):
             skip_refused: if a layer refuses a step, leave the layer as it is instead of stopping.
             text: compare both models on this text after the rewrite.
             compare: compare both models after the rewrite, on random tokens if no text is given.
-            progress: told what is done, how much of it and of how much.
+            progress: told what is being done, how much is done, and the total.
 
         Raises:
             RewriteRefusedError: a layer refuses a step, with the reason.

@@ -1,4 +1,4 @@
-"""What a `Model` holds of its source: the files or the module, opened piece by piece as it is asked for."""
+"""What a `Model` holds of its source: the files or the module, each part opened when it is first needed."""
 
 import shutil
 import weakref
@@ -29,7 +29,7 @@ from triptych.text import Tokenizer, TokenizerPair, load_tokenizer
 @final
 @dataclass(eq=False)
 class Opened:
-    """A source, and what was read of it so far.
+    """A source, and what has been read so far.
 
     Attributes:
         name: as it was given, or what a module is called.
@@ -51,7 +51,7 @@ class Opened:
 
     @cached_property
     def attention(self) -> AttentionSource:
-        """The attention layers; weights are read when a layer is asked for."""
+        """The attention layers; weights are read when they are first used."""
         if self.module is not None:
             return OwnModel(self.module, self.name)
         return open_checkpoint(self.files, self.options.family, mapped=True)

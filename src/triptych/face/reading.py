@@ -65,7 +65,7 @@ class ReadableModel(ABC):
 
     @cached_property
     def layers(self) -> Layers:
-        """All attention layers, in order; their weights are read when they are asked for."""
+        """All attention layers, in order; their weights are read when they are first used."""
         source = self._attention
         names: dict[Site | None, str] = dict(zip(source.sites, self._places.names, strict=True))
         sites = source.sites
@@ -116,7 +116,7 @@ class ReadableModel(ABC):
             stack: of an encoder-decoder, which.
 
         Raises:
-            UsageError: positions or norms would make the scores wrong, by name; or there are several stacks.
+            UsageError: positions or norms, which the message names, make the scores wrong; or several stacks.
         """
         stacks = self._places.stacks
         chosen = stack or stacks[0]

@@ -21,12 +21,12 @@ from triptych.printable import table_html
 
 @final
 class Activations:
-    """What a layer, or one head of it, computed on a text.
+    """What a layer, or one of its heads, computed on a text.
 
     Attributes:
         name: the place, `3` or `3.2`.
-        q: queries as they meet the keys, `[heads, queries, d_k]`; of a head without the first dimension, and
-            as have all others.
+        q: queries as they meet the keys, `[heads, queries, d_k]`; for a head, this and all others have no
+            first dimension.
         k: keys, `[heads, keys, d_k]`.
         v: values, `[heads, keys, d_v]`.
         scores: what the softmax takes, before the mask, `[heads, queries, keys]`.

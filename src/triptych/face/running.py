@@ -427,7 +427,7 @@ class RunnableModel(ReadableModel):
                 write the tokens that they look at.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
             most_tokens: tokens to read. Default: 65,536, and 8,192 with `worth` or `explain`.
-            progress: told what is done, how much of it and of how much.
+            progress: told what is being done, how much is done, and the total.
 
         Raises:
             UsageError: something does not fit the model.

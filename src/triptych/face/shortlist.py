@@ -28,7 +28,7 @@ def write_shortlist(
     elif opened.recipe is not None:
         pairs, _ = read_corpora(opened.recipe, Path.cwd(), display)
     else:
-        raise UsageError(f"{opened.name} is no run, whose text is known: give source and target")
+        raise UsageError(f"{opened.name} is not a run whose text is known: give source and target")
     src = TokenSequences.pack(tokenizers.source.encode(pairs.source))
     tgt = TokenSequences.pack(tokenizers.target.encode(pairs.target))
     found, coverage = learn_shortlist(src, tgt, tokenizers, most, frequent)

@@ -146,7 +146,7 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
     if layer.uses > 1:
         yield f"the model uses these same weights {layer.uses} times, one after the other"
     if semantics.scores is not None:
-        yield "queries and keys are compared by scores that are no product: W_QK says nothing of them"
+        yield "queries and keys are not compared by a product, so W_QK does not describe the scores"
     if semantics.qk_norm:
         yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
     if semantics.v_norm is not None:

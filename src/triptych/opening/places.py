@@ -47,7 +47,7 @@ class PlaceNames:
             return self.layer(place), None
         parts = place.split(".")
         if not all(_PART.fullmatch(part) for part in parts):
-            raise UsageError(f'"{place}" is no place in a model: write a layer as 3, a head as 3.2')
+            raise UsageError(f'"{place}" is not a place in a model: write a layer as 3, a head as 3.2')
         if self._full(place) in self.names:
             return self.layer(place), None
         if len(parts) > 1 and parts[-1].isdigit() and parts[-2].isdigit():
@@ -72,7 +72,7 @@ class PlaceNames:
         stacks = [stack for stack in self.stacks if stack != "cross"]
         if word != "residual" or not number.isdigit():
             raise UsageError(
-                f'"{place}" is no place in the residual stream: write residual.3, or residual.encoder.3'
+                f'"{place}" is not a place in the residual stream: write residual.3, or residual.encoder.3'
             )
         if not stack and len(stacks) > 1:
             raise UsageError(

@@ -154,7 +154,7 @@ class Recording:
     hidden: Float[Tensor, "batch length d_model"]  # the stream after the last norm
     calls: tuple[LayerCall, ...]  # of the attention layers, in the order in which they ran
     # the residual stream before each block and at the end, by stack: `[batch, length, d_model]`; empty unless
-    # asked for
+    # wanted
     residuals: Mapping[str, tuple[Tensor, ...]]
 
 
@@ -207,7 +207,7 @@ class Reader(TextModel):
                 )
             return self._encode_pairs(texts, targets)
         if targets is not None:
-            raise UsageError(f"{self.name} is no encoder-decoder: leave out the target")
+            raise UsageError(f"{self.name} is not an encoder-decoder: leave out the target")
         if max_new_tokens and not self.model.causal:
             raise UsageError(f"{self.name} is an encoder, which does not continue texts")
         # An encoder's text may hold its mask token.

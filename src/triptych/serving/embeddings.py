@@ -26,7 +26,7 @@ async def embed(server: Server, request: Request) -> Response:
     model, form = server.model(fields.get("model"), "run"), fields.get("encoding_format") or "float"
     opened = model.model.opened
     if opened.translates or opened.language_model.causal:
-        raise RequestError(400, f"{model.name} is no encoder: it embeds no texts")
+        raise RequestError(400, f"{model.name} is not an encoder: it embeds no texts")
     if form not in ("float", "base64"):
         raise RequestError(400, f"encoding_format: {form} is none of float and base64")
     if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):

@@ -141,7 +141,7 @@ class Explorer:
         self.model, self.over = model, over
         self._changed = lru_cache(_MOST_MODELS)(self._change)
         self._attention = lru_cache(_MOST_TEXTS)(self._attend)
-        self._run = lru_cache(_MOST_TEXTS)(self._runs)
+        self._run = lru_cache(_MOST_TEXTS)(self._run_text)
         self._inspection = lru_cache(_MOST_TEXTS)(self._inspect)
 
     def _change(self, changes: tuple[str, ...]) -> Model:
@@ -161,7 +161,7 @@ class Explorer:
     def _attend(self, asked: Shown) -> Attention:
         return self._changed(asked.changes).attend(*self._read(asked))
 
-    def _runs(self, asked: Shown) -> Run:
+    def _run_text(self, asked: Shown) -> Run:
         text, target = self._read(asked)
         with torch.no_grad():
             return self._changed(asked.changes).run(text, target=target)

@@ -13,7 +13,7 @@ _FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 @final
 class Fields(dict[str, Any]):
-    """The fields by name; `RequestError` where one is not of the type that is asked for."""
+    """The fields by name; `RequestError` if one has the wrong type."""
 
     @classmethod
     async def read(cls, request: Request, max_bytes: int) -> "Fields":
@@ -35,9 +35,9 @@ class Fields(dict[str, Any]):
         try:
             fields = json.loads(body or b"{}")
         except (ValueError, RecursionError):
-            raise RequestError(400, "the body is no JSON") from None
+            raise RequestError(400, "the body is not JSON") from None
         if not isinstance(fields, dict):
-            raise RequestError(400, "the body is no JSON object")
+            raise RequestError(400, "the body is not a JSON object")
         return cls(fields)
 
     def text(self, name: str, default: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""What one request may ask for, and what is said to one that asks for more."""
+"""The limits of requests, and the error of a request that is refused."""
 
 from dataclasses import dataclass
 

@@ -49,12 +49,12 @@ class ServedModel:
     """A model with a worker.
 
     Attributes:
-        name: under which it is asked for.
+        name: its name in requests.
         model: what `triptych.load` gave.
         can: what it can do.
         languages: source and target of a translator; None where its name does not end in them.
-        queue: what is asked of it.
-        worker: computes that.
+        queue: the items that wait for it.
+        worker: computes the items.
         explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
             and for a model that neither translates nor generates.
@@ -65,7 +65,7 @@ class ServedModel:
         """Make a model ready to serve; `UsageError` if it does not run."""
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"{name!r} is no name to serve a model by: use letters, digits, '.', '_' and '-'"
+                f"{name!r} cannot be the name of a served model: use letters, digits, '.', '_' and '-'"
             )
         if model.why_not_run:
             raise UsageError(f"{name} cannot be served: {model.why_not_run}")
@@ -149,13 +149,13 @@ class Translating(ModelJob, Decoding):
     def begin(self, item: Item) -> Asked[Translation]:
         # The engine is that of one translation; the options are all that differs.
         options = self.model.translator(self.num_best).options
-        return self._held(self.model.translator(1)).begin(item.given, options)
+        return self._with_terms(self.model.translator(1)).begin(item.given, options)
 
     def compute(self, items: Sequence[Item]) -> list[Translation]:
-        translator = self._held(self.model.translator(self.num_best))
+        translator = self._with_terms(self.model.translator(self.num_best))
         return translator.translate([item.given for item in items])
 
-    def _held(self, translator: Translator) -> Translator:
+    def _with_terms(self, translator: Translator) -> Translator:
         return translator.with_glossary(dict(self.glossary)) if self.glossary else translator
 
 

@@ -68,7 +68,7 @@ class ServingProcess:
         while True:
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    self._hear(*self._helper.connection.recv())
+                    self._receive(*self._helper.connection.recv())
             for model, lane in lanes.items():
                 model.queue.remove(lane)
             self._fail([*self._items])
@@ -107,7 +107,7 @@ class ServingProcess:
         with contextlib.suppress(OSError):  # one that has died is noticed by who listens
             self._send(helper, number)
 
-    def _hear(self, number: int, kind: str, found: Any) -> None:
+    def _receive(self, number: int, kind: str, found: Any) -> None:
         if kind == "part":
             if not (item := self._items[number]).is_left:
                 item.say(found)

@@ -60,7 +60,7 @@ async def _answered(
 ) -> Response:
     served = server.model(fields.get("model"), can)
     (found,) = await server.compute(request, Asking(served), [lambda of: ask(of.model)])
-    # Where the model lies is no business of a client.
+    # A client is not told where the model is stored.
     own = json.dumps(served.model.name)[1:-1]
     return Response(found.replace(own, served.name), media_type="application/json")
 
