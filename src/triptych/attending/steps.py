@@ -255,9 +255,8 @@ class HeadSteps:
             for i in kept
         )
         hidden = len(self.keys) - len(seen)
-        caption = f"{len(seen)} of {len(self.keys)} keys are seen" + (
-            f", {hidden} are masked" if hidden else ""
-        )
+        masked = f", {hidden} are masked" if hidden else ""
+        caption = f"{len(seen)} of {len(self.keys)} keys are seen{masked}"
         caption += f"; the {len(kept)} with the largest weights are shown." if len(kept) < len(seen) else "."
         names = ("", "key", *(name for name, _ in columns))
         return Table(
@@ -336,9 +335,8 @@ class HeadSteps:
     def page(self, path: str | Path) -> None:
         """Write the steps as one HTML page that works offline."""
         facts = (("model", self.model), ("keys", f"{len(self.keys):,}"))
-        write_report(
-            Report(f"One row of head {self.place}", facts=facts, tables=(*self.tables(),)), Path(path)
-        )
+        report = Report(f"One row of head {self.place}", facts=facts, tables=(*self.tables(),))
+        write_report(report, Path(path))
 
     def __repr__(self) -> str:
         d_k, d_v, keys = len(self.q), len(self.z), len(self.keys)

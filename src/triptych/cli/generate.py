@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from triptych.attending import attend_tokens
 from triptych.attending.saving import head_records
-from triptych.cli.options import load_model
+from triptych.cli.options import check_attention, load_model
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
 from triptych.decoding import Continuation
@@ -53,11 +53,7 @@ def generate(
         triptych generate gpt2 "ROMEO:" --temperature 0.8 --max-new-tokens 40
         triptych generate gpt2 --file prompts.txt --num-samples 3 --temperature 1 --json
     """
-    if attention and not as_json:
-        raise UsageError("--attention goes with --json")
-    engine = opening["engine"]
-    if attention and engine != "triptych":
-        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
+    check_attention(attention, None, opening["engine"], as_json=as_json)
     if prompt is not None and file is None and isinstance(given := text_or_file(prompt, "prompt"), Path):
         prompt, file = None, given
     prompts = _prompts(prompt, file)
@@ -66,8 +62,7 @@ def generate(
         if attention:
             opened.reader.require_heads(attention)
         for given, found in _in_batches(opened, prompts, generating):
-            record = _json_record(opened, given, found, attention, generating["chat"])
-            print_json(record)
+            print_json(_json_record(opened, given, found, attention, generating["chat"]))
     elif file is None and generating["num_samples"] == generating["beam_size"] == 1:
         for text in opened.generate(next(prompts), **generating, stream=True):
             write_output(text)

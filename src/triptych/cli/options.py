@@ -26,6 +26,14 @@ def refuse_options(options: Mapping[str, Any], why: str) -> None:
         raise UsageError(f"{spelled(found[0])[0]} {why}")
 
 
+def check_attention(heads: Sequence[str], page: Path | None, engine: str, *, as_json: bool) -> None:
+    """Attention weights come from our own engine, and are printed as JSON."""
+    if (heads or page) and engine != "triptych":
+        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
+    if heads and not as_json:
+        raise UsageError("--attention goes with --json")
+
+
 def number_of_workers(given: int | None) -> int:
     """The given number of workers, or one for each core that this process shares with no other rank."""
     return max(num_cores() // num_on_machine(), 1) if given is None else given

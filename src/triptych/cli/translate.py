@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from triptych.attending.saving import head_records
 from triptych.cli.failures import say
-from triptych.cli.options import load_model, number_of_workers
+from triptych.cli.options import check_attention, load_model, number_of_workers
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
@@ -68,11 +68,8 @@ def translate(
         triptych translate runs/mine "Guten Tag."
         triptych translate runs/mine test.de --beam 4 --out translated.en
     """
-    html, engine = attention_html, opening["engine"]
-    if (attention or html) and engine != "triptych":
-        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
-    if attention and not as_json:
-        raise UsageError("--attention goes with --json")
+    html = attention_html
+    check_attention(attention, html, opening["engine"], as_json=as_json)
     given = "-" if text is None else text_or_file(text, "text")
     read = [Path(model), *(path for path in (given, glossary) if isinstance(path, Path))]
     require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)

@@ -77,15 +77,9 @@ def serve(
     with torch_threads(1 if workers > 1 else None), ExitStack() as stack:
         served = [ServedModel(name, model, limits) for name, model in models.items()]
         for model in served:
-            if "translate" in model.can and model.languages is None and not page_only:
-                raise UsageError(
-                    f"{model.name} translates, and its name ends in no two languages: write "
-                    f"de-en={model.name} (the languages that it translates from and to)"
-                )
+            _require_servable(model, workers, page_only=page_only)
             if over is not None:
                 model.explorer.over = model.model.attend_over(over)
-            if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
-                raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
         listening = stack.enter_context(_listening(host, port))
         others = [running.ServingProcess(served, arguments) for _ in range(workers - 1)]
         for process in others:
@@ -96,6 +90,16 @@ def serve(
             process.start()
         server = running.Server(served, limits, keys)
         running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
+
+
+def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> None:
+    if "translate" in model.can and model.languages is None and not page_only:
+        raise UsageError(
+            f"{model.name} translates, and its name does not end in two languages: write de-en={model.name} "
+            "(the languages that it translates from and to)"
+        )
+    if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
+        raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
 
 
 def _pickled(models: Mapping[str, Model], limits: Limits) -> bytes:

@@ -211,8 +211,8 @@ class Worker:
     """A thread that computes the items of a queue.
 
     Items of a `Decoding` job join the texts that are being decoded, between two steps. Other items are
-    computed between steps too, equal jobs together. The results do not depend on
-    which items are computed together: the models promise it (`ServedModel.check_batches` tries it).
+    computed between steps too, equal jobs together. The results do not depend on which items are computed
+    together (`ServedModel.check_batches` tries it).
     """
 
     def __init__(self, name: str, queue: Queue, threads: int = 1) -> None:
