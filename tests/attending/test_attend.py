@@ -265,7 +265,7 @@ def test_an_attention_is_shown_written_and_asked_for_its_strongest_looks(
     assert "measured over" in (tmp_path / "page.html").read_text()
     over.page(tmp_path / "over.html")
     for wrong in ("a.png", "b.svg"):
-        with pytest.raises(UsageError, match=r"no format of weights|a picture shows one head"):
+        with pytest.raises(UsageError, match=r"not a format of weights|a picture shows one head"):
             found.save(tmp_path / wrong)
     both = attend(pairs, "abcd", target="xy")
     for shown in (found, attend(decoder, [TEXT, "that"]), both, over):
