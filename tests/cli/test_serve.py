@@ -380,7 +380,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/translate", {"q": ["a"] * 129, "source": "en", "target": "de"}, 413, "129 texts"),
     ("/translate", {"q": "a" * 50_001, "source": "en", "target": "de"}, 413, "50,001 characters"),
     ("/translate", {"q": "a" * (1 << 20), "source": "en", "target": "de"}, 413, "1,048,576 bytes"),
-    ("/translate", [1], 400, "no JSON object"),
+    ("/translate", [1], 400, "not a JSON object"),
     ("/translate", {"q": "a", "source": "en", "target": "de", "glossary": {"a": 1}}, 400, "glossary: give"),
     ("/translate", {"q": "a", "source": "en", "target": "de", "glossary": {"a": ""}}, 400, "glossary: 'a'"),
     ("/v1/completions", {"model": "small-en-de", "prompt": "a"}, 400, "cannot generate"),
