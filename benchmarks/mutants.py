@@ -27,19 +27,15 @@ sys.path[0] = str(ROOT)  # as a script this folder would be there, and `benchmar
 
 from benchmarks.mutation.changes import Change, changes_of, is_sound, span_of
 from benchmarks.mutation.choosing import Recordings, chosen_for
-from benchmarks.mutation.recording import ROOMS as ROOMS_VARIABLE
-from benchmarks.mutation.recording import TARGET
 from benchmarks.mutation.trials import Bench, Trial
 
 ROOMS = tuple(f"src/triptych/{room}" for room in ("algebra", "attention", "decoding", "rewriting"))
 TESTS = (
-    *(
-        f"tests/{room}"
-        for room in ("algebra", "attention", "decoding", "rewriting", "inspection", "training")
-    ),
-    *("tests/models", "tests/checkpoints", "tests/storage", "tests/costing", "tests/converting"),
-    *(f"tests/cli/test_{name}.py" for name in ("rewrite", "verify", "inspect", "translate")),
-    *("tests/test_known_answers.py", "tests/test_questions.py"),
+    *("tests/algebra", "tests/attention", "tests/decoding", "tests/rewriting", "tests/checkpoints"),
+    *("tests/models", "tests/face", "tests/attending", "tests/inspection", "tests/converting"),
+    *("tests/costing", "tests/training", "tests/storage"),
+    *(f"tests/cli/test_{name}.py" for name in ("rewrite", "verify", "inspect", "translate", "generate")),
+    *("tests/test_known_answers.py", "tests/test_questions.py", "tests/test_own_attention.py"),
 )
 
 
@@ -50,14 +46,14 @@ def main() -> int:
     tree = cache / "tree"
     copy_tree(tree)
     recordings = Recordings(cache / "recorded", tree)
+    bench = Bench(tree, cache / "trial.log")
     if not arguments.no_recording:
-        record(recordings, tree, arguments.tests)
+        record(bench, recordings, arguments.tests, arguments.processes)
     changes = (
         [*chosen(tree, arguments.only)] if arguments.only else sample(tree, arguments.mutants, arguments.seed)
     )
     target = arguments.json or cache / f"seed-{arguments.seed}.json"
     trials = []
-    bench = Bench(tree, cache / "trial.log")
     for place, change in enumerate(changes):
         within = span_of(change, (tree / change.file).read_text(encoding="utf-8"))
         tests = chosen_for(change, recordings.of_file(change.file), within, arguments.seconds)
@@ -84,6 +80,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=60, help="of tests, as recorded, for each change")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files and folders of tests to record")
+    parser.add_argument("--processes", type=int, default=1, help="that record tests")
     parser.add_argument("--no-recording", action="store_true", help="go by what is recorded already")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "mutants", help="where to work")
     parser.add_argument("--json", type=Path, help="where to write what was found")
@@ -116,41 +113,32 @@ def copy_tree(tree: Path) -> None:
             shutil.copyfile(own, path)
 
 
-def record(recordings: Recordings, tree: Path, tests: Sequence[str]) -> None:
+def record(bench: Bench, recordings: Recordings, tests: Sequence[str], processes: int) -> None:
     """Run the tests that are new or have changed, and note which lines they execute."""
+    tree = recordings.root
     files = [
         str(path.relative_to(tree))
         for name in tests
         for path in ([tree / name] if name.endswith(".py") else sorted((tree / name).rglob("test_*.py")))
     ]
-    target = tree.parent / "recording"
-    environment = os.environ | {
-        "PYTHONPATH": f"{tree / 'src'}:{tree}",
-        "OMP_NUM_THREADS": "1",
-        ROOMS_VARIABLE: ":".join(ROOMS),
-        TARGET: str(target),
-    }
-    for file in files:
-        if recordings.is_fresh(file):
-            continue
-        shutil.rmtree(target, ignore_errors=True)
-        print(f"recording {file}", flush=True)
-        stored = recordings.keep_sources(sources(tree))
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "--tb=no"]
-        plugin = ["-p", "benchmarks.mutation.recording"]
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *plugin, file],
-            cwd=tree,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            check=False,
-        )
-        for path in target.glob("*.json"):
-            recordings.add(path, stored)
+    waiting = [file for file in files if not recordings.is_fresh(file)]
+    stored = recordings.keep_sources(sources(tree))
+    running = dict[int, Path]()
+    while waiting or running:
+        if waiting and len(running) < processes:
+            file = waiting.pop(0)
+            target = tree.parent / "recording" / file.replace("/", ".")
+            shutil.rmtree(target, ignore_errors=True)
+            print(f"recording {file}", flush=True)
+            running[bench.record(file, ROOMS, target)] = target
+        else:
+            child, _ = os.wait()
+            for path in running.pop(child).glob("*.json"):
+                recordings.add(path, stored)
 
 
 def sample(tree: Path, count: int, seed: int) -> list[Change]:
-    """Of every room as many changes, drawn by seed."""
+    """Of every room as many changes, drawn by seed; in random order: the first ones are a sample too."""
     chance, found = random.Random(seed), list[Change]()
     for place, room in enumerate(ROOMS):
         texts = {
@@ -163,6 +151,7 @@ def sample(tree: Path, count: int, seed: int) -> list[Change]:
         wanted = (count + place) // len(ROOMS)
         sound = (change for change in changes if is_sound(change, texts[change.file]))
         found += [change for change, _ in zip(sound, range(wanted), strict=False)]
+    chance.shuffle(found)
     return found
 
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, ForwardRef, TypeVar
 
 import jaxtyping
@@ -20,10 +21,10 @@ _by_jaxtyping = jaxtyping.jaxtyped
 _one_call = jaxtyping.jaxtyped("context")
 
 
-def install() -> None:
+def install() -> AbstractContextManager[Any]:
     """Check the package from its first import on."""
     jaxtyping.jaxtyped = _checked
-    jaxtyping.install_import_hook("triptych", "beartype.beartype")
+    return jaxtyping.install_import_hook("triptych", "beartype.beartype")
 
 
 def _checked(fn: Any = None, *, typechecker: Any) -> Any:

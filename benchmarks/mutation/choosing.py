@@ -32,7 +32,7 @@ class Recordings:
     """
 
     def __init__(self, folder: Path, root: Path) -> None:
-        self._folder, self._root = folder, root
+        self._folder, self.root = folder, root
         self._sources = folder / "sources"
         self._moved: dict[tuple[str, str], dict[int, int]] = {}
 
@@ -41,7 +41,7 @@ class Recordings:
         self._sources.mkdir(parents=True, exist_ok=True)
         found = {}
         for file in files:
-            text = (self._root / file).read_text(encoding="utf-8")
+            text = (self.root / file).read_text(encoding="utf-8")
             found[file] = digest(text)
             (self._sources / found[file]).write_text(text, encoding="utf-8")
         return found
@@ -61,19 +61,19 @@ class Recordings:
         return self._folder / f"{tests.replace('/', '.')}.json"
 
     def _digest(self, tests: str) -> str:
-        return digest((self._root / tests).read_text(encoding="utf-8"))
+        return digest((self.root / tests).read_text(encoding="utf-8"))
 
     @cached_property
     def _all(self) -> list[dict[str, Any]]:
         found = [json.loads(path.read_text()) for path in sorted(self._folder.glob("*.json"))]
-        return [one for one in found if (self._root / one["file"]).exists()]
+        return [one for one in found if (self.root / one["file"]).exists()]
 
     def _now(self, file: str, then: str) -> dict[int, int]:
         """Where each line of a source as it was recorded stands now, of those that are still there."""
         key = file, then
         if key not in self._moved:
             before = (self._sources / then).read_text(encoding="utf-8").splitlines()
-            after = (self._root / file).read_text(encoding="utf-8").splitlines()
+            after = (self.root / file).read_text(encoding="utf-8").splitlines()
             blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
             self._moved[key] = {a + i + 1: b + i + 1 for a, b, size in blocks for i in range(size)}
         return self._moved[key]

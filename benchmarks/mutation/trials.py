@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxtyping import install_import_hook
-
 from benchmarks.mutation.changes import Change
+from benchmarks.mutation.recording import ROOMS, TARGET
 from benchmarks.mutation.swapping import Functions
 
 _PACKAGE = "triptych"
@@ -75,13 +74,13 @@ class Bench:
     def _imported(self) -> Functions:
         """Import the package from the copy, as the tests do."""
         _forget()
-        hook = install_import_hook(_PACKAGE, "beartype.beartype")
-        package = importlib.import_module(_PACKAGE)
-        for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
-            if not module.name.endswith("__main__"):
-                with suppress(ImportError):  # what an extra is needed for
-                    importlib.import_module(module.name)
-        hook.uninstall()
+        with importlib.import_module("checking").install():
+            package = importlib.import_module(_PACKAGE)
+            refused = importlib.import_module(f"{_PACKAGE}.errors").UsageError
+            for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
+                if not module.name.endswith("__main__"):
+                    with suppress(ImportError, refused):  # what an extra is needed for
+                        importlib.import_module(module.name)
         return Functions()
 
     def try_(self, change: Change, tests: Sequence[str], seconds: float) -> Trial:
@@ -152,9 +151,7 @@ class Bench:
 
     def _forked(self, tests: Sequence[str], seconds: float, change: Changed | None = None) -> int | None:
         """The exit status of pytest; None if it took longer."""
-        child = os.fork()
-        if not child:
-            self._run(tests, change)
+        child = self._start(tests, self._log, ["-x", "-rfE"], change)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -165,11 +162,27 @@ class Bench:
         os.waitpid(child, 0)
         return None
 
-    def _run(self, tests: Sequence[str], change: Changed | None) -> None:
+    def record(self, file: str, rooms: Sequence[str], target: Path) -> int:
+        """Start a process that writes which lines of the rooms each test of a file executes."""
+        target.mkdir(parents=True)
+        os.environ.update({ROOMS: ":".join(rooms), TARGET: str(target)})
+        options = ["-m", "not slow", "-p", "benchmarks.mutation.recording"]
+        return self._start([file], target / "log", options)
+
+    def _start(
+        self, tests: Sequence[str], log: Path, options: Sequence[str], change: Changed | None = None
+    ) -> int:
+        """The id of a fork that runs tests."""
+        child = os.fork()
+        if not child:
+            self._run(tests, log, options, change)
+        return child
+
+    def _run(self, tests: Sequence[str], log: Path, options: Sequence[str], change: Changed | None) -> None:
         code = 70
         try:
             os.setsid()
-            output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for number in (1, 2):
                 os.dup2(output, number)
             os.chdir(self._root)
@@ -177,19 +190,10 @@ class Bench:
                 _forget()
             import pytest
 
-            options = [
-                "-x",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:xdist",
-                "--no-header",
-                "--tb=no",
-                "-Wignore::pytest.PytestAssertRewriteWarning",  # plugins that the parent has imported
-                "-rfE",
-            ]
-            code = int(pytest.main([*options, *tests]))
+            quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
+            # Of plugins that the parent has imported.
+            quiet.append("-Wignore::pytest.PytestAssertRewriteWarning")
+            code = int(pytest.main([*quiet, *options, *tests]))
         except BaseException:  # noqa: BLE001 (a fork must not go on as its parent would)
             traceback.print_exc()
         finally:
