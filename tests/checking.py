@@ -9,7 +9,6 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, ForwardRef, TypeVar
 
 import jaxtyping
@@ -21,8 +20,8 @@ _by_jaxtyping = jaxtyping.jaxtyped
 _one_call = jaxtyping.jaxtyped("context")
 
 
-def install() -> AbstractContextManager[Any]:
-    """Check the package from its first import on."""
+def install() -> Any:
+    """Check the package from its first import on; as a context, until its end."""
     jaxtyping.jaxtyped = _checked
     return jaxtyping.install_import_hook("triptych", "beartype.beartype")
 

@@ -1,20 +1,23 @@
 """What a cache holds; what layers compute with one is in `test_projections`."""
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tolerances import assert_same
 from triptych.attention import DecoderCache, LayerCache
 
 
-def test_what_was_appended_comes_back_in_order() -> None:
-    cache = LayerCache()
-    assert cache.length == 0
-    assert cache.entries == ()
-    held = torch.randn(2, 3, 60, 4), torch.randn(2, 1, 60, 5)
-    for start in range(0, 60, 7):
-        returned = cache.append(tuple(entry[:, :, start : start + 7] for entry in held))
+@given(st.lists(st.integers(1, 40), max_size=8))
+def test_what_was_appended_comes_back_in_order(lengths: list[int]) -> None:
+    cache, end = LayerCache(), 0
+    assert (cache.length, cache.entries) == (0, ())
+    held = torch.randn(2, 3, sum(lengths), 4), torch.randn(2, 1, sum(lengths), 5)
+    for length in lengths:
+        end += length
+        returned = cache.append(tuple(entry[:, :, end - length : end] for entry in held))
         for one, other in zip(returned, held, strict=True):
-            assert_same(one, other[:, :, : start + 7], kind="exact")
+            assert_same(one, other[:, :, :end], kind="exact")
 
 
 def test_appending_does_not_write_into_the_callers_tensors() -> None:
