@@ -128,5 +128,5 @@ def byte_tokenizer(folder: Path, *special: str, end: str = "", **settings: str) 
 
 
 def cannot_be_run(*_: object) -> None:
-    """Stands for `checkpoints.models.read_model`, of a family that is read and not run."""
+    """Stands for `checkpoints.models.read_language_model`, of a family that is read and not run."""
     raise DataError("this family cannot be run")

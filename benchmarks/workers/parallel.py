@@ -23,7 +23,7 @@ from triptych.models.storage import model_tensors
 from triptych.text import Batch
 from triptych.training import Trainer
 from triptych.training.computing import Layout, LazyParameters
-from triptych.training.objectives import Translation
+from triptych.training.objectives import TranslationObjective
 from triptych.training.processes import World, launched
 from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters, write_state
@@ -85,7 +85,9 @@ def make_trainer(options: dict[str, Any], folder: Path, world: World, text: Text
     else:
         model = EncoderDecoder.of(CONFIG, text.vocab_size, text.vocab_size, text.pad_id)
     config = SCHEDULE.model_copy(update={"precision": options["precision"], "device": "cpu"})
-    objective = Translation(model, no_text(text), no_text(text), config, ValidationConfig(), score=None)
+    objective = TranslationObjective(
+        model, no_text(text), no_text(text), config, ValidationConfig(), score=None
+    )
     return Trainer(config, 1000, objective, folder, Counters(), layout=Layout(world, kind, parameters))
 
 

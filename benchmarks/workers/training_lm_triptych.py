@@ -14,7 +14,7 @@ from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.text.packing import LanguageBatch
 from triptych.training import Trainer
-from triptych.training.objectives import TokensOfText
+from triptych.training.objectives import LanguageObjective
 from triptych.training.sections import LanguageTrainingConfig
 from triptych.training.state import Counters
 
@@ -61,7 +61,7 @@ class TrainerLearner(Learner):
                 precision=options["precision"],
             ),
             validate_every=1000,
-            objective=TokensOfText(model, _NoText(), _NoText(), bytes_per_token=1.0),
+            objective=LanguageObjective(model, _NoText(), _NoText(), bytes_per_token=1.0),
             folder=Path(self.folder.name),
             counters=Counters(),
         )

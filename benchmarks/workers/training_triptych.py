@@ -14,7 +14,7 @@ from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.models import PRESETS, EncoderDecoder, ModelConfig
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer
-from triptych.training.objectives import Translation
+from triptych.training.objectives import TranslationObjective
 from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters
 
@@ -35,7 +35,7 @@ class TrainerLearner(Learner):
                 update={"precision": options["precision"], "compile": options.get("compile", False)}
             ),
             validate_every=1000,
-            objective=Translation(
+            objective=TranslationObjective(
                 self.model, no_text(text), no_text(text), SCHEDULE, ValidationConfig(), score=None
             ),
             folder=Path(self.folder.name),

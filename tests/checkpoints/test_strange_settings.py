@@ -14,7 +14,7 @@ import transformers
 
 from checkpoints.tiny_models import TINY
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.models import read_encoder_decoder, read_model
+from triptych.checkpoints.models import read_encoder_decoder, read_language_model
 from triptych.errors import DataError, TriptychError
 
 STRANGE: list[Any] = [
@@ -65,7 +65,7 @@ def opened(folder: Path) -> Checkpoint:
 def load(folder: Path) -> object:
     """Read every layer, and the model."""
     source = opened(folder)
-    return (read_encoder_decoder if source.family.name == "bart" else read_model)(source)
+    return (read_encoder_decoder if source.family.name == "bart" else read_language_model)(source)
 
 
 def use(folder: Path) -> None:
@@ -78,7 +78,7 @@ def use(folder: Path) -> None:
     ids = torch.arange(3, 9)[None]
     with torch.no_grad():
         with contextlib.suppress(TriptychError):
-            read_model(source)(ids)
+            read_language_model(source)(ids)
         with contextlib.suppress(TriptychError):
             read_encoder_decoder(source)(ids, ids)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from triptych.checkpoints.layer import MapSizes
-from triptych.checkpoints.layer_map import TRANSPOSED, Named, split_heads, split_rows
+from triptych.checkpoints.layer_map import TRANSPOSED, Named, head_rows, split_rows
 from triptych.checkpoints.specs import FusedLayout
 from triptych.errors import DataError
 
@@ -39,7 +39,7 @@ def test_writing_what_was_read_gives_what_was_stored(
     if transposed and not bias:
         tensor, stored = tensor.mT.contiguous(), stored.then(TRANSPOSED)
     stored = stored.then(
-        split_rows(layout, MapSizes(heads, groups, width, value_width)), split_heads(heads, groups, groups)
+        split_rows(layout, MapSizes(heads, groups, width, value_width)), head_rows(heads, groups, groups)
     )
     parts = read(stored, {"qkv": tensor})
     assert [(len(part), part.shape[-1]) for part in parts] == [

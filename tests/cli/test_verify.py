@@ -265,7 +265,7 @@ def test_what_cannot_be_run_here_is_said_not_to_be_tried(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert whole_models(triptych, compared / "drawn")["held"]  # by ourselves
-    monkeypatch.setattr("triptych.checkpoints.models.read_model", cannot_be_run)
+    monkeypatch.setattr("triptych.checkpoints.models.read_language_model", cannot_be_run)
     found = whole_models(triptych, compared / "drawn")
     assert found["held"] is None
     assert "transformers, which would run it, is not installed" in found["found"]

@@ -170,7 +170,9 @@ def test_a_model_whose_layers_cannot_be_listened_to_is_compared_all_the_same(
         raise DataError(f"{self.name}: {site.name} has no module of its own for its maps")
 
     monkeypatch.setattr(Checkpoint, "input_modules", deaf)
-    monkeypatch.setattr("triptych.checkpoints.models.read_model", cannot_be_run)  # by transformers, then
+    monkeypatch.setattr(
+        "triptych.checkpoints.models.read_language_model", cannot_be_run
+    )  # by transformers, then
     done = rewrite_checkpoint(str(rewritten / "source"), tmp_path / "out", EXACT, text=rewritten / "text.txt")
     assert done.end_to_end is not None
     assert "no module of its own" in done.not_on_text

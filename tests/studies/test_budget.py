@@ -6,10 +6,10 @@ import torch
 from triptych.attention import PARAMETERISATIONS
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
-from triptych.studies.budget import Vocabulary, amount, solve
+from triptych.studies.budget import VocabularySizes, amount, solve
 from triptych.training.recipe import AnyRecipe, resolve, with_values
 
-SIZES = Vocabulary(50, 50)
+SIZES = VocabularySizes(50, 50)
 
 
 def language_recipe(**model: object) -> AnyRecipe:

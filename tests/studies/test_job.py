@@ -12,15 +12,15 @@ import pytest
 from studying import BASE
 from triptych import load
 from triptych.errors import DataError, UsageError
-from triptych.studies.job import Job, Result, TrainedRun, read_result, work
+from triptych.studies.job import Result, StudyJob, TrainedRun, do_job, read_result
 from triptych.text import LanguageCorpusSpec
 from triptych.training.metrics import read_metrics
 from triptych.training.runs import validate
 
 
 def test_a_job_trains_measures_and_writes_its_result(place: Path) -> None:
-    job = Job(recipe=place / "base.toml", folder=place / "run", result=place / "result.json")
-    assert work(job) == 0
+    job = StudyJob(recipe=place / "base.toml", folder=place / "run", result=place / "result.json")
+    assert do_job(job) == 0
     result = read_result(job.result)
     assert result is not None
     last = [r for r in read_metrics(place / "run" / "metrics.jsonl") if "valid_loss" in r][-1]
@@ -33,13 +33,13 @@ def test_a_job_trains_measures_and_writes_its_result(place: Path) -> None:
         json.loads((place / "run" / "summary.json").read_text())["parameters"] == result.figures["parameters"]
     )
     (place / "test.txt").write_text("Of a text that nothing was chosen by.\n")
-    again = Job(
+    again = StudyJob(
         recipe=place / "base.toml",
         folder=place / "run",
         result=place / "again.json",
         test_text=LanguageCorpusSpec(files=(str(place / "test.txt"),)),
     )
-    assert work(again) == 0  # the run is at its end: it is measured, and not trained again
+    assert do_job(again) == 0  # the run is at its end: it is measured, and not trained again
     measured = read_result(again.result)
     assert measured is not None
     assert measured.figures["loss"] == result.figures["loss"]
@@ -51,7 +51,7 @@ def test_a_trained_run_is_rewritten_and_measured_as_it_was_itself(place: Path) -
     learned = '[model.positions]\nscheme = "learned"\nmax_tokens = 16\n'
     (place / "base.toml").write_text(BASE + learned)
     trained = TrainedRun(folder=place / "run", result=place / "result.json")
-    assert work(Job(recipe=place / "base.toml", folder=trained.folder, result=trained.result)) == 0
+    assert do_job(StudyJob(recipe=place / "base.toml", folder=trained.folder, result=trained.result)) == 0
     before = read_result(trained.result)
     assert before is not None
     assert validate(trained.folder)["valid_loss"] == before.figures["loss"]
@@ -60,8 +60,8 @@ def test_a_trained_run_is_rewritten_and_measured_as_it_was_itself(place: Path) -
         (place / "rewrite.toml").write_text(f'do = ["{do}"]')
         name = do.partition("(")[0]
         result = place / f"{name}.json"
-        job = Job(recipe=place / "rewrite.toml", rewrite_of=trained, folder=place / name, result=result)
-        assert work(job) == 0
+        job = StudyJob(recipe=place / "rewrite.toml", rewrite_of=trained, folder=place / name, result=result)
+        assert do_job(job) == 0
         found = read_result(result)
         assert found is not None
         return found
@@ -81,15 +81,15 @@ def test_a_trained_run_is_rewritten_and_measured_as_it_was_itself(place: Path) -
 
 def test_a_rewrite_that_a_model_refuses_leaves_no_run_behind(place: Path) -> None:
     trained = TrainedRun(folder=place / "run", result=place / "result.json")
-    rewrite = Job(
+    rewrite = StudyJob(
         recipe=place / "rewrite.toml", rewrite_of=trained, folder=place / "cut", result=place / "cut.json"
     )
     (place / "rewrite.toml").write_text('do = ["truncate(rank=99)"]')
     with pytest.raises(DataError, match=r"result\.json is missing"):
-        work(rewrite)
-    assert work(Job(recipe=place / "base.toml", folder=trained.folder, result=trained.result)) == 0
+        do_job(rewrite)
+    assert do_job(StudyJob(recipe=place / "base.toml", folder=trained.folder, result=trained.result)) == 0
     with pytest.raises(UsageError, match="rank is 99, and the widest head has 8"):
-        work(rewrite)
+        do_job(rewrite)
     assert not rewrite.folder.exists()
     assert not rewrite.result.exists()
 

@@ -47,7 +47,7 @@ def test_an_encoded_corpus_holds_the_ids_of_every_sentence(
 
 def test_a_corpus_is_found_tokenized_the_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = encode_corpus(CORPUS, TOKENIZERS, cache_folder=tmp_path / "new" / "cache")
-    monkeypatch.setattr(encoded, "_encode", refuse_to_encode)
+    monkeypatch.setattr(encoded, "_encode_sides", refuse_to_encode)
     assert_same(first, encode_corpus(CORPUS, TOKENIZERS, cache_folder=tmp_path / "new" / "cache"))
 
 

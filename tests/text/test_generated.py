@@ -154,7 +154,7 @@ def test_hundredths_may_be_said_without_their_name() -> None:
 
 def test_appositions_close_inside_a_sentence_and_not_at_its_end() -> None:
     when = {"when": spelled.spell_on_day(date(2024, 5, 3), weekday=4)}
-    assert generated._sentence(("es war {when} kalt.", "it was cold {when}."), when) == (
+    assert generated._fill_sentence(("es war {when} kalt.", "it was cold {when}."), when) == (
         "Es war am Freitag, dem dritten Mai, kalt.",
         "It was cold on Friday, the third of May.",
     )

@@ -15,7 +15,7 @@ from triptych.models.blocks import recompute_activations
 from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
 from triptych.training import AnyRecipe, Recipe, resolve
 from triptych.training.computing import Computing, Whole, rows_of_rank
-from triptych.training.objectives import Objective, TokensOfText, Translation
+from triptych.training.objectives import LanguageObjective, Objective, TranslationObjective
 from triptych.training.optimizers import Optimizer
 from triptych.training.planning import filled
 from triptych.training.processes import World, launched
@@ -47,8 +47,8 @@ def objective_of(recipe: AnyRecipe) -> Objective[Any, Any]:
     size = recipe.tokenizer.vocab_size  # type: ignore[union-attr]
     if isinstance(recipe, Recipe):
         model = EncoderDecoder.of(recipe.model, size, size, 0)
-        return Translation(model, None, None, recipe.training, recipe.validation, None)  # type: ignore[arg-type]
-    return TokensOfText(LanguageModel.of(recipe.model, recipe.kind, size), None, None, 1.0)  # type: ignore[arg-type]
+        return TranslationObjective(model, None, None, recipe.training, recipe.validation, None)  # type: ignore[arg-type]
+    return LanguageObjective(LanguageModel.of(recipe.model, recipe.kind, size), None, None, 1.0)  # type: ignore[arg-type]
 
 
 def batch_of(recipe: AnyRecipe, world: World) -> Any:

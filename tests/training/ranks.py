@@ -29,11 +29,11 @@ from triptych.text.packing import NOT_COUNTED
 from triptych.training import TrainingConfig, ValidationConfig
 from triptych.training.computing import Computing, LazyParameters, NotCounted, Whole, rows_of_rank
 from triptych.training.distributed import spread as in_shards
-from triptych.training.objectives import Objective, TokensOfText, Translation
+from triptych.training.objectives import LanguageObjective, Objective, TranslationObjective
 from triptych.training.optimizers import Optimizer
 from triptych.training.processes import World, launched
 from triptych.training.sections import OptimisationConfig
-from triptych.training.sharded_state import ShardedStates, read_shards
+from triptych.training.sharded_state import ShardedStates, read_sharded_state
 from triptych.training.state import Counters, find_state, read_counters
 
 # No number of ranks here divides it.
@@ -83,7 +83,7 @@ def translation(tie: str = "all", dropout: float = 0.0, **attention: object) -> 
     corpus = EncodedCorpus(*sides, np.arange(40), "made up")
     batches = TokenBatches(corpus, max_tokens=30, seed=0, pad_id=0, bos_id=1, eos_id=2)
     validation = ValidationConfig(bleu=False, metric="loss")
-    return Translation(model, batches, batches, TrainingConfig(), validation, None)
+    return TranslationObjective(model, batches, batches, TrainingConfig(), validation, None)
 
 
 def language(
@@ -100,7 +100,7 @@ def language(
     )  # fmt: skip
     model = LanguageModel.of(config, kind, VOCAB)  # type: ignore[arg-type]
     rows = Rows(masked=kind == "encoder")
-    return TokensOfText(model, rows, rows, 1.0)  # type: ignore[arg-type]
+    return LanguageObjective(model, rows, rows, 1.0)  # type: ignore[arg-type]
 
 
 # Two batches of an update: one that the ranks do not divide, and one with fewer rows than ranks.
@@ -299,7 +299,7 @@ def states_in_shards(world: World, arguments: Sequence[str]) -> None:
         if kind == "ddp":
             computing = spread(objective, "ddp", "fp32", world)
         resumed = new_optimizer(objective)
-        read_shards(path, objective.model, resumed, World() if kind == "alone" else world)
+        read_sharded_state(path, objective.model, resumed, World() if kind == "alone" else world)
         learn(computing, objective, None if kind == "alone" else world, 1, resumed)
         weights = dict(objective.model.named_parameters())
         for name, weight in alone.model.named_parameters():
@@ -335,7 +335,7 @@ def memory_of_shards(world: World, arguments: Sequence[str]) -> None:
     with DeferredInit() as deferred:
         model = LanguageModel.of(LanguageModelConfig.model_validate(sizes), "decoder", VOCAB)
     rows = Rows(masked=False)
-    objective = TokensOfText(model, rows, rows, 1.0)  # type: ignore[arg-type]
+    objective = LanguageObjective(model, rows, rows, 1.0)  # type: ignore[arg-type]
     num_bytes = sum(4 * weight.numel() for weight in model.parameters())
     assert num_bytes > 70e6
     parameters = LazyParameters(torch.device("cpu"), deferred.values(model))

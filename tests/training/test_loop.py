@@ -11,7 +11,7 @@ import torch
 from triptych.models import PRESETS, EncoderDecoder
 from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
 from triptych.training import Trainer, TrainingConfig, ValidationConfig
-from triptych.training.objectives import Translation
+from triptych.training.objectives import TranslationObjective
 from triptych.training.progress import LineDisplay
 from triptych.training.state import Counters
 
@@ -35,7 +35,7 @@ def make_trainer(folder: Path, **training: object) -> Trainer:
     chosen = TrainingConfig.model_validate({"accumulate_batches": 3, "warmup_steps": 2, **training})
     validation = ValidationConfig(every_steps=1000, bleu=False, metric="loss")
     model = EncoderDecoder.of(config, _VOCAB_SIZE, _VOCAB_SIZE, 0)
-    objective = Translation(model, make_batches(60), make_batches(4), chosen, validation, None)
+    objective = TranslationObjective(model, make_batches(60), make_batches(4), chosen, validation, None)
     return Trainer(chosen, validation.every_steps, objective, folder, Counters())
 
 

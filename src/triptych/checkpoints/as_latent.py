@@ -14,7 +14,7 @@ from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.algebra.weights import AttentionWeights, standard_scale
 from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.family import Family, family_of
-from triptych.checkpoints.fitting import refuse, sizes_of
+from triptych.checkpoints.fitting import reject, sizes_of
 from triptych.checkpoints.latents import latent_parts
 from triptych.checkpoints.layer import AttentionLayer, MapSizes, Place, Site
 from triptych.checkpoints.layer_map import LayerMap, layer_map
@@ -43,13 +43,13 @@ def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWe
     place, family = checkpoint.place(before.site), family_of(_TYPE)
     assert family is not None
     if before.weights.dtype == torch.float16:
-        refuse("the latent is too small for float16", "store it in bfloat16 or float32")
+        reject("the latent is too small for float16", "store it in bfloat16 or float32")
     sizes, rotary = sizes_of(after), after.semantics.rotary
     assert rotary is not None
     weights = after.to(torch.float64).with_scale(standard_scale(sizes.width))
     settings = _settings(place, sizes, rotary)
     site = before.site
-    new = _place(place, site, family, settings)
+    new = _latent_place(place, site, family, settings)
     stored, old = (layer_map(one, checkpoint.tensors, size) for one, size in ((new, sizes), (place, None)))
     parts = latent_parts(weights) | {"o": weights.o[0].weight}
     names = [name for named in stored.entries.values() for name in named.names]
@@ -101,10 +101,10 @@ def _settings(place: Place, sizes: MapSizes, rotary: RotaryEmbedding) -> dict[st
     return {**found, **gone}
 
 
-def _place(place: Place, site: Site, family: Family, settings: dict[str, Any]) -> Place:
+def _latent_place(place: Place, site: Site, family: Family, settings: dict[str, Any]) -> Place:
     spec = family.attention[0]
     if place.prefix + spec.at.format(layer=place.layer, inner=place.inner) != site.module:
-        refuse(f"the module {site.module} has another name in {family.name}'s models")
+        reject(f"the module {site.module} has another name in {family.name}'s models")
     return Place(
         site,
         spec,
@@ -131,12 +131,12 @@ def _require_same_model(
         one = model_map(checkpoint)
         other = model_map(Checkpoint(checkpoint.name, family, record, of_one(empty)))
     except DataError as error:
-        refuse(f"the rest of the model cannot be read from {family.name}'s format: {error}")
+        reject(f"the rest of the model cannot be read from {family.name}'s format: {error}")
     for field in fields(one.architecture):
         if getattr(one.architecture, field.name) != getattr(other.architecture, field.name):
-            refuse(f"the {field.name} of the model are others in {family.name}'s format")
+            reject(f"the {field.name} of the model are others in {family.name}'s format")
     places = [
         {parts: named.names for parts, named in found.tensors.entries.items()} for found in (one, other)
     ]
     if places[0] != places[1]:
-        refuse(f"tensors outside of the attention have other names in {family.name}'s format")
+        reject(f"tensors outside of the attention have other names in {family.name}'s format")

@@ -321,7 +321,7 @@ class Checkpoint(AttentionSource):
                 )
 
     def _looks_like_attention(self, name: str) -> bool:
-        """By its name, and by being more than a row: a norm beside attention is often named after it."""
+        """By its name, and by being more than a row: a norm next to attention is often named after it."""
         return len(self.tensors.infos[name].shape) > 1 and bool(LOOKS_LIKE_ATTENTION.search(name))
 
     def _account(self) -> tuple[str, ...]:
@@ -364,13 +364,13 @@ def open_checkpoint(
     source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
     """The attention layers of a source."""
-    opened = _opened(find_source(source), family, mapped)
+    opened = _open(find_source(source), family, mapped)
     for said in opened.warnings:
         warnings.warn(said, ConfigurationWarning, stacklevel=2)
     return opened
 
 
-def _opened(source: Source, family: Family | None, mapped: bool) -> AttentionSource:
+def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSource:
     if source.is_own:
         if family is not None:
             raise UsageError(f"{source.name} is a run: leave out --family")
@@ -409,7 +409,7 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
     named = str(classes[0]) if isinstance(classes, list) and classes else ""
     if any(named.endswith(half.capitalize()) for half in _HALVES if half not in fitting):
         raise DataError(
-            f"{name}: the tensors are those of the {fitting[0]} of {family.name}, "
+            f"{name}: the tensors are of the {fitting[0]} of {family.name}, "
             f"and architectures says {shown(named)}"
         )
     return half_of(family, fitting[0])

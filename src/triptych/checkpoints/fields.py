@@ -89,11 +89,11 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
     if strange and family.model_types and not family.remote:
         are = "is no field" if len(strange) == 1 else "are no fields"
         yield (
-            f"{settings.where}: {listed(strange)} {are} of {family.name} in transformers: "
+            f"{settings.where}: {list_names(strange)} {are} of {family.name} in transformers: "
             "not followed, here or there"
         )
     elif strange := [path for path in strange if path not in _NAMES["sizes"]]:
-        yield f"{settings.where}: {family.name} does not say what {listed(strange)} does: not followed"
+        yield f"{settings.where}: {family.name} does not say what {list_names(strange)} does: not followed"
 
 
 def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
@@ -149,6 +149,6 @@ def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
     return heeded and settings.value("is_causal") is False
 
 
-def listed(names: Collection[str]) -> str:
+def list_names(names: Collection[str]) -> str:
     """Names from a file in a row, cut off after a few."""
     return ", ".join(shown(name) for name in [*names][:6]) + (" …" if len(names) > 6 else "")

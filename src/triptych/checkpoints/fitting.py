@@ -19,7 +19,7 @@ from triptych.algebra.rewrites.norm_folding import fold_norm
 from triptych.algebra.rewrites.record import RewriteRefusedError
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.latents import is_latent, ranks_of, widened_latent
+from triptych.checkpoints.latents import is_latent, latent_ranks, widened_latent
 from triptych.checkpoints.layer import AttentionLayer, MapSizes, Place, Site
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
@@ -43,7 +43,7 @@ class Resizing:
 def sizes_of(weights: AttentionWeights) -> MapSizes:
     """The sizes of a layer as a file has it."""
     q, v = (chain[-1].d_out if chain else weights.d_model for chain in (weights.q, weights.v))
-    return MapSizes(weights.num_heads, weights.num_key_heads, q, v, *ranks_of(weights))
+    return MapSizes(weights.num_heads, weights.num_key_heads, q, v, *latent_ranks(weights))
 
 
 def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing | None:
@@ -118,7 +118,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     after = Settings({**settings.record, **found}, settings.where)
     if after.value(groups, place.layer) != wanted.groups:
         # A field that gives no number of heads at once; one that gives the value now first.
-        fields = [a for a in _alternatives(groups) if _is_plain(a) and a not in _alternatives(spec.heads)]
+        fields = [a for a in _either(groups) if _is_plain(a) and a not in _either(spec.heads)]
         read = _field_read(groups, settings, place.layer)
         field = read if read in fields else next(iter(fields), None)
         if field is None:
@@ -127,7 +127,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     return found
 
 
-def _alternatives(expression: str) -> list[str]:
+def _either(expression: str) -> list[str]:
     return [alternative.strip() for alternative in expression.split("|")]
 
 
@@ -137,7 +137,7 @@ def _is_plain(name: str) -> bool:
 
 def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
     """The field that gives the value now; None if something else does."""
-    read = next((a for a in _alternatives(expression) if settings.value(a, layer) is not None), "")
+    read = next((a for a in _either(expression) if settings.value(a, layer) is not None), "")
     return read if _is_plain(read) else None
 
 
@@ -175,7 +175,7 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
 
 def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
     """The prefix of the fields of a layer's configuration: "text_config." or nothing."""
-    for path in _alternatives(place.spec.settings):
+    for path in _either(place.spec.settings):
         try:
             checkpoint.settings.below(path)
         except DataError:
@@ -220,11 +220,11 @@ class Fitting:
     def _require_kept(self, given: bool) -> None:
         heads, left = self.before.num_heads, self.after.num_heads
         if left > heads:
-            refuse(f"there are {left} heads now, and the file has {heads}")
+            reject(f"there are {left} heads now, and the file has {heads}")
         if left < heads and not given:
-            refuse(f"{left} of {heads} heads are left, and `kept` does not say which")
+            reject(f"{left} of {heads} heads are left, and `kept` does not say which")
         if len(self.kept) != left or len(set(self.kept)) != left or not set(self.kept) <= set(range(heads)):
-            refuse(f"kept is {self.kept}: it must name {left} different heads of 0 to {heads - 1}")
+            reject(f"kept is {self.kept}: it must name {left} different heads of 0 to {heads - 1}")
 
     def _one_map_a_side(self) -> AttentionWeights:
         for side in SIDES:
@@ -247,7 +247,7 @@ class Fitting:
     def _through_latent(self) -> AttentionWeights:
         after = self.after
         if not is_latent(after) or len(after.q) != len(self.before.q):
-            refuse(
+            reject(
                 f"in {self.checkpoint.written_as}'s format keys and values come through one latent and one "
                 "rotary key, and queries as they did; here they do no longer",
                 "leave out the step that takes them apart",
@@ -276,13 +276,13 @@ class Fitting:
         heads = torch.tensor(self.kept)
         groups = heads // (old.heads // old.groups)
         q, k, v, o = (whole.chain(side)[-1] for side in SIDES)
-        filled: dict[Side, Link] = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
+        filled: dict[Side, Link] = {"q": _placed(q, heads, old.heads), "o": _placed(o, heads, old.heads)}
         both: tuple[tuple[Side, Link], ...] = ("k", k), ("v", v)
         for side, link in both:
             of_heads = link.repeat(whole.num_heads)
-            filled[side] = _spread(of_heads, groups, old.groups)
+            filled[side] = _placed(of_heads, groups, old.groups)
             if not torch.equal(filled[side].weight[groups], of_heads.weight):
-                refuse(
+                reject(
                     f"{whole.num_heads} of {old.heads} heads are left, in their old places, and some of one "
                     f"group read different key-value heads: the file has {old.groups}",
                     "leave repeat_kv_heads out",
@@ -295,7 +295,7 @@ class Fitting:
         if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
             return whole
         if old.groups % groups:
-            refuse(
+            reject(
                 f"there are {groups} key-value heads now, and the file has {old.groups}, which its "
                 "configuration "
                 + ("is to keep" if self.same_sizes else "has no field to change, or cannot for one layer"),
@@ -311,7 +311,7 @@ class Fitting:
             ("latents of keys and values", sizes.rank or 0, old.rank or 0),
         ):
             if now > there:
-                refuse(
+                reject(
                     f"{what} have {now} channels a head now, and the file has {there}",
                     f"truncate to {there} or fewer",
                 )
@@ -335,7 +335,7 @@ class Fitting:
         positions, bias = self.semantics.positions, self.semantics.bias
         have_maps = isinstance(bias, DisentangledBias) and not bias.through_maps
         if positions in ("alibi", "relative") or have_maps:
-            refuse(
+            reject(
                 f"the heads are in another order, and {positions} positions, which are each head's own, stay "
                 "in theirs",
                 "leave permute_heads out",
@@ -358,16 +358,16 @@ class Fitting:
                 _or_zeros(whole.head_bias(side), found),
                 _or_zeros(expected.head_bias(side), expected.per_head(side))[heads],
             ):
-                refuse(
+                reject(
                     f"the map of {side} has other channels now, and {why}", "leave the channels as they are"
                 )
 
 
-def refuse(reason: str, advice: str = "") -> NoReturn:
+def reject(reason: str, advice: str = "") -> NoReturn:
     raise RewriteRefusedError(_NAME, reason, advice)
 
 
-def _spread(link: Link, places: Tensor, copies: int) -> Link:
+def _placed(link: Link, places: Tensor, copies: int) -> Link:
     """A link's copies at some places of more, and zeros at the others."""
 
     def spread(part: Tensor) -> Tensor:
@@ -387,7 +387,7 @@ def _widened(link: Link, more: int) -> Link:
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
-    """The bias of a link, or the zeros that its absence stands for."""
+    """The bias of a link; zeros if it has none."""
     return torch.zeros_like(weight[:, 0, :]) if bias is None else bias
 
 

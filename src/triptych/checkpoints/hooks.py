@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.algebra.positions import DisentangledBias, ScoreBias
 from triptych.algebra.weights import Link
 from triptych.checkpoints.layer import Place
-from triptych.checkpoints.layer_map import LayerMap, Take, module_map, split_heads
+from triptych.checkpoints.layer_map import LayerMap, Take, head_rows, module_map
 from triptych.checkpoints.positions import yarn_magnitude
 from triptych.errors import DataError, UsageError
 from triptych.storage.settings import Settings
@@ -58,7 +58,7 @@ class DeepSeek(Hook):
 
 @final
 class DeBERTa(Hook):
-    """Distances go through maps of their own, or through those of queries and keys."""
+    """Distances go through maps of their own, or through the maps of queries and keys."""
 
     fields = ("pos_att_type", "max_relative_positions", "norm_rel_ebd", "layer_norm_eps", "position_buckets")
 
@@ -107,7 +107,7 @@ class DeBERTa(Hook):
 
 
 def _above_0(place: Place, expression: str) -> int | None:
-    """A count; None where the configuration has none, or what stands for none: 0 or less."""
+    """A count; None where the configuration has none, or 0 or less."""
     found = place.optional_number(expression)
     return None if found is None or found <= 0 else place.count(expression)
 
@@ -138,7 +138,7 @@ def _link(place: Place, tensors: Tensors, take: Take, module: str, like: Link) -
     """A map of the file with as many copies and channels as another."""
     rows = like.copies * like.d_out
     entries = module_map(place, tensors, "map", module, (rows, None))
-    found = LayerMap({(part,): stored.then(split_heads(like.copies)) for part, stored in entries}).read(take)
+    found = LayerMap({(part,): stored.then(head_rows(like.copies)) for part, stored in entries}).read(take)
     return Link(found["map"], found.get("map.bias"))
 
 

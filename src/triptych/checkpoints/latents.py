@@ -39,19 +39,19 @@ def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain
     return (
         q,
         (down, Link(_with_turned(k_up, turned))),
-        (down, Link(_padded(v_up, turned))),
+        (down, Link(_pad_turned(v_up, turned))),
         (Link(parts["o"]),),
     )
 
 
-def _padded(up: Tensor, turned: int) -> Tensor:
+def _pad_turned(up: Tensor, turned: int) -> Tensor:
     return torch.nn.functional.pad(up, (0, 0, 0, turned))
 
 
 def _with_turned(up: Tensor, turned: int) -> Tensor:
     """Maps `[heads, rank, plain]` with channels that pass, after the latent's."""
     passed = torch.eye(up.shape[1] + turned, turned, dtype=up.dtype, device=up.device).roll(up.shape[1], 0)
-    return torch.cat([_padded(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
+    return torch.cat([_pad_turned(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
 
 
 def is_latent(weights: AttentionWeights) -> bool:
@@ -62,7 +62,7 @@ def is_latent(weights: AttentionWeights) -> bool:
     down, norm = k[0], k[0].norm
     if norm is None or norm.channels is None or norm.centred or k[0].copies != 1:
         return False
-    alike = down is v[0] or all(map(torch.equal, _numbers(down), _numbers(v[0])))
+    alike = down is v[0] or all(map(torch.equal, _link_tensors(down), _link_tensors(v[0])))
     return (
         alike
         and v[0].norm is not None
@@ -73,12 +73,12 @@ def is_latent(weights: AttentionWeights) -> bool:
     )
 
 
-def _numbers(link: Link) -> list[Tensor]:
+def _link_tensors(link: Link) -> list[Tensor]:
     norm = {} if link.norm is None else link.norm.tensors()
     return [link.weight, *([] if link.bias is None else [link.bias]), *norm.values()]
 
 
-def ranks_of(weights: AttentionWeights) -> tuple[int | None, int | None]:
+def latent_ranks(weights: AttentionWeights) -> tuple[int | None, int | None]:
     """The widths of the latents of keys and values, and of queries; None where there is none."""
     norm = weights.k[0].norm if len(weights.k) > 1 else None
     if norm is None or norm.channels is None:
@@ -88,7 +88,7 @@ def ranks_of(weights: AttentionWeights) -> tuple[int | None, int | None]:
 
 def _ups(weights: AttentionWeights) -> tuple[Tensor, Tensor]:
     """The maps from the latent to unturned keys and to values, `[heads, rank, width]`."""
-    rank, _ = ranks_of(weights)
+    rank, _ = latent_ranks(weights)
     assert rank is not None
     turned, heads = weights.k[0].d_out - rank, weights.num_heads
     k_up, v_up = (chain[1].repeat(heads).weight for chain in (weights.k, weights.v))
@@ -121,7 +121,7 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     """
     pad = torch.nn.functional.pad
     down, (q_up, k_up, v_up) = weights.k[0], (chain[-1] for chain in (weights.q, weights.k, weights.v))
-    rank, q_rank = ranks_of(weights)
+    rank, q_rank = latent_ranks(weights)
     assert rank is not None
     assert sizes.rank is not None
     turned = down.d_out - rank
@@ -135,7 +135,7 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     k, v = pad(k, (0, more)), pad(v, (0, wider))
     o = Link(pad(weights.o[0].weight, (0, 0, 0, wider)))
     return replace(
-        weights, q=q, k=(down, Link(_with_turned(k, turned))), v=(down, Link(_padded(v, turned))), o=(o,)
+        weights, q=q, k=(down, Link(_with_turned(k, turned))), v=(down, Link(_pad_turned(v, turned))), o=(o,)
     )
 
 

@@ -117,7 +117,7 @@ def queries_and_gates(heads: int) -> TensorMap:
     )
 
 
-def split_heads(*copies: int) -> TensorMap:
+def head_rows(*copies: int) -> TensorMap:
     """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`."""
 
     def read(parts: Parts) -> Parts:
@@ -142,7 +142,7 @@ class LayerMap:
     Ours are
         q, k, v         no v where keys are values; `[copies, d_in, width]`, with q.bias, … `[copies, width]`
         o               `[heads, width, d_out]`, with o.bias `[d_out]`
-        norm            gain of the norm that is read, norm.bias its shift; likewise q_norm, k_norm of heads
+        norm            gain of the norm that is read, norm.bias its shift; so q_norm, k_norm of heads
         sinks           `[heads]`
         gate            of each channel, `[heads, d_in, width]`, with gate.bias `[heads, width]`
         q_down, q_gain, q_up, kv_down, kv_gain, kv_up    through a latent, `[out, in]`, instead of q, k and v
@@ -175,7 +175,7 @@ class LayerMap:
 def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
     sizes = place.sizes if sizes is None else sizes
     spec = place.spec
-    read = _latent if spec.latent else _joined if spec.qkv else _apart
+    read = _latent_maps if spec.latent else _fused_maps if spec.qkv else _separate_maps
     entries = dict(read(place, tensors, sizes))
     o = dict(module_map(place, tensors, "o", spec.o, (None, sizes.heads * sizes.value_width)))
     entries |= {
@@ -190,37 +190,37 @@ def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> 
 _Entries = Iterator[tuple[tuple[str, ...], Named]]
 
 
-def _rows(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
+def _map_sizes(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
     """Rows and copies of the maps of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
     return (("q", heads * width, heads), ("k", groups * width, groups), ("v", groups * value_width, groups))
 
 
-def _apart(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
+def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec = place.spec
     modules = (spec.q, spec.k) if place.holds(spec.key_value) else (spec.q, spec.k, spec.v)
-    for module, (side, rows, copies) in zip(modules, _rows(sizes), strict=False):
+    for module, (side, rows, copies) in zip(modules, _map_sizes(sizes), strict=False):
         gated = spec.gated_queries and side == "q"
         for part, stored in module_map(place, tensors, side, module, (2 * rows if gated else rows, None)):
             if gated:
                 parts = (part, part.replace("q", "gate"))
-                yield parts, stored.then(queries_and_gates(copies), split_heads(copies, copies))
+                yield parts, stored.then(queries_and_gates(copies), head_rows(copies, copies))
             else:
-                yield (part,), stored.then(split_heads(copies))
+                yield (part,), stored.then(head_rows(copies))
 
 
-def _joined(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
-    spec, sides = place.spec, _rows(sizes)
-    steps = split_rows(spec.layout, sizes), split_heads(*(copies for _, _, copies in sides))
+def _fused_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
+    spec, sides = place.spec, _map_sizes(sizes)
+    steps = split_rows(spec.layout, sizes), head_rows(*(copies for _, _, copies in sides))
     for part, stored in module_map(place, tensors, "", spec.qkv, (sum(rows for _, rows, _ in sides), None)):
         if not part or not (spec.q_bias or spec.v_bias):
             yield tuple(f"{side}{part}" for side in _SIDES), stored.then(*steps)
     for name, (side, rows, copies) in zip((spec.q_bias, "", spec.v_bias), sides, strict=True):
         if name:
-            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (split_heads(copies),))
+            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (head_rows(copies),))
 
 
-def _latent(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
+def _latent_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     latent, (heads, _, width, value_width, rank, q_rank) = place.spec.latent, sizes
     assert latent is not None
     assert rank is not None

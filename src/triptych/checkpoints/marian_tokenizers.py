@@ -47,7 +47,7 @@ class MarianIds(BaseModel):
         return self.vocab_size if own is None else own
 
 
-class _Settings(BaseModel):
+class _TokenizerFiles(BaseModel):
     """What is read of `tokenizer_config.json` and of `special_tokens_map.json`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -69,10 +69,10 @@ def longest_source(folder: Path) -> int | float | None:
     return _read_settings(folder).model_max_length
 
 
-def _read_settings(folder: Path) -> _Settings:
+def _read_settings(folder: Path) -> _TokenizerFiles:
     path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     older, newer = (read_json(file) if file.exists() else {} for file in (legacy, path))
-    return validated(_Settings, {**older, **newer}, path)
+    return validated(_TokenizerFiles, {**older, **newer}, path)
 
 
 def read_tokenizers(folder: Path, settings: MarianIds) -> TokenizerPair:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Generic, TypeVar, final
 
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.fields import listed, not_understood_of_model
+from triptych.checkpoints.fields import list_names, not_understood_of_model
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
 from triptych.checkpoints.model_parts import Entries, FeedForwardMap, OutputHeadMap, above, activation
@@ -132,7 +132,7 @@ class _Mapping:
                 self.entries.refuse(f"{checkpoint.family.name} cannot be run: {choice.value}")
         if strange := not_understood_of_model(checkpoint.family, self.settings):
             raise DataError(
-                f"{self.settings.where}: it is not known what {listed(strange)} changes in a model of "
+                f"{self.settings.where}: it is not known what {list_names(strange)} changes in a model of "
                 f"{checkpoint.family.name}: delete what changes nothing"
             )
 
@@ -369,6 +369,6 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     if strange:
         what = "tensor" if len(strange) == 1 else "tensors"
         raise DataError(
-            f"{checkpoint.name}: unknown {what} {listed(strange)}: models of {checkpoint.family.name} have "
-            "none of this name"
+            f"{checkpoint.name}: unknown {what} {list_names(strange)}: models of "
+            f"{checkpoint.family.name} have none of this name"
         )

@@ -87,7 +87,7 @@ def above(prefix: str, name: str, tensors: Tensors) -> str:
     return next((found for found in names if found in infos or f"{found}.weight" in infos), names[-1])
 
 
-# By their names in `transformers`. Those of one row are one function, computed by formulas that round apart.
+# By their names in `transformers`. Names in one row are one function; their formulas round differently.
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),

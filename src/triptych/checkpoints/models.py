@@ -59,12 +59,12 @@ def load_language_model(
     Weights are mapped from safetensors files, not copied, where dtype and layout allow: the files must stay
     as they are while the model is in use.
     """
-    checkpoint, folder = _opened(path, dtype)
-    model = read_model(checkpoint, dtype).to(device)
+    checkpoint, folder = _open_mapped(path, dtype)
+    model = read_language_model(checkpoint, dtype).to(device)
     return LoadedModel(model, checkpoint.name, checkpoint.family.name, checkpoint.settings.record, folder)
 
 
-def _opened(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
+def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
     """A checkpoint whose tensors are mapped, and where its files lie."""
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
@@ -76,16 +76,16 @@ def _opened(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Check
     return checkpoint, folder
 
 
-def read_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
+def read_language_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
     found = model_map(checkpoint)
-    return _read(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
+    return _build_model(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
 
 
 def load_encoder_decoder(
     path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> EncoderDecoder:
     """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them."""
-    checkpoint, _ = _opened(path, dtype)
+    checkpoint, _ = _open_mapped(path, dtype)
     return read_encoder_decoder(checkpoint, dtype).to(device)
 
 
@@ -98,10 +98,10 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
         own, cross = layers[start : start + count], layers[start + count :]
         return EncoderDecoder(made, layers[:start], own, cross, found.pad_id)
 
-    return _read(checkpoint, dtype, found, make)
+    return _build_model(checkpoint, dtype, found, make)
 
 
-def _read(
+def _build_model(
     checkpoint: Checkpoint,
     dtype: torch.dtype | None,
     found: ModelMap[Any],
@@ -109,18 +109,18 @@ def _read(
 ) -> _Model:
     """A model made around the attention layers of a checkpoint, with its other tensors in it."""
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
-    attention = [read_attention(checkpoint, site, dtype) for site in found.sites]
+    attention = [read_attention_layer(checkpoint, site, dtype) for site in found.sites]
     with torch.device("meta"), Undrawn():
         model = make(attention)
     for name, tensor in found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)).items():
-        _hold(model, name, tensor)
+        _set_parameter(model, name, tensor)
     *_, last = model.stacks.values()
     if last.head is not None and last.head.config.tied:
         last.head.output.weight = last.embeddings.table.weight
     return off_meta(model).eval()
 
 
-def read_attention(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
+def read_attention_layer(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
     weights = checkpoint.read(site).weights.without_norms().to(dtype)
     try:
         return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)
@@ -139,7 +139,7 @@ class Undrawn(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _hold(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make a tensor a parameter of a model, without a copy."""
     *path, own = name.split(".")
     module = model.get_submodule(".".join(path))
@@ -171,7 +171,7 @@ def _most_common(tensors: Tensors) -> torch.dtype:
 
 def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:
     """Stored tensors whose values differ in a model, by name, in their stored dtype."""
-    found = _Parts.of(model, checkpoint)
+    found = _StoredModel.of(model, checkpoint)
     written: dict[str, Tensor] = {}
     for name, tensor in found.changed(checkpoint):
         if name not in written:
@@ -199,14 +199,14 @@ def new_tensors(
     zero = torch.zeros((), dtype=next(model.parameters()).dtype)
     empty = of_one(InMemory(name, {stored: zero.expand(shape) for stored, shape in shapes.items()}))
     checkpoint = Checkpoint(name, family, Settings(settings, "config.json"), empty)
-    parts, found = _Parts.of(model, checkpoint), dict[str, Tensor]()
+    parts, found = _StoredModel.of(model, checkpoint), dict[str, Tensor]()
     now = {**dict(model.named_parameters(remove_duplicate=False)), **given}
     for ours, stored in parts.beside.entries.items():
         if now.keys() >= {*ours}:
             found |= stored.write([now[part].detach().cpu() for part in ours])
     for (site, _), weights in zip(parts.layers, layers, strict=True):
         place = checkpoint.place(site)
-        found |= layer_map(place, empty).write(_numbers(place, weights))
+        found |= layer_map(place, empty).write(_layer_tensors(place, weights))
     missing = [stored for stored in shapes if stored not in found]
     assert all(stored.endswith("bias") for stored in missing), missing
     return found | {stored: empty.read(stored).clone() for stored in missing}
@@ -226,7 +226,7 @@ def why_not_written(checkpoint: Checkpoint) -> str:
 def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Let layers that share a stored table of distances have one parameter between them."""
     tables: dict[tuple[str, ...], nn.Parameter] = {}
-    for site, layer in _Parts.of(model, checkpoint).layers:
+    for site, layer in _StoredModel.of(model, checkpoint).layers:
         own = dict(layer.named_parameters(recurse=False)).get("bias_table")
         if own is not None:
             names = tuple(table_names(checkpoint.place(site), checkpoint.tensors))
@@ -235,7 +235,7 @@ def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
 
 @final
 @dataclass(frozen=True)
-class _Parts:
+class _StoredModel:
     """A model, and where its parts lie in a checkpoint."""
 
     model: nn.Module
@@ -244,7 +244,7 @@ class _Parts:
     layers: Sequence[tuple[Site, MultiHeadAttention]]  # the attention layers with their sites
 
     @classmethod
-    def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_Parts":
+    def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_StoredModel":
         found: ModelMap[Any]
         found = model_map(checkpoint) if isinstance(model, LanguageModel) else encoder_decoder_map(checkpoint)
         sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
@@ -267,7 +267,9 @@ class _Parts:
             if not all(map(torch.equal, stored.read(take), new)):
                 yield from stored.write(new)
         for site, layer in self.layers:
-            yield from _changed_in_layer(checkpoint, site, read_attention(checkpoint, site, dtype), layer)
+            yield from _changed_in_layer(
+                checkpoint, site, read_attention_layer(checkpoint, site, dtype), layer
+            )
 
 
 def _changed_in_layer(
@@ -275,7 +277,7 @@ def _changed_in_layer(
 ) -> _Stored:
     place, stored = checkpoint.place(site), LayerReader(checkpoint.place(site), checkpoint.tensors).map
     scale = before.semantics.scale
-    old, new = (_numbers(place, layer.weights().with_scale(scale)) for layer in (before, after))
+    old, new = (_layer_tensors(place, layer.weights().with_scale(scale)) for layer in (before, after))
     different = {part for part, numbers in new.items() if not torch.equal(old[part], numbers)}
     for parts, named in stored.entries.items():
         if different & {*parts}:
@@ -286,10 +288,10 @@ def _changed_in_layer(
             "stored tensors: they cannot be written"
         )
     if "bias_table" in new:  # though it did not change: other layers may have it too
-        yield from _table(checkpoint, place, new["bias_table"], changed="bias_table" in different)
+        yield from _stored_table(checkpoint, place, new["bias_table"], changed="bias_table" in different)
 
 
-def _numbers(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
+def _layer_tensors(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
     """All of a layer's numbers, by the names of its `LayerMap`, or else by names of ours."""
     found = latent_parts(weights) if place.spec.latent else _of_maps(weights)
     found["o"] = weights.o[-1].weight
@@ -317,7 +319,7 @@ def _of_maps(weights: AttentionWeights) -> dict[str, Tensor]:
     return found
 
 
-def _table(checkpoint: Checkpoint, place: Place, table: Tensor, *, changed: bool) -> _Stored:
+def _stored_table(checkpoint: Checkpoint, place: Place, table: Tensor, *, changed: bool) -> _Stored:
     """The stored table of distances; rows that are not read stay as they are."""
     names = table_names(place, checkpoint.tensors)
     if len(names) > 1:

@@ -1,7 +1,7 @@
 """Norms of a checkpoint that maps outside its attention read, and which maps those are.
 
-Families say it (`other_norms`). What lies beside those maps must be known as well, so that no reader of a
-norm is forgotten.
+Families say it (`other_norms`). The other tensors next to these maps must be known as well, so that no
+reader of a norm is forgotten.
 """
 
 import fnmatch
@@ -71,7 +71,7 @@ class NormSite:
 
 
 def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
-    """Every norm that maps outside the attention read, as the family says it; those of layers first."""
+    """Every norm that maps outside the attention read, as the family says it; norms of layers first."""
     attention: dict[str, Site] = {}
     for site in checkpoint.sites:
         place = checkpoint.place(site)
@@ -115,10 +115,12 @@ def _readers(
         return (), f"there is no tensor {gain}, its gain"
     if other.output_map:
         return _output_map(checkpoint, place, other)
-    return _within(checkpoint.tensors, place.beside(other.within), other)
+    return _readers_within(checkpoint.tensors, place.beside(other.within), other)
 
 
-def _within(tensors: Tensors, module: str, other: OtherNormSpec) -> tuple[tuple[NormReader, ...], str]:
+def _readers_within(
+    tensors: Tensors, module: str, other: OtherNormSpec
+) -> tuple[tuple[NormReader, ...], str]:
     below = [name.removeprefix(f"{module}.") for name in tensors.below(module)]
     readers = tuple(_maps(below, module, other))
     read = {name.removeprefix(f"{module}.") for reader in readers for name in reader.tensors}
@@ -169,7 +171,7 @@ def _output_map(
 
 
 def _inside(checkpoint: Checkpoint, place: Place, other: OtherNormSpec) -> tuple[str, ...]:
-    """What the names of tensors begin with that stand before the output map, the last norm among them."""
+    """The prefixes of the tensors before the output map, the last norm included."""
     if place.prefix:
         return (place.prefix,)
     names = [checkpoint.place(site).spec.at for site in checkpoint.sites] + [norm.at for norm in other.norm]

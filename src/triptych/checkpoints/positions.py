@@ -260,7 +260,7 @@ def stored_angles(place: Place) -> list[str]:
 
 
 def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> None:
-    """Angles that the file holds are those of the configuration."""
+    """Check that the angles in the file are what the configuration gives."""
     for name in stored_angles(place):
         if name not in tensors.infos:
             continue
@@ -273,8 +273,8 @@ def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> Non
         rounding = 4 * (torch.finfo(tensors.infos[name].dtype).eps + 1e-7 * len(stored))
         if stored.shape != expected.shape or float((stored - expected).abs().max()) > rounding:
             raise DataError(
-                f"{tensors.where(name)}, tensor {name}: the rotary positions stored here are not those of "
-                "the configuration"
+                f"{tensors.where(name)}, tensor {name}: the rotary positions stored here are not what the "
+                "configuration gives"
             )
 
 
@@ -329,10 +329,10 @@ def table_names(place: Place, tensors: Tensors) -> list[str]:
     """The tensors of a distance table; what lies in them is added."""
     spec = place.position
     more = [choice.value for choice in spec.more_tables if place.holds(choice.when)]
-    return [_table(place, tensors, name) for name in (spec.table, *more)] if spec.table else []
+    return [_table_name(place, tensors, name) for name in (spec.table, *more)] if spec.table else []
 
 
-def _table(place: Place, tensors: Tensors, name: str) -> str:
+def _table_name(place: Place, tensors: Tensors, name: str) -> str:
     """A table's name. `BeitBackbone` saves one that layers share below another prefix than the layers."""
     usual = place.beside(name)
     if usual in tensors.infos:

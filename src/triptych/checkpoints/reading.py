@@ -1,4 +1,4 @@
-"""One attention layer of a family, out of a checkpoint's tensors: its maps, and what stands beside them."""
+"""One attention layer of a family, out of a checkpoint's tensors: its maps, and what goes with them."""
 
 import fnmatch
 import math
@@ -110,7 +110,7 @@ class LayerReader:
         return LayerMap(entries | {parts: of for parts, of in theirs.entries.items() if _is_of_keys(parts)})
 
     def unused(self) -> set[str]:
-        """Tensors of keys and values in the file of a layer that borrows those of another."""
+        """Tensors of keys and values in the file, of a layer that borrows another's."""
         if self.place.lender is None:
             return set()
         return layer_map(self.place, self.tensors).names - self.map.names
@@ -153,7 +153,7 @@ class LayerReader:
     def _here(self) -> str:
         return f"{self.tensors.name}: {self.place.site.module}"
 
-    # What stands beside them.
+    # What goes with the maps.
 
     def _semantics(self, parts: Mapping[str, Tensor], q: Link, k: Link) -> Semantics:
         place, spec, width = self.place, self.place.spec, q.d_out
@@ -194,7 +194,7 @@ class LayerReader:
         return Norm(parts["norm"], parts.get("norm.bias"), norm.offset) if norm and "norm" in parts else None
 
     def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
-        """The norms whose outputs are read, wherever they stand, as far as the family tells."""
+        """The norms whose outputs are read, wherever they are, as far as the family tells."""
         place, spec = self.place, self.place.norm
         if spec is None:
             return InputNorms()
@@ -245,7 +245,7 @@ class LayerReader:
         if self.place.spec.window_around:
             return width // 2 + 1
         if is_turned_round(self.place.spec, self.place.settings):
-            return width + 1  # so many on either side, and its own place
+            return width + 1  # this many on either side, and its own place
         # Half of a window that was written for keys on one side is on either.
         return width if self.place.site.kind == self.place.spec.kind else width // 2 + 1
 

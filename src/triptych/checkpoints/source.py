@@ -27,7 +27,7 @@ class Source:
 
     @cached_property
     def path(self) -> Path:
-        """The folder, or a tensor file beside its `config.json`; what is on the Hub is fetched whole."""
+        """The folder, or a tensor file next to its `config.json`; what is on the Hub is fetched whole."""
         return self.found if isinstance(self.found, Path) else self.found.fetch()
 
     @property
@@ -42,7 +42,7 @@ class Source:
     @property
     def is_own(self) -> bool:
         """Whether the model is in our own format: a run's, or a converted one."""
-        return is_own(self.record)
+        return is_own_config(self.record)
 
     @property
     def translates(self) -> bool:
@@ -52,7 +52,7 @@ class Source:
         return self.record.get("model_type") == "marian" or self.record.get("is_encoder_decoder") is True
 
     def file(self, name: str) -> Path | None:
-        """A file beside the weights; None if there is none."""
+        """A file next to the weights; None if there is none."""
         if isinstance(self.found, Repository):
             return self.found.download(name)
         path = self.settings_folder / name
@@ -106,7 +106,7 @@ class ModuleOfOthers:
         return self.folder
 
 
-def is_own(config: Mapping[str, Any]) -> bool:
+def is_own_config(config: Mapping[str, Any]) -> bool:
     """Whether a configuration is one that we write."""
     return "format" in config and isinstance(config.get("model"), dict)
 

@@ -16,7 +16,7 @@ class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def expressions(self) -> Iterator[str]:
-        """Every value and condition in it, those of its parts included."""
+        """Every value and condition in it and in its parts."""
         for name, field in type(self).model_fields.items():
             held = getattr(self, name)
             for part in held if isinstance(held, tuple) else (held,):
@@ -89,8 +89,8 @@ class OtherNormSpec(Spec):
 class HeadNormSpec(Spec):
     """Norms of queries and keys (QK-norm). Source: Henry et al. 2020, arXiv 2010.04245."""
 
-    # module within the attention; with "{head}" one for each head; "" for a norm without weights. Likewise
-    # `k`.
+    # module within the attention; with "{head}" one for each head; "" for a norm without weights.
+    # `k` the same.
     q: str
     k: str
     kind: Literal["layer", "rms"] = "rms"

@@ -32,7 +32,7 @@ from triptych.text import (
 )
 
 # Where tokenizers of several languages put the language's token: before a text, or behind its end.
-_LANGUAGE_STANDS: dict[str, Literal["before", "behind"]] = {
+_LANGUAGE_PLACES: dict[str, Literal["before", "behind"]] = {
     "MBartTokenizer": "behind",
     "MBart50Tokenizer": "before",
     "NllbTokenizer": "before",
@@ -60,7 +60,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 _ROUNDING = 2**-8  # of a table in bfloat16 it is 2⁻⁹
 
 
-class _Settings(MarianIds):
+class _MarianSettings(MarianIds):
     """What is read of `config.json` besides what the family file says."""
 
     max_position_embeddings: int = Field(ge=2)
@@ -73,7 +73,7 @@ class _Settings(MarianIds):
 def read_marian(folder: Path, device: torch.device | str = "cpu") -> tuple[EncoderDecoder, TokenizerPair]:
     """The model, in evaluation mode, and the tokenizers; one object where both sides have the same."""
     path = folder / "config.json"
-    settings = validated(_Settings, read_json(path), path)
+    settings = validated(_MarianSettings, read_json(path), path)
     smallest = min(settings.vocab_size, settings.tgt_vocab_size)
     for name in ("pad_token_id", "eos_token_id", "decoder_start_token_id"):
         if getattr(settings, name) >= smallest:
@@ -86,7 +86,7 @@ def read_marian(folder: Path, device: torch.device | str = "cpu") -> tuple[Encod
 
 
 def _with_recipe(
-    model: EncoderDecoder, settings: _Settings, longest: int | float | None, path: Path
+    model: EncoderDecoder, settings: _MarianSettings, longest: int | float | None, path: Path
 ) -> EncoderDecoder:
     """The model as a recipe makes it, of the same tensors; as it is if no recipe says it."""
     first, *others = (
@@ -128,7 +128,7 @@ def _with_recipe(
 
 
 def _recipe(
-    settings: _Settings,
+    settings: _MarianSettings,
     model: EncoderDecoder,
     feed_forward: FeedForwardConfig,
     max_source_tokens: int,
@@ -211,11 +211,11 @@ def read_translator(
     source, target, start = _frames(folder, tokenizer, generation, languages)
     if not source.after:
         raise DataError(f"{folder}: its tokenizer puts nothing behind a text, so that a source has no end")
-    end = _end_of(generation, folder)
+    end = _end_token(generation, folder)
     rules = OutputRules(
         start=start,
         end=end,
-        never=(*_never(generation, folder), *range(tokenizer.vocab_size, model.tgt_vocab_size)),
+        never=(*_banned_tokens(generation, folder), *range(tokenizer.vocab_size, model.tgt_vocab_size)),
         min_length=generation.min_length or 0,
         no_repeat=generation.no_repeat_ngram_size or 0,
     )
@@ -247,7 +247,7 @@ def _read_marian(folder: Path, device: torch.device | str) -> TranslatorCheckpoi
     for name in ("min_length", "no_repeat_ngram_size", "forced_bos_token_id"):
         if getattr(generation, name):
             raise DataError(f"{folder}: {name} is not followed in searches with a Marian model: take it out")
-    if others := {*_never(generation, folder)} - {*kept_out}:
+    if others := {*_banned_tokens(generation, folder)} - {*kept_out}:
         raise DataError(
             f"{folder}: bad_words_ids has {[min(others)]}; only the padding and the token that outputs begin "
             "with can be kept out of them"
@@ -273,25 +273,25 @@ def _read_generation(folder: Path) -> _Generation:
 def _frames(
     folder: Path, tokenizer: PretrainedTokenizer, generation: _Generation, languages: Languages | None
 ) -> tuple[Frame, Frame, tuple[int, ...]]:
-    """What stands around a source and around a target, and what the decoder reads first."""
+    """The tokens around a source and around a target, and what the decoder reads first."""
     own, first = Frame.of(tokenizer), generation.decoder_start_token_id
-    name, stands = _language_place(folder)
+    name, place = _language_place(folder)
     if languages is None:
         start = generation.bos_token_id if first is None else first
         if start is None:
             raise DataError(f"{folder}/config.json: there is no decoder_start_token_id")
         forced = generation.forced_bos_token_id
         named = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
-        if stands is not None and forced is None and start in named:
+        if place is not None and forced is None and start in named:
             raise UsageError(f"{folder} translates between languages: name them (--languages SOURCE TARGET)")
         return own, own, (start,) if forced is None else (start, forced)
-    if stands is None:
+    if place is None:
         raise UsageError(
             f"{folder}: its tokenizer ({name}) has no languages to choose: leave out --languages"
         )
     source, target = (_token_of(tokenizer, language, folder) for language in languages)
-    end = (_end_of(generation, folder),)
-    if stands == "behind":
+    end = (_end_token(generation, folder),)
+    if place == "behind":
         return Frame((), (*end, source)), Frame((), end), (target,)
     if first is None:
         raise DataError(f"{folder}/config.json: there is no decoder_start_token_id")
@@ -303,7 +303,7 @@ def _language_place(folder: Path) -> tuple[str, Literal["before", "behind"] | No
     path = folder / "tokenizer_config.json"
     record = read_json(path) if path.exists() else {}
     name = str(record.get("tokenizer_class", "of no class")).removesuffix("Fast")
-    return name, "behind" if record.get("legacy_behaviour") is True else _LANGUAGE_STANDS.get(name)
+    return name, "behind" if record.get("legacy_behaviour") is True else _LANGUAGE_PLACES.get(name)
 
 
 def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> int:
@@ -316,7 +316,7 @@ def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> in
     raise UsageError(f"{folder} has no language {language!r}: its languages are {shown or 'none'}")
 
 
-def _end_of(generation: _Generation, folder: Path) -> int:
+def _end_token(generation: _Generation, folder: Path) -> int:
     match generation.eos_token_id:
         case int(end) | [int(end)]:
             return end
@@ -326,7 +326,7 @@ def _end_of(generation: _Generation, folder: Path) -> int:
             )
 
 
-def _never(generation: _Generation, folder: Path) -> tuple[int, ...]:
+def _banned_tokens(generation: _Generation, folder: Path) -> tuple[int, ...]:
     """Tokens that no output is to have."""
     words = generation.bad_words_ids or []
     if long := [word for word in words if len(word) != 1]:

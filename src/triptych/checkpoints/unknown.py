@@ -33,7 +33,7 @@ _LAYER = re.compile(r"(?<=\.)\d{1,5}(?=\.)")
 _WITHIN_ATTENTION = re.compile(r"(.*?\{layer\}.*?(?:attn|attention)[^.]*)\.(.+)", re.I)
 _MOST_NAMES = 60
 _HEADER = """\
-# Complete each "?" and give this file with --family. The fields are those of AttentionSpec in
+# Complete each "?" and give this file with --family. AttentionSpec lists the fields, in
 # triptych/checkpoints/specs.py; families/*.toml next to it are examples.
 name = "mine"
 """
@@ -49,11 +49,11 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
         f"{name}: no family file knows model_type {shown(settings.value('model_type'))!r}, and what looks "
         f"like attention is {shown('; '.join(seen) or 'nothing')}: describe it with --family my.toml"
     )
-    tables = [_table(module, maps, path, record) for module, maps in modules.items()]
+    tables = [_attention_table(module, maps, path, record) for module, maps in modules.items()]
     names = [f"#   {shown(kind)} {shape}\n" for kind, shape in [*kinds.items()][:_MOST_NAMES]]
     more = f"#   and {len(kinds) - _MOST_NAMES} more\n" if len(kinds) > _MOST_NAMES else ""
     listed = "".join(["# Tensors of a layer, with the shape of the first:\n", *names, more])
-    error.add_note("\n".join([_HEADER, *(tables or [_table("?", [], path, record)]), listed]))
+    error.add_note("\n".join([_HEADER, *(tables or [_attention_table("?", [], path, record)]), listed]))
     raise error
 
 
@@ -88,7 +88,7 @@ def _record_with_heads(settings: Settings) -> tuple[str, Mapping[str, object]]:
     return "", settings.record
 
 
-def _table(module: str, maps: list[str], path: str, record: Mapping[str, object]) -> str:
+def _attention_table(module: str, maps: list[str], path: str, record: Mapping[str, object]) -> str:
     def field(what: str, otherwise: str = "?") -> str:
         return next((name for name in _FIELDS[what] if record.get(name) is not None), otherwise)
 

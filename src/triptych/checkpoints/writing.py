@@ -17,7 +17,7 @@ from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import SIDES, AttentionWeights
 from triptych.checkpoints.as_latent import as_latent
 from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.fitting import Fitting, refuse, resizing, sizes_of
+from triptych.checkpoints.fitting import Fitting, reject, resizing, sizes_of
 from triptych.checkpoints.latents import is_latent, latent_parts
 from triptych.checkpoints.layer import AttentionLayer, MapSizes
 from triptych.checkpoints.layer_map import LayerMap, layer_map
@@ -65,10 +65,10 @@ class _LayerWriter:
 
     def write(self) -> WrittenLayer:
         in_place = self.kept == list(range(self.before.num_heads))
-        if in_place and _are_the_same(self.before, self.after):
+        if in_place and _are_same_weights(self.before, self.after):
             return WrittenLayer({}, {}, self.before.mapped(_to_meta))
         if why := self.place.spec.why_kept:
-            refuse(why, "leave this layer out")
+            reject(why, "leave this layer out")
         if is_latent(self.after) and not self.place.spec.latent:
             return self._as_latent()
         fitted = self.fitting.fitted()
@@ -112,7 +112,7 @@ class _LayerWriter:
         for name in ours.keys() - stored.parts:
             if bool(ours[name].any()):
                 side = name.removesuffix(".bias")
-                refuse(
+                reject(
                     f"the map of {side} has a bias now, and the format has no place for one",
                     "leave out the step that makes it",
                 )
@@ -127,7 +127,7 @@ class _LayerWriter:
         at = self.place.norm_module
         for other in self.checkpoint.sites:
             if other != self.layer.site and at == self.checkpoint.place(other).norm_module:
-                refuse(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
+                reject(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
         found = {"norm": torch.full_like(norm.weight, 1 - norm.offset)}
         return found if norm.bias is None else found | {"norm.bias": torch.zeros_like(norm.bias)}
 
@@ -145,9 +145,9 @@ class _LayerWriter:
             if norm is None or not norm.per_head:
                 continue
             if not bool((groups == groups[:, :1]).all()):
-                refuse(
-                    "heads of several groups stand together now, and the gains of their keys are each "
-                    "group's own",
+                reject(
+                    "heads of several groups are next to each other now, and the gains of their keys "
+                    "belong to each group",
                     "leave permute_heads out",
                 )
             for name in (part, f"{part}.bias"):
@@ -174,13 +174,13 @@ class _LayerWriter:
         if torch.equal(new, old):
             return None
         if how := self.tensors.packed_as(name):
-            refuse(
+            reject(
                 f"tensor {name} is stored as {how}, which cannot take other numbers",
                 "rewrite the checkpoint it was made from",
             )
         if not are_finite(new) and are_finite(old):
             largest = f"up to {float(full.abs().max()):.3g}" if are_finite(full) else "now"
-            refuse(
+            reject(
                 f"tensor {name}: numbers {largest} do not fit {dtype}".replace("torch.", ""),
                 "store the checkpoint in bfloat16 or float32 first",
             )
@@ -202,7 +202,7 @@ def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> Atten
     return replace(fitted, o_bias=o_bias, **chains)  # type: ignore[arg-type]
 
 
-def _are_the_same(one: AttentionWeights, other: AttentionWeights) -> bool:
+def _are_same_weights(one: AttentionWeights, other: AttentionWeights) -> bool:
     """Whether two writings hold the same numbers in the same maps."""
     if one is other:
         return True

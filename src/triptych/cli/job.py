@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triptych.cli.process import prepare_training
 from triptych.errors import TriptychError
-from triptych.studies.job import Job, work
+from triptych.studies.job import StudyJob, do_job
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     prepare_training()
     try:
-        return work(Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        return do_job(StudyJob.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
     except TriptychError as error:
         print(f"triptych: {error}", file=sys.stderr)
         return error.exit_code

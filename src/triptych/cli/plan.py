@@ -114,8 +114,8 @@ def _advice(plan: TrainingPlan) -> str:
     steps = plan.recipe.training.max_steps
     took = (
         f"Take {options}: {_bytes(best.peak)} of {memory} at the peak ({best.peak_in}), {best.seconds:.3g} s "
-        f"a step, {plan.target_tokens / best.seconds:,.0f} tokens/s, {duration(best.seconds * steps)} for "
-        f"{steps:,} steps."
+        f"a step, {plan.target_tokens / best.seconds:,.0f} tokens/s, "
+        f"{duration(best.seconds * steps)} for {steps:,} steps."
     )
     reasons = []
     if too_large := [one for one in plan.layouts[: plan.layouts.index(best)] if not one.fits]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 import torch
 
-from triptych.checkpoints.source import is_own
+from triptych.checkpoints.source import is_own_config
 from triptych.converting import ctranslate2, hugging_face
 from triptych.converting.checks import ConversionCheck, Quantization, WrittenModel
 from triptych.converting.onnx import write_onnx
@@ -59,7 +59,7 @@ def convert(
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
     if opened.translates:
         opened.require_recipe()
-        if to == "triptych" and is_own(read_json(opened.folder / "config.json")):
+        if to == "triptych" and is_own_config(read_json(opened.folder / "config.json")):
             raise UsageError(f"{opened.folder} is a run already: give a folder in Hugging Face's format")
     elif to not in ("hf", "ctranslate2"):
         raise UsageError(

@@ -37,7 +37,7 @@ def fill_masks(
     own = tokenizer.vocabulary[mask_id]
     (ids,) = tokenizer.encode([text.replace("[MASK]", own)], add_special=True, parse_special=True)
     if model.config is not None and tokenizer.eos_id is not None:
-        ids = [tokenizer.eos_id, *ids, tokenizer.eos_id]  # as a document stands among others in training
+        ids = [tokenizer.eos_id, *ids, tokenizer.eos_id]  # as a document is among others in training
     places = [place for place, token in enumerate(ids) if token == mask_id]
     if not places:
         raise UsageError(f"the text has no [MASK] to fill (this model's own name for it is {own})")

@@ -2,7 +2,7 @@
 
 The layers of `attention` serve training, inspection and rewriting; run token by token they spend their time
 between the operations. `fused` copies a model and replaces what its blocks are made of: every attention
-layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied out and joined
+layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied and joined
 (`AttentionWeights.multiplied`), and every linear map by one in the precision asked for.
 """
 
@@ -52,7 +52,7 @@ _SMALL_PRODUCT = 400
 
 @final
 class FusedAttention(nn.Module):
-    """An attention layer multiplied out: one map in, the operation, one map out. Called as the layer it was.
+    """An attention layer with its maps multiplied: one map in, the operation, one map out. Called like it.
 
     Keys and values come in `groups` heads; each serves `num_heads / groups` query heads. All have one width:
     the narrower are filled up with zeros. Self-attention makes queries, keys and values in one product;
@@ -158,7 +158,7 @@ class FusedAttention(nn.Module):
         causal: bool,
         is_even: bool,
     ) -> Tensor:
-        """The heads' outputs, in whichever shape; the queries stand at the keys from `first` on."""
+        """The heads' outputs, in whichever shape; the first query is at key `first`."""
         bias = None
         if self.positional:
             mask, bias = self._compared(mask, q, k, places, first)
@@ -307,7 +307,7 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
 
     Of keys `c U^K` and values `c U^V` only c is cached: U^K goes to the queries, and U^V to the output. A
     bias of the keys adds the same to all scores of a query and is left out. Layers without such a map stay as
-    they are; so do those where something stands between queries and keys, or depends on a whole score.
+    they are; so do layers where something is between queries and keys, or depends on a whole score.
     """
     semantics = weights.semantics
     common = [link for link in weights.k if any(link is other for other in weights.v)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.decoding.batches import LONGEST_PROMPT, check_length
 from triptych.decoding.cache import TextCache
 from triptych.decoding.engine import Engine
-from triptych.decoding.loop import Asked, Batch, Loop, Text, require_finite_logits
+from triptych.decoding.loop import Asked, DecodingBatch, Loop, Text, require_finite_logits
 from triptych.decoding.sampling import RowState, SamplingOptions, choose
 from triptych.decoding.search import (
     LARGEST_BEAM,
@@ -91,7 +91,7 @@ class OtherEngine(ABC):
         """Continue a prompt without a beam, token by token."""
 
 
-def _never(row: int, token: int) -> bool:
+def _never_ends(row: int, token: int) -> bool:
     del row, token
     return False
 
@@ -188,7 +188,7 @@ def _closed(engine: Engine, prompt: Sequence[int], left: int) -> int | None:
 
 
 @final
-class Samples(Batch[Sample]):
+class Samples(DecodingBatch[Sample]):
     """Texts of which each next token is chosen by itself."""
 
     def __init__(self, engine: Engine, kind: SampleKind) -> None:
@@ -230,14 +230,14 @@ def begin(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
-    ends: Callable[[int, int], bool] = _never,
+    ends: Callable[[int, int], bool] = _never_ends,
 ) -> list[Asked[list[Hypothesis]]]:
     """Prompts, to be continued by a `Loop`."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
-    return [_begun(engine, ids, number, options, ends) for number, ids in enumerate(prompts)]
+    return [_begin_prompt(engine, ids, number, options, ends) for number, ids in enumerate(prompts)]
 
 
-def _begun(
+def _begin_prompt(
     engine: Engine,
     prompt: Sequence[int],
     number: int,
@@ -268,7 +268,7 @@ def generate_tokens(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     *,
-    ends: Callable[[int, int], bool] = _never,
+    ends: Callable[[int, int], bool] = _never_ends,
     batch_rows: int = 32,
 ) -> list[list[Hypothesis]]:
     """Continue prompts, at most `batch_rows` texts at a time, the longest first."""

@@ -83,10 +83,10 @@ def _encoded(texts: Sequence[str], tokenizer: SentenceTokenizer) -> list[list[in
 
 def _has(ids: tuple[int, ...], term: tuple[int, ...]) -> bool:
     """Whether a term is part of something longer."""
-    return len(term) < len(ids) and _end_of(ids, term) > 0
+    return len(term) < len(ids) and _last_end(ids, term) > 0
 
 
-def _end_of(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
+def _last_end(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
     """Where a term ends that is among tokens, the last time; 0 if it is not."""
     ends = range(len(ids), len(term) - 1, -1)
     return next((end for end in ends if ids[end - len(term) : end] == term), 0)
@@ -107,7 +107,7 @@ class Terms:
 
     def num_met(self, ids: tuple[int, ...]) -> int:
         """Tokens of terms that an output has, and of one that it has begun since."""
-        ends = [_end_of(ids, term) for term in self._terms]
+        ends = [_last_end(ids, term) for term in self._terms]
         since = ids[max(ends) :]
         begun = [0]
         for term, end in zip(self._terms, ends, strict=True):

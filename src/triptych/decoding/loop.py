@@ -35,7 +35,7 @@ class Text(ABC):
     is_over = False  # no more tokens are wanted, because it is done or because nobody waits for it
 
     @abstractmethod
-    def batch(self, engine: Any) -> "Batch[Any]":
+    def batch(self, engine: Any) -> "DecodingBatch[Any]":
         """A batch for texts of this kind."""
 
 
@@ -51,7 +51,7 @@ class Asked(Generic[ResultT]):
 TextT = TypeVar("TextT", bound=Text)
 
 
-class Batch(ABC, Generic[TextT]):
+class DecodingBatch(ABC, Generic[TextT]):
     """Texts of one kind that take their steps together.
 
     Attributes:
@@ -125,7 +125,7 @@ class Loop:
     def __init__(self, engine: Any, *, most_rows: int | None = None, most_tokens: int | None = None) -> None:
         """With room for this number of rows, and of tokens: texts times the size of the longest."""
         self.waiting: deque[Text] = deque()
-        self.batches: list[Batch[Any]] = []  # of each kind, the last is the one that is joined
+        self.batches: list[DecodingBatch[Any]] = []  # of each kind, the last is the one that is joined
         self._engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens
 
     @property
@@ -164,7 +164,7 @@ class Loop:
         self.waiting.extendleft(reversed(again))
         return bool(self.waiting or self.batches)
 
-    def _entering(self, joined: Mapping[Hashable, Batch[Any]]) -> dict[Hashable, list[Text]]:
+    def _entering(self, joined: Mapping[Hashable, DecodingBatch[Any]]) -> dict[Hashable, list[Text]]:
         """The waiting texts that there is room for, by kind.
 
         Each time, the caches of a batch are copied: they wait until they are many, or all.

@@ -23,7 +23,7 @@ from triptych.models.feed_forward import FeedForward
 
 Precision = Literal["fp32", "bf16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
-# A processor computes so many elements of an activation at a time, whatever half of them a thread has.
+# A processor computes this many elements of an activation at a time, whatever half of them a thread has.
 _ACTIVATIONS = 64
 
 
@@ -147,7 +147,7 @@ class Int8Linear(nn.Module):
 
 
 def _with_outputs(linear: nn.Linear, missing: int) -> nn.Linear:
-    """A map with so many more outputs, all 0."""
+    """A map with `missing` more outputs, all 0."""
     filled = nn.Linear(linear.in_features, linear.out_features + missing, device="meta")
     filled.weight = nn.Parameter(F.pad(linear.weight.detach(), (0, 0, 0, missing)))
     bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()

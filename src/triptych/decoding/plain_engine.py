@@ -37,7 +37,7 @@ class PlainEngine(DecodingEngine):
         self.device, self.pad_id = model.decoder.embeddings.table.weight.device, model.pad_id
         self.max_tokens = model.max_target_tokens
         self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
-        # Taps of cross-attention are told where a query stands.
+        # Taps of cross-attention are told the position of a query.
         taps = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
         self._taps = [tap for tap in taps if tap is not None and hasattr(tap, "first")]
 

@@ -1,7 +1,7 @@
 """The next token, chosen from logits: greedy, or drawn after filters.
 
-Each filter takes logits `[rows, vocab]` and sets those of the tokens that it removes to −inf; the best token
-of a row always stays.
+Each filter takes logits `[rows, vocab]` and sets the logits of the tokens that it removes to −inf; the best
+token of a row always stays.
 """
 
 import math

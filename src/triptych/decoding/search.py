@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from triptych import thresholds
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.glossary import Terms
-from triptych.decoding.loop import Batch, Text, require_finite_logits
+from triptych.decoding.loop import DecodingBatch, Text, require_finite_logits
 from triptych.errors import UsageError
 from triptych.text import OutputRules
 
@@ -224,7 +224,7 @@ def sentence_text(
 
 
 @final
-class Beams(Batch[BeamText]):
+class Beams(DecodingBatch[BeamText]):
     """Texts that are searched together, `size` rows for each."""
 
     kind: BeamKind

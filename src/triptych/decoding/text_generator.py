@@ -110,7 +110,7 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[str], options: GenerationOptions, *, chat: bool = False
     ) -> list[list[Continuation]]:
-        """Continue prompts, those of like length together."""
+        """Continue prompts; prompts of similar length share a batch."""
         if len(prompts) > 1 and "" in prompts:
             raise UsageError(f"prompt {prompts.index('') + 1} is empty: give it some text")
         return self.continue_tokens([self.encode(prompt, chat=chat) for prompt in prompts], options)
@@ -192,7 +192,7 @@ class TextGenerator:
     ) -> list[Continuation]:
         continuations = []
         for one, text in zip(found, streams, strict=False):
-            own = _cut(one, text) if options.beam_size > 1 else one
+            own = _cut_at_stop(one, text) if options.beam_size > 1 else one
             text.finish()
             finish = "text" if text.is_over else own.finish
             assert finish is not None, "it has ended"
@@ -201,7 +201,7 @@ class TextGenerator:
         return continuations
 
 
-def _cut(found: Hypothesis, text: TextStream) -> Hypothesis:
+def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
     """A text of a beam up to a stop string, which the search did not look for."""
     for count, token in enumerate(found.ids, start=1):
         text.push(token)

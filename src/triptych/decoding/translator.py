@@ -263,7 +263,7 @@ class Translator:
         return list(zip(pieces, encode(pieces), strict=True))
 
     def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
-        """Hypotheses for sentences that are token ids already, best first; those of like length together."""
+        """Hypotheses for sentences that are token ids already, best first; similar lengths share a batch."""
         if self._other_searcher is not None:
             return self._other_searcher(sentences) if sentences else []
         searcher = self._ready_searcher()

@@ -44,7 +44,7 @@ class Helper:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         given = theirs, work, user_code.paths()
-        self.process: BaseProcess = context.Process(target=_work, args=given, daemon=True)
+        self.process: BaseProcess = context.Process(target=_run_helper, args=given, daemon=True)
         self.process.start()
         theirs.close()
         # It takes seconds before it reads, and the bytes wait for it in a thread of their own.
@@ -158,7 +158,7 @@ def _send(connection: Connection, arguments: bytes) -> None:
         connection.send_bytes(arguments)
 
 
-def _work(connection: Connection, work: Callable[..., None], code: Sequence[Path]) -> None:
+def _run_helper(connection: Connection, work: Callable[..., None], code: Sequence[Path]) -> None:
     """What a helper does, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides
     torch.set_num_threads(1)

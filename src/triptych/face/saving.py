@@ -20,7 +20,7 @@ from triptych.models import EncoderDecoder, write_model
 from triptych.models.sites import attention_sites, with_attention
 from triptych.rewriting.checkpoint import copy_run
 from triptych.rewriting.formats import FolderFormat
-from triptych.storage.copying import CERTIFICATE, FolderCopy, require_place
+from triptych.storage.copying import CERTIFICATE, FolderCopy, require_new_folder
 
 
 def save_unchanged(opened: Opened, target: Path) -> None:
@@ -36,7 +36,7 @@ def save_unchanged(opened: Opened, target: Path) -> None:
         write_folder(target, partial(write_model, module))
         return
     source = opened.files
-    require_place(source.folder, target)
+    require_new_folder(source.folder, target)
 
     def copy(folder: Path) -> None:
         for path in source.folder.iterdir():
@@ -65,7 +65,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
         if any(number in change.layers for change in changes)
     ]
     steering = [change for change in changes if isinstance(change, Steering)]
-    require_place(opened.files.folder, target)
+    require_new_folder(opened.files.folder, target)
     if isinstance(source, OwnModel):
         new = with_attention(
             source.model, {site.module: changed.read(site).weights.without_norms() for _, site in touched}

@@ -24,7 +24,7 @@ from triptych.models.feed_forward import ACTIVATIONS, Dropout
 class NewTokens(NamedTuple):
     """Tokens of a step of decoding that do not simply follow each other."""
 
-    positions: PositionIds  # where they stand
+    positions: PositionIds  # of each token
     # what they see of the tokens held and of each other, numbers added to the scores, `[batch, 1, new,
     # held]`; None for everything
     mask: Tensor | None
@@ -175,7 +175,7 @@ class Block(nn.Module):
         """Read and write `[batch, length, d_model]`; the options are named in `_computed`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
-        the memory's rows, those of one sentence side by side, and each sentence's hypotheses read
+        the memory's rows, rows of one sentence side by side, and each sentence's hypotheses read
         the memory as one longer row of queries. Without a memory, `memory_cache` holds it.
 
         `lent` holds the keys and values that several blocks use (`BlockConfig.keys`), and `given` is the

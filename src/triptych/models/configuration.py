@@ -70,7 +70,7 @@ class _Config(BaseModel):
 
 
 class AttentionConfig(_Config):
-    """One attention site. Sizes left out are those of the whole model.
+    """One attention site. Sizes left out are the model's.
 
     Attributes:
         projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
@@ -100,7 +100,7 @@ class AttentionConfig(_Config):
 
     @model_validator(mode="after")
     def _options_are_its_own(self) -> "AttentionConfig":
-        own = _options(self.projections)
+        own = _option_types(self.projections)
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name not in own:
                 known = [*type(self).model_fields, *own]
@@ -191,7 +191,7 @@ class AttentionConfig(_Config):
             check_qk_norm(chosen)
 
 
-def _options(projections: str) -> dict[str, Any]:
+def _option_types(projections: str) -> dict[str, Any]:
     """The options of a parameterisation, with their types."""
     cls = parameterisation_class(projections)
     hints = get_type_hints(cls)
@@ -241,7 +241,7 @@ class PositionsConfig(BaseModel):
                 return None
 
     def embeddings(self, vocab_size: int, scale: float, dropout: float) -> EmbeddingsConfig:
-        """Embeddings of so many tokens, with what is added to them for positions."""
+        """Embeddings of a vocabulary of this size, with what is added to them for positions."""
         scheme = self.scheme
         return EmbeddingsConfig(
             vocab_size,
@@ -260,8 +260,8 @@ class VectorsConfig(BaseModel):
         vectors: a file of word vectors: text with a word and its numbers in each line (word2vec, GloVe), or
             safetensors with one tensor, a row for each token. A token takes the vector of its text without
             the space before it, or else of its text in lower case; the others keep the values drawn. The
-            vectors are multiplied by one number, which makes them as large as the drawn values. Of a
-            translator whose target has a table of its own, those of the source.
+            vectors are multiplied by one number, which makes them as large as the drawn values. For a
+            translator whose target has a table of its own: the vectors of the source.
         frozen: whether training leaves the tables as they are, the output table with them where it is tied.
     """
 
@@ -303,7 +303,7 @@ class DecoderConfig(BaseModel):
     Attributes:
         num_layers: number of blocks.
         attention: self-attention of every layer not named in `attention_in_layer`.
-        cross_attention: attention to the memory, likewise with `cross_attention_in_layer`.
+        cross_attention: attention to the memory, in every layer not named in `cross_attention_in_layer`.
         attention_in_layer: layers (from 0) that differ, each with a site of its own.
         cross_attention_in_layer: the same for the attention to the memory.
     """
@@ -420,7 +420,7 @@ class ModelConfig(_Config):
         return EncoderDecoderArchitecture(encoder, decoder, self.tie_embeddings == "all")
 
     def block(self, *, cross: bool) -> BlockConfig:
-        """What the blocks of the encoder are made of, or with `cross` those of the decoder."""
+        """What the blocks of the encoder are made of; with `cross`, the blocks of the decoder."""
         frame = SublayerConfig(NormConfig(), self.norm, dropout=self.dropout)
         feed_forward = FeedForwardConfig(self.d_ff, self.activation, dropout=self.activation_dropout)
         return BlockConfig(frame, feed_forward, frame, frame if cross else None)
@@ -436,7 +436,7 @@ class LanguageModelConfig(_Config):
             up to a multiple of 8.
         num_heads: number of heads of an attention layer that does not set its own.
         d_k: width of queries and keys; d_model / num_heads if None.
-        d_v: width of values; likewise.
+        d_v: width of values; d_model / num_heads if None.
         dropout: on the output of every sub-layer and on the embeddings.
         activation_dropout: inside the feed-forward layers.
         activation: of the feed-forward layers.
@@ -444,7 +444,7 @@ class LanguageModelConfig(_Config):
         norm: "pre" normalises before each sub-layer and after the last block, "post" after the residual sums.
         norm_kind: LayerNorm or RMSNorm.
         norm_eps: added below the root.
-        bias: whether feed-forward layers and LayerNorms have biases. Those of the attention are options of
+        bias: whether feed-forward layers and LayerNorms have biases. Biases of the attention are options of
             its parameterisation.
         tie_embeddings: whether the output table is that of the embeddings.
         context: longest text in tokens that the model is trained on, and for "learned" positions the longest
@@ -518,7 +518,7 @@ class LanguageModelConfig(_Config):
 
 def _filled_in(attention: AttentionConfig, model: ModelConfig | LanguageModelConfig) -> AttentionConfig:
     """An attention site with the sizes that it left out, as far as it has such sizes."""
-    own = ("num_heads", *_options(attention.projections))
+    own = ("num_heads", *_option_types(attention.projections))
     sizes = {"num_heads": model.num_heads, "d_k": model.d_k, "d_v": model.d_v}
     filled = {name: size for name, size in sizes.items() if name in own and size is not None}
     return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})

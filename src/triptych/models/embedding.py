@@ -81,10 +81,10 @@ def _make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
 def _rows_of_positions(
     config: EmbeddingsConfig, ids: Int[Tensor, "batch length"], start: int | PositionIds
 ) -> int | PositionIds:
-    """The rows of the table of positions for tokens that begin at `start`, or stand where it says."""
+    """The rows of the table of positions for tokens that begin at `start`, or where it says."""
     offset = config.position_offset
     if config.padding_id is not None and not isinstance(start, PositionIds):
-        start = _counted(ids, config.padding_id, start)
+        start = _counted_positions(ids, config.padding_id, start)
     if not offset:
         return start
     if isinstance(start, PositionIds):
@@ -92,7 +92,7 @@ def _rows_of_positions(
     return start + offset
 
 
-def _counted(ids: Tensor, padding_id: int, start: int) -> PositionIds:
+def _counted_positions(ids: Tensor, padding_id: int, start: int) -> PositionIds:
     """Positions that count the tokens but for the padding; see `EmbeddingsConfig.padding_id`."""
     tokens = (ids != padding_id).long()
     return PositionIds((tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1])
@@ -101,7 +101,7 @@ def _counted(ids: Tensor, padding_id: int, start: int) -> PositionIds:
 def _without_masked(
     config: MaskedTokens, x: Float[Tensor, "batch length width"], ids: Int[Tensor, "batch length"]
 ) -> Float[Tensor, "batch length width"]:
-    """Rows of embeddings with those of masked tokens at 0; see `MaskedTokens`."""
+    """Rows of embeddings, 0 for masked tokens; see `MaskedTokens`."""
     masked = ids == config.token
     share = masked.sum(dim=1).to(x.dtype) / (ids != config.padding).sum(dim=1)
     factor = (1 - config.trained) / (1 - share)

@@ -162,7 +162,7 @@ class EncoderDecoder(nn.Module):
     def encode(
         self, src: Int[Tensor, "batch src_len"], positions: PositionIds | None = None
     ) -> Float[Tensor, "batch src_len d_model"]:
-        """The memory: the encoder's output. Tokens stand one after the other unless `positions` says more."""
+        """The memory: the encoder's output. Tokens follow one another unless `positions` says otherwise."""
         return self.encoder.hidden(src, mask=self.memory_mask(src), positions=positions)
 
     def decode(
@@ -179,8 +179,8 @@ class EncoderDecoder(nn.Module):
             tgt_in: target tokens, shifted right; with a cache, only those not yet in it.
             memory: the encoder's output; None where the cache holds what the layers read of it.
             memory_mask: True where the memory holds a token.
-            cache: holds the tokens before `tgt_in`, and gets those of `tgt_in`.
-            new: where the tokens of `tgt_in` stand and what they see, if they do not follow each other.
+            cache: holds the tokens before `tgt_in`, and takes in `tgt_in`.
+            new: positions of the tokens of `tgt_in` and what they see, if they do not follow each other.
         """
         return self.decoder.hidden(
             tgt_in,

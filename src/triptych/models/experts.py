@@ -10,7 +10,7 @@ from triptych.models.architecture import EXPERTS_NORMS, ExpertsConfig, FeedForwa
 from triptych.models.feed_forward import Dropout, FeedForward, activation_of, combined
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """The experts that tokens pass."""
 
     experts: Int[Tensor, "tokens top_k"]  # their numbers, `[tokens, top_k]`
@@ -32,7 +32,7 @@ class Router(nn.Module):
         self.register_buffer("correction", torch.zeros(config.num_experts) if config.correction else None)
         self.expert_scale = nn.Parameter(torch.ones(config.num_experts)) if config.weighted else None
 
-    def forward(self, x: Float[Tensor, "tokens d_model"]) -> Choice:
+    def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
         config = self.config
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(precise)
@@ -48,10 +48,10 @@ class Router(nn.Module):
             weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=config.min_sum)
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[experts].to(weights.dtype)
-        return Choice(experts, weights * config.scale if config.scale != 1.0 else weights)
+        return Routing(experts, weights * config.scale if config.scale != 1.0 else weights)
 
     def _allowed(self, scores: Tensor) -> Tensor:
-        """What experts are chosen by: −∞ for those of other groups."""
+        """What experts are chosen by: −∞ for experts of other groups."""
         config = self.config
         if self.correction is not None:
             scores = scores + self.correction.to(scores.dtype)

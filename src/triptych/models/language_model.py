@@ -153,7 +153,7 @@ class LanguageModel(nn.Module):
         types: Int[Tensor, "batch length"] | None = None,
         cache: DecoderCache | None = None,
     ) -> LanguageModelOutput:
-        """Logits of the next token at every position, or of an encoder those of the token itself."""
+        """Logits of the next token at every position; of an encoder, of the token itself."""
         x = self.hidden(ids, mask=mask, positions=positions, types=types, cache=cache)
         return LanguageModelOutput(x if self.head is None else self.head(x), x)
 

@@ -67,9 +67,9 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
         weights = site.layer.weights(site.kind)
         norm = memory_norm = None
         if site.residual.pre:
-            norm = _norm(site.residual.norm)
+            norm = _norm_of(site.residual.norm)
             if isinstance(model, EncoderDecoder) and site.kind == "cross":
-                memory_norm = _norm(model.encoder.final_norm)
+                memory_norm = _norm_of(model.encoder.final_norm)
         place: Literal["pre", "post"] = "pre" if site.residual.pre else "post"
         found[site.name] = replace(weights, norm=norm, memory_norm=memory_norm, norm_place=place)
     return found
@@ -83,17 +83,17 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
     found: dict[str, tuple[Norm | None, Norm | None]] = {}
     memory: Norm | None = None
     for name, stack in model.stacks.items():
-        last = _norm(stack.embeddings.norm)
+        last = _norm_of(stack.embeddings.norm)
         for i, block in enumerate(blocks_of(model, name)):
-            own = _norm(block.self_residual.norm)
+            own = _norm_of(block.self_residual.norm)
             found[f"{name}.{i}"] = (own if block.self_residual.pre else last, None)
             last = own
             if block.has_cross:
-                own = _norm(block.cross_residual.norm)
+                own = _norm_of(block.cross_residual.norm)
                 found[f"cross.{i}"] = (own if block.cross_residual.pre else last, memory)
                 last = own
-            last = _norm(block.feed_forward_residual.norm)
-        final = _norm(stack.final_norm)
+            last = _norm_of(block.feed_forward_residual.norm)
+        final = _norm_of(stack.final_norm)
         memory = last if final is None else final
     return found
 
@@ -181,7 +181,7 @@ def _require_positions(site: AttentionSite, given: Semantics) -> None:
     if not same:
         raise ValueError(
             f"the weights for {site.name} are of a layer with {given.positions} positions, which are not "
-            f"those of the model ({held.positions})"
+            f"the model's ({held.positions})"
         )
 
 
@@ -235,7 +235,7 @@ def _configured(
     return type(config).model_validate(record)
 
 
-def _norm(norm: nn.Module) -> Norm | None:
+def _norm_of(norm: nn.Module) -> Norm | None:
     match norm:
         case nn.LayerNorm() | OffsetNorm():
             offset = norm.offset if isinstance(norm, OffsetNorm) else 0.0

@@ -27,12 +27,12 @@ FORMAT = 1
 RANDOM_TOKENS = "random tokens"
 
 
-class _FrozenRecord(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @final
-class Cost(_FrozenRecord):
+class Cost(_Frozen):
     """The cost of one attention layer.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cost(_FrozenRecord):
 
 
 @final
-class StepRecord(_FrozenRecord):
+class StepRecord(_Frozen):
     """One step of one layer.
 
     Attributes:
@@ -108,7 +108,7 @@ class StepRecord(_FrozenRecord):
 
 
 @final
-class Measured(_FrozenRecord):
+class Measured(_Frozen):
     """Output differences of an attention layer, or of the maps that read a norm, on the probes.
 
     Outputs before and after are computed from the saved weights, in float64 and in the checkpoint's dtype.
@@ -133,7 +133,7 @@ class Measured(_FrozenRecord):
 
 
 @final
-class LayerRecord(_FrozenRecord):
+class LayerRecord(_Frozen):
     """One attention layer.
 
     Attributes:
@@ -166,7 +166,7 @@ class LayerRecord(_FrozenRecord):
 
 
 @final
-class NormRecord(_FrozenRecord):
+class NormRecord(_Frozen):
     """A norm that maps outside the attention read.
 
     Attributes:
@@ -194,7 +194,7 @@ def _weakest(steps: Iterable[StepRecord]) -> Tier:
 
 
 @final
-class TensorRecord(_FrozenRecord):
+class TensorRecord(_Frozen):
     """Hashes of a tensor, read and written: sha256 over dtype, shape and bytes; None if it does not exist."""
 
     read: str | None
@@ -202,7 +202,7 @@ class TensorRecord(_FrozenRecord):
 
 
 @final
-class Probes(_FrozenRecord):
+class Probes(_Frozen):
     """The random inputs that layers were measured on.
 
     Attributes:
@@ -217,7 +217,7 @@ class Probes(_FrozenRecord):
 
 
 @final
-class EndToEnd(_FrozenRecord):
+class EndToEnd(_Frozen):
     """Comparison of the whole models.
 
     Attributes:
@@ -242,7 +242,7 @@ class EndToEnd(_FrozenRecord):
 
 
 @final
-class Certificate(_FrozenRecord):
+class Certificate(_Frozen):
     """What was done and what was measured.
 
     Attributes:

@@ -41,7 +41,7 @@ from triptych.rewriting.models import with_rewritten
 from triptych.rewriting.planning import Rewriting, local_folder
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_own, require_place
+from triptych.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_new_folder, require_own
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.shards import tensor_hash
@@ -61,9 +61,9 @@ def rewrite_checkpoint(
 ) -> Certificate:
     """Rewrite a checkpoint's attention into a new folder, with a certificate."""
     files = find_source(checkpoint)
-    require_place(Path(files.name), target)  # before anything is fetched for it
+    require_new_folder(Path(files.name), target)  # before anything is fetched for it
     folder = local_folder(files)
-    require_place(folder, target)
+    require_new_folder(folder, target)
     if text is not None:
         read_whole_text(text)
     source = open_checkpoint(folder, family)

@@ -30,14 +30,14 @@ from triptych.storage.tensors import (
 from triptych.storage.untrusted import read_json
 
 CONFIG = "config.json"
-# Beside a checkpoint that was rewritten: what is claimed of it.
+# Next to a checkpoint that was rewritten: what is claimed about it.
 CERTIFICATE = "certificate.json"
 # The same weights in other formats, and what belongs to those: they would say something else than the copy.
 _OTHER_WEIGHTS = (
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ckpt", "*.ckpt.*", "*.gguf", "*.ot", "*.tflite"),
     *("*.pt", "*.pth", "*.npz", "*.h5.index.json", "*.msgpack.index.json"),
 )
-# At the top these are the model's own; in a folder below they are those of something else.
+# At the top these are the model's own; in a folder below they belong to something else.
 _WEIGHTS_AT_TOP = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 _OTHER_FOLDERS = ("onnx", "openvino", "coreml", "original", "gguf", "mlx")
 _NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
@@ -55,7 +55,7 @@ class FolderCopy:
             raise UsageError("checkpoints are rewritten on POSIX systems only")
         self._layout = _layout(source)
         self._source, self._target = self._layout.folder, target.absolute()
-        require_place(self._source, self._target)
+        require_new_folder(self._source, self._target)
         self.left_out, self._beside = _sorted_out(self._layout)
         self.num_bytes = sum(info.num_bytes for info in self._layout.tensors.infos.values())
         needed = self.num_bytes + sum((self._source / name).stat().st_size for name in self._beside)
@@ -149,7 +149,7 @@ def require_own(folder: Path, path: Path) -> None:
     raise DataError(f"{path} is a link out of the folder, to {found}: put the file itself there")
 
 
-def require_place(source: Path, target: Path) -> None:
+def require_new_folder(source: Path, target: Path) -> None:
     """Check that the target folder can be created, outside of the source."""
     target = target.absolute()
     if os.path.lexists(target):

@@ -174,7 +174,7 @@ class Repository:
         return names
 
     def _commit(self, revision: str | None) -> str:
-        """The commit that a revision stands for, which is remembered for a time without a connection."""
+        """The commit of a revision, which is remembered for a time without a connection."""
         found = self._look("config.json", revision)
         if found is None:
             raise DataError(f"{self.name}: there is no config.json, which has the number of heads")

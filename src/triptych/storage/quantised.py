@@ -197,7 +197,7 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
     method, bits, group = (
         settings.value(f"quantization_config.{key}") for key in ("quant_method", "bits", "group_size")
     )
-    return _grouped(module, str(method), bits, group, tensors, settings)
+    return _packed_in_groups(module, str(method), bits, group, tensors, settings)
 
 
 def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
@@ -224,7 +224,7 @@ def _unread(tensors: Tensors, what: str, how: str) -> str:
     )
 
 
-def _grouped(
+def _packed_in_groups(
     module: str, method: str, bits: object, group: object, tensors: Tensors, settings: Settings
 ) -> Packed:
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]

@@ -4,7 +4,7 @@ num_attention_heads                      a field
 rope_parameters.rope_theta | 10000       the first alternative that is there and not null
 hidden_size / num_attention_heads        a product, quotient, sum or difference, from left to right
 #layers_block_type                       how many entries a list has, or letters a text
-hidden_act | 'silu'                      a text in quotes stands for itself
+hidden_act | 'silu'                      a text in quotes is itself
 layer_types[]                            the entry of this layer in a list, its letter in a text, or what a
                                          record has under its number
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
@@ -75,7 +75,7 @@ class Settings:
             found = int(found)
         if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= _LARGEST:
             raise DataError(
-                f"{self.where}: {expression} is {_said(found)}: a whole number of at least 1 is needed"
+                f"{self.where}: {expression} is {_describe(found)}: a whole number of at least 1 is needed"
                 + (f", of at most {_LARGEST:,.0f}" if isinstance(found, int) and found > 1 else "")
             )
         return found
@@ -88,9 +88,9 @@ class Settings:
         """The value of an expression as a number."""
         found = self.value(expression, layer)
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise DataError(f"{self.where}: {expression} is {_said(found)}: a number is needed")
+            raise DataError(f"{self.where}: {expression} is {_describe(found)}: a number is needed")
         if not -_LARGEST <= found <= _LARGEST:
-            raise DataError(f"{self.where}: {expression} is {_said(found)}: too large, or no number")
+            raise DataError(f"{self.where}: {expression} is {_describe(found)}: too large, or no number")
         return float(found)
 
     def positive(self, expression: str, layer: int = 0) -> float:
@@ -104,7 +104,7 @@ class Settings:
         """The value of an expression as a text; None if it is missing."""
         found = self.value(expression, layer)
         if found is not None and not isinstance(found, str):
-            raise DataError(f"{self.where}: {expression} is {_said(found)}: a text is needed")
+            raise DataError(f"{self.where}: {expression} is {_describe(found)}: a text is needed")
         return found
 
     def holds(self, condition: str, layer: int = 0) -> bool:
@@ -225,5 +225,5 @@ def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "missing" if value is None else f"'{shown(value)}'" if isinstance(value, str) else shown(value)

@@ -44,7 +44,7 @@ class TensorHash(NamedTuple):
 
 def tensor_hash(tensor: Tensor) -> str:
     """sha256 of a line with dtype and shape as safetensors names them (`F32 [2, 3]`) and the raw bytes."""
-    found = _begun(tensor.dtype, tuple(tensor.shape))
+    found = _new_digest(tensor.dtype, tuple(tensor.shape))
     for block in _blocks_of(tensor):
         found.update(block)
     return found.hexdigest()
@@ -166,7 +166,7 @@ def _copy(
     shard: _Shard, name: str, new: Mapping[str, Tensor] | None, handle: int, at: int
 ) -> dict[str, TensorHash]:
     info = shard.infos[name]
-    read = _begun(info.dtype, info.shape)
+    read = _new_digest(info.dtype, info.shape)
     place, done = shard.place(name), 0
     for block in shard.blocks(name):
         read.update(block)
@@ -180,7 +180,7 @@ def _copy(
         return {name: TensorHash(read.hexdigest(), read.hexdigest())}
     hashes = {name: TensorHash(read.hexdigest(), None)}
     for own, tensor in new.items():
-        written = _begun(tensor.dtype, tuple(tensor.shape))
+        written = _new_digest(tensor.dtype, tuple(tensor.shape))
         for block in _blocks_of(tensor):
             written.update(block)
             _write_at(handle, block, at)
@@ -202,7 +202,7 @@ def _copy_in_kernel(source: int, start: int, handle: int, at: int, length: int) 
     return True
 
 
-def _begun(dtype: torch.dtype, shape: tuple[int, ...]) -> "hashlib._Hash":
+def _new_digest(dtype: torch.dtype, shape: tuple[int, ...]) -> "hashlib._Hash":
     return hashlib.sha256(f"{_LABELS[dtype]} {list(shape)}\n".encode())
 
 

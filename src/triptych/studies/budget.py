@@ -24,7 +24,7 @@ _FARTHEST = 130
 
 @final
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularySizes:
     """Sizes of the vocabularies; both are one number for a language model."""
 
     source: int
@@ -48,10 +48,10 @@ class Solved:
         return f"{chosen}{in_words(what, self.amount)} ({self.missed:+.2%})"
 
 
-def amount(recipe: AnyRecipe, vocabulary: Vocabulary, what: Quantity) -> float:
+def amount(recipe: AnyRecipe, vocabulary: VocabularySizes, what: Quantity) -> float:
     """How much of something a recipe's model has or its training takes."""
     with torch.device("meta"):
-        model = _model(recipe, vocabulary)
+        model = _build_on_meta(recipe, vocabulary)
     if what == "parameters":
         return float(sum(parameter.numel() for parameter in model.parameters()))
     if what == "cache":
@@ -59,7 +59,7 @@ def amount(recipe: AnyRecipe, vocabulary: Vocabulary, what: Quantity) -> float:
     return 3.0 * _forward_flops(model) * _tokens(recipe)
 
 
-def training_flops(recipe: AnyRecipe, vocabulary: Vocabulary) -> float | None:
+def training_flops(recipe: AnyRecipe, vocabulary: VocabularySizes) -> float | None:
     """Operations of the matrix products of training, a token of the target; None for a checkpoint's model."""
     if isinstance(recipe, ContinuedRecipe):
         return None
@@ -73,7 +73,7 @@ def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
     return sum(4 * cached_numbers(layer.weights()) for layer in layers)
 
 
-def _model(recipe: AnyRecipe, vocabulary: Vocabulary) -> EncoderDecoder | LanguageModel:
+def _build_on_meta(recipe: AnyRecipe, vocabulary: VocabularySizes) -> EncoderDecoder | LanguageModel:
     if isinstance(recipe, Recipe):
         return EncoderDecoder.of(recipe.model, vocabulary.source, vocabulary.target, 0)
     if isinstance(recipe, ContinuedRecipe):

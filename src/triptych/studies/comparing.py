@@ -16,13 +16,13 @@ from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import hold_folder, write_text
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.studies.budget import Solved, Vocabulary, amount, solve, training_flops
-from triptych.studies.job import Job, Result, TrainedRun
+from triptych.studies.budget import Solved, VocabularySizes, amount, solve, training_flops
+from triptych.studies.job import Result, StudyJob, TrainedRun
 from triptych.studies.running import ALONE, StudyProgress, run_all
 from triptych.studies.statistics import too_few
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
-from triptych.text.documents import read_documents, require_text
+from triptych.text.documents import read_documents, require_documents
 from triptych.threads import num_cores
 from triptych.training.metrics import read_metrics
 from triptych.training.processes import World, code_digests
@@ -122,12 +122,12 @@ def compare_study(
             except TriptychError as error:
                 raise UsageError(f"study {study.name}: [test]: {error}") from None
         if study.test_text is not None:
-            next(require_text(read_documents(study.test_text), study.test_text.describe()))
+            next(require_documents(read_documents(study.test_text), study.test_text.describe()))
         vocabulary, filled = _prepared(base)
         return (vocabulary.source, vocabulary.target), filled.model_dump(mode="json", exclude_unset=True)
 
     sizes, choices = world.on_first(begin, patiently=True)
-    vocabulary = Vocabulary(*sizes)
+    vocabulary = VocabularySizes(*sizes)
     made = {name: recipe.filled(choices) for name, recipe in made.items()}
     variants = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
     if warning := too_few(len(study.seed_list), len(study.variants) - 1):
@@ -137,7 +137,7 @@ def compare_study(
         runner = _Runner(study, folder, tell, world)
         trained = [
             replace(one, flops=training_flops(one.recipe, vocabulary))
-            for one in _swept(runner, _timed(runner, study, variants), say)
+            for one in _sweep_learning_rates(runner, _timed(runner, study, variants), say)
         ]
         for one in trained:
             if one.solved is not None:
@@ -195,17 +195,17 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
     write_text(place, study.model_dump_json(indent=2) + "\n")
 
 
-def _prepared(recipe: AnyRecipe) -> tuple[Vocabulary, AnyRecipe]:
+def _prepared(recipe: AnyRecipe) -> tuple[VocabularySizes, AnyRecipe]:
     """The vocabulary that all variants share, and the base with what it leaves out chosen for its text."""
     prepared = prepare(recipe, Path.cwd(), SilentDisplay())
     with torch.random.fork_rng(devices=[]):
         model = prepared.objective().model
     if isinstance(recipe, Recipe):
-        return Vocabulary(model.src_vocab_size, model.tgt_vocab_size), prepared.recipe
-    return Vocabulary(model.vocab_size, model.vocab_size), prepared.recipe
+        return VocabularySizes(model.src_vocab_size, model.tgt_vocab_size), prepared.recipe
+    return VocabularySizes(model.vocab_size, model.vocab_size), prepared.recipe
 
 
-def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: Vocabulary) -> list[Variant]:
+def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySizes) -> list[Variant]:
     """The variants, each with the free width that gives it the baseline's budget."""
     budget = study.budget
     what = budget.hold
@@ -261,7 +261,7 @@ _TIMING = {
 }
 
 
-def _steps_a_second(job: Job) -> float:
+def _steps_a_second(job: StudyJob) -> float:
     """Of the second half of a run, by the median step."""
     records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "tokens_per_second" in r]
     tokens = [after - earlier for earlier, after in pairwise([0, *(r["tokens"] for r in records)])]
@@ -269,7 +269,7 @@ def _steps_a_second(job: Job) -> float:
     return 1 / float(statistics.median(seconds[len(seconds) // 2 :]))
 
 
-def _swept(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Variant]:
+def _sweep_learning_rates(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Variant]:
     """Each variant at the learning rate with the lowest validation loss, if several are tried."""
     sweep = runner.study.sweep
     if not sweep.learning_rates:
@@ -292,7 +292,7 @@ def _swept(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Var
     ]
 
 
-def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> Job:
+def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> StudyJob:
     sweep = runner.study.sweep
     steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
     tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
@@ -336,7 +336,7 @@ class _Runner:
         self.study, self.folder, self.tell, self.world = study, folder, tell, world
         self.sweep_seconds = 0.0
 
-    def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> Job:
+    def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> StudyJob:
         """A run, whose recipe is kept."""
         threads, steps = self.study.jobs.threads, recipe.training.max_steps
         # A line of metrics at every validation, so that curves know their tokens and seconds.
@@ -346,7 +346,7 @@ class _Runner:
         )
         return self._job(self.folder / stage / name, recipe, variant, steps, whole=stage == "runs")
 
-    def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: Job) -> Job:
+    def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: StudyJob) -> StudyJob:
         """A run that is another's, rewritten; the recipe is kept."""
         trained = TrainedRun(folder=of.folder, result=of.result)
         return self._job(of.folder.parent / name, recipe, variant, 1, whole=True, rewrite_of=trained)
@@ -360,7 +360,7 @@ class _Runner:
         *,
         whole: bool,
         rewrite_of: TrainedRun | None = None,
-    ) -> Job:
+    ) -> StudyJob:
         """What is to be done for a run, with its recipe and its result, which lie next to its folder."""
         file = folder.parent / f"{folder.name}.toml"
 
@@ -369,7 +369,7 @@ class _Runner:
             write_text(file, recipe.to_toml())
 
         self.world.on_first(keep)
-        return Job(
+        return StudyJob(
             recipe=file,
             rewrite_of=rewrite_of,
             folder=folder,
@@ -385,7 +385,7 @@ class _Runner:
         )
 
     def run(
-        self, stage: str, planned: Sequence[Job], workers: int | None = None, *, must: bool = False
+        self, stage: str, planned: Sequence[StudyJob], workers: int | None = None, *, must: bool = False
     ) -> tuple[dict[str, Result], dict[str, str]]:
         """Make them; with `must`, one that fails is an error."""
         most = workers or self.study.jobs.workers or self._room()

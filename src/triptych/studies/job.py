@@ -43,7 +43,7 @@ class TrainedRun(BaseModel):
 
 
 @final
-class Job(BaseModel):
+class StudyJob(BaseModel):
     """What a process is told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,14 +90,14 @@ def read_result(path: Path) -> Result | None:
         raise DataError(f"{path} is damaged ({error}): remove it, and the run is measured again") from None
 
 
-def work(job: Job) -> int:
+def do_job(job: StudyJob) -> int:
     """Train or rewrite, and measure."""
     for path in job.code:
         user_code.use_code(path)
-    return _train(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
+    return _train_and_measure(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
 
 
-def _train(job: Job) -> int:
+def _train_and_measure(job: StudyJob) -> int:
     if (job.folder / "recipe.toml").exists():
         summary = resume(job.folder)
     else:
@@ -105,32 +105,34 @@ def _train(job: Job) -> int:
     if summary.outcome.signal_number is not None:
         return 128 + summary.outcome.signal_number
     figures = {
-        **_validation(job.folder),
+        **_validation_figures(job.folder),
         "tokens_per_second": summary.figures()["tokens_per_second"],
         "memory": _peak_memory(),
-        **_figures(job),
+        **_measure_model(job),
     }
     heads, counters = _heads(job.folder) if job.heads else {}, summary.outcome.counters
-    return _write(job, Result(figures, heads, counters.seconds, counters.step, counters.tokens))
+    return _write_result(job, Result(figures, heads, counters.seconds, counters.step, counters.tokens))
 
 
-def _rewrite(job: Job, of: TrainedRun) -> int:
+def _rewrite(job: StudyJob, of: TrainedRun) -> int:
     trained = read_result(of.result)
     if trained is None:
         raise DataError(f"{of.result} is missing: {of.folder} is not trained to its end")
     if not job.folder.exists():
         rewrite_checkpoint(str(of.folder), job.folder, read_rewrite_recipe(job.recipe), compare=False)
     of_training = {name: trained.figures[name] for name in ("tokens_per_second", "memory")}
-    figures = {**_named(validate(job.folder)), **of_training, **_figures(job)}
-    return _write(job, replace(trained, figures=figures, heads=_heads(job.folder) if job.heads else {}))
+    figures = {**_as_metrics(validate(job.folder)), **of_training, **_measure_model(job)}
+    return _write_result(
+        job, replace(trained, figures=figures, heads=_heads(job.folder) if job.heads else {})
+    )
 
 
-def _write(job: Job, result: Result) -> int:
+def _write_result(job: StudyJob, result: Result) -> int:
     write_json(job.result, asdict(result))
     return 0
 
 
-def _figures(job: Job) -> dict[str, Any]:
+def _measure_model(job: StudyJob) -> dict[str, Any]:
     """What is counted of a model, and measured on the test text."""
     model = read_own_model(job.folder)
     figures: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
@@ -146,7 +148,7 @@ def _figures(job: Job) -> dict[str, Any]:
     return figures
 
 
-def _validation(folder: Path) -> dict[str, float]:
+def _validation_figures(folder: Path) -> dict[str, float]:
     """Of the model that the run chose: the best validation, or the average of the last ones."""
     records = read_metrics(folder / "metrics.jsonl")
     (last,) = [r for r in records if "average_valid_loss" in r][-1:]
@@ -154,10 +156,10 @@ def _validation(folder: Path) -> dict[str, float]:
     found = {name.removeprefix("average_"): v for name, v in last.items() if name.startswith("average_")}
     best = min(validations, key=lambda r: r["valid_loss"], default=found)
     chosen = best if best["valid_loss"] < found["valid_loss"] else found
-    return _named(chosen)
+    return _as_metrics(chosen)
 
 
-def _named(figures: Mapping[str, Any]) -> dict[str, float]:
+def _as_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
     """Metrics, of the figures of a validation."""
     names = {"loss": "valid_loss", "bits_per_byte": "valid_bits_per_byte"}
     return {name: figures[key] for name, key in names.items() if key in figures}

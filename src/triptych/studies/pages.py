@@ -40,8 +40,8 @@ def write_study_page(outcome: Outcome, path: Path) -> None:
     report = Report(
         title=study.name,
         summary="\n\n".join(conclusions(outcome)),
-        facts=tuple(_facts(outcome)),
-        plots=(*_differences(outcome), *_curves(outcome), *_scatters(outcome)),
+        facts=tuple(_study_facts(outcome)),
+        plots=(*_differences(outcome), *_loss_curves(outcome), *_scatters(outcome)),
         tables=tuple(tables(outcome)),
     )
     write_report(report, path)
@@ -51,7 +51,7 @@ def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
     """Write what a report of the study shows first as SVG files: differences, and a curve against updates."""
     charts: list[tuple[str, Sequence[Plot]]] = [
         ("differences.svg", _differences(outcome)[:1]),
-        ("curves.svg", _curves(outcome)[:1]),
+        ("curves.svg", _loss_curves(outcome)[:1]),
     ]
     return [folder / name for name, found in charts for chart in found if write_picture(chart, folder / name)]
 
@@ -77,7 +77,7 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
     return charts
 
 
-def _facts(outcome: Outcome) -> list[tuple[str, str]]:
+def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
     study = outcome.study
     runs = [one for results in outcome.results.values() for one in results.values()]
     seconds = sum(one.seconds for results in outcome.trained.values() for one in results.values())
@@ -96,7 +96,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     return found
 
 
-def _curves(outcome: Outcome) -> list[CurveChart]:
+def _loss_curves(outcome: Outcome) -> list[CurveChart]:
     """Validation loss against `_AXES`, a line a trained variant with the interval over seeds."""
     histories = {
         name: [

@@ -15,7 +15,7 @@ import torch
 from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
 from triptych.launch import environment_alone, num_on_machine, place_on_machine
-from triptych.studies.job import Job, Result, read_result
+from triptych.studies.job import Result, StudyJob, read_result
 from triptych.training.machine import StopRequest
 from triptych.training.metrics import read_metrics
 from triptych.training.processes import Turns, World
@@ -51,7 +51,7 @@ class StudyStoppedError(TriptychError):
 
 
 def run_all(
-    planned: Sequence[Job],
+    planned: Sequence[StudyJob],
     folder: Path,
     workers: int,
     tell: Callable[[StudyProgress], None],
@@ -84,7 +84,7 @@ def own_places(workers: int) -> range:
 
 
 def _make(
-    planned: Sequence[Job],
+    planned: Sequence[StudyJob],
     folder: Path,
     places: range,
     tell: Callable[[StudyProgress], None],
@@ -148,7 +148,7 @@ def _make(
 class _Process:
     """A process that does a job; what it prints goes to a file."""
 
-    def __init__(self, job: Job, place: int) -> None:
+    def __init__(self, job: StudyJob, place: int) -> None:
         self.job, self.place = job, place
         jobs = job.folder.parent / "jobs"
         jobs.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ from triptych.errors import UsageError, near_path
 from triptych.rewriting.recipe import RewriteRecipe, parse_rewrite_recipe, require_calibration
 from triptych.text import CorpusSpec, LanguageCorpusSpec
 from triptych.toml import read_toml
-from triptych.training.recipe import AnyRecipe, explain, find_recipe, merge, resolve
+from triptych.training.recipe import AnyRecipe, explain_invalid, find_recipe, merge, resolve
 
 Metric = Literal[
     "loss",
@@ -194,7 +194,7 @@ class Study(_Section):
         return {name: keys for name, keys in self.variants.items() if _is_rewritten(keys)}
 
     def parent_of(self, variant: str) -> str:
-        """The variant whose runs are rewritten to get those of another."""
+        """The variant whose runs are rewritten to get another's."""
         return str(self.variants[variant]["rewrite_of"])
 
     @property
@@ -244,11 +244,11 @@ def read_study(path: Path | str) -> Study:
     try:
         return Study.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(f"study {path}: {explain(error, Study)}") from None
+        raise UsageError(f"study {path}: {explain_invalid(error, Study)}") from None
 
 
 def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
-    """The keys of a study, those of the study that it is like among them."""
+    """The keys of a study, including the keys of the study that it is like."""
     tree = read_toml(path, "study", f"there is no study {path}{near_path(path)}")
     like = tree.pop("like", None)
     if like is None:

@@ -70,8 +70,8 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
         if name in differences:
             against = _difference(differences[name], metric)
         elif name == NOISE and (floor := noise_floor(outcome, metric)):
-            against = _signed(floor.mean, metric), _interval(floor, metric), *("",) * 4
-        rows.append((*cells, _interval(found, metric), *against))
+            against = _signed(floor.mean, metric), _from_to(floor, metric), *("",) * 4
+        rows.append((*cells, _from_to(found, metric), *against))
     better = "higher" if metric in HIGHER_IS_BETTER else "lower"
     return Table(
         f"{title(metric)} ({better} is better)",
@@ -108,7 +108,7 @@ def _what_is_corrected(differences: Sequence[Comparison]) -> str:
     return f"{covers} {too_few(pairs, num_tests)}".rstrip()
 
 
-def cost_table(outcome: Outcome) -> Table:
+def costs_table(outcome: Outcome) -> Table:
     """Medians of what the variants cost, their budget and their learning rate."""
     rows = []
     metrics = [metric for metric in DIGITS if metric in OF_COST]
@@ -122,7 +122,7 @@ def cost_table(outcome: Outcome) -> Table:
         rows.append((name, *cells, "" if rate is None else f"{rate:g}", held))
     columns = ("variant", *(title(metric) for metric in metrics), "learning rate", "budget")
     rewritten = [f"{name} from {outcome.study.parent_of(name)}" for name in outcome.study.rewritten]
-    caption = f"Rewritten: {', '.join(rewritten)}; rate, memory and learning rate are those of training."
+    caption = f"Rewritten: {', '.join(rewritten)}; rate, memory and learning rate come from training."
     numeric = tuple(range(1, len(metrics) + 2))
     return Table(COST, columns, tuple(rows), caption if rewritten else "", numeric=numeric)
 
@@ -131,7 +131,12 @@ def sweep_table(outcome: Outcome) -> Table:
     """The losses by which learning rates were chosen."""
     rates = sorted({rate for one in outcome.variants.values() for rate in one.swept})
     rows = [
-        (name, *(_swept(one, rate) for rate in rates), f"{one.recipe.training.learning_rate:g}", _at_end(one))
+        (
+            name,
+            *(_sweep_loss(one, rate) for rate in rates),
+            f"{one.recipe.training.learning_rate:g}",
+            _at_end(one),
+        )
         for name, one in outcome.variants.items()
         if one.swept
     ]
@@ -146,7 +151,7 @@ def sweep_table(outcome: Outcome) -> Table:
     )
 
 
-def _swept(variant: Variant, rate: float) -> str:
+def _sweep_loss(variant: Variant, rate: float) -> str:
     loss = variant.swept[rate]
     return f"{loss:.4f}" if math.isfinite(loss) else "failed"
 
@@ -180,7 +185,7 @@ def conclusions(outcome: Outcome) -> list[str]:
     metric = outcome.study.metrics[0]
     found = []
     for name, one in compared(outcome, metric).items():
-        difference = f"{_signed(one.difference.mean, metric)} [{_interval(one.difference, metric)}]"
+        difference = f"{_signed(one.difference.mean, metric)} [{_from_to(one.difference, metric)}]"
         if not one.is_seen:
             needed = one.seeds_needed
             more = f"; about {needed} seeds would show a difference of this size" if needed else ""
@@ -283,7 +288,7 @@ def quality_tables(outcome: Outcome) -> list[Table]:
 def tables(outcome: Outcome) -> list[Table]:
     """All tables of a report."""
     found = quality_tables(outcome)
-    found += [cost_table(outcome), *([sweep_table(outcome)] if outcome.study.sweep.learning_rates else [])]
+    found += [costs_table(outcome), *([sweep_table(outcome)] if outcome.study.sweep.learning_rates else [])]
     return [*found, *([heads_table(outcome)] if outcome.results else [])]
 
 
@@ -296,11 +301,11 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "metrics": {
             metric: {
                 "means": {
-                    name: _estimate(mean(values, metric)) for name, values in outcome.values(metric).items()
+                    name: _as_record(mean(values, metric)) for name, values in outcome.values(metric).items()
                 },
                 "differences": {
                     name: {
-                        **_estimate(one.difference),
+                        **_as_record(one.difference),
                         "p": _finite(one.p_value),
                         "p_holm": _finite(one.corrected),
                         "exact_p": _finite(one.exact),
@@ -311,7 +316,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
                     }
                     for name, one in compared(outcome, metric).items()
                 },
-                "noise": _estimate(floor) if (floor := noise_floor(outcome, metric)) else None,
+                "noise": _as_record(floor) if (floor := noise_floor(outcome, metric)) else None,
             }
             for metric in metrics
         },
@@ -326,7 +331,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _estimate(found: Estimate) -> dict[str, Any]:
+def _as_record(found: Estimate) -> dict[str, Any]:
     return {"mean": found.mean, "low": _finite(found.low), "high": _finite(found.high), "seeds": found.count}
 
 
@@ -340,7 +345,7 @@ def _difference(found: Comparison, metric: str) -> tuple[str, ...]:
     needed = found.seeds_needed
     return (
         _signed(found.difference.mean, metric),
-        _interval(found.difference, metric),
+        _from_to(found.difference, metric),
         exact,
         student,
         effect,
@@ -362,7 +367,7 @@ def _signed(value: float, metric: str) -> str:
     return f"{value:+,.{DIGITS[metric]}f}"
 
 
-def _interval(found: Estimate, metric: str) -> str:
+def _from_to(found: Estimate, metric: str) -> str:
     if math.isnan(found.low):
         return ""
     return f"{number(found.low, metric)} to {number(found.high, metric)}"

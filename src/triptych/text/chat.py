@@ -30,7 +30,7 @@ def render_chat(
         raise UsageError("the conversation is empty; give at least one message")
     variables = {
         **tokens,
-        "messages": [_plain(message) for message in messages],
+        "messages": [_with_reasoning(message) for message in messages],
         "tools": None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
@@ -40,7 +40,7 @@ def render_chat(
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the messages cannot be given to a chat template: {error}") from None
     where = f"the chat template of {origin}"
-    answer = _answer(request, where)
+    answer = _run_script(request, where)
     if "text" in answer:
         return str(answer["text"])
     message = " ".join(str(answer["message"]).split())
@@ -55,7 +55,7 @@ def render_chat(
             raise DataError(f"{where} is damaged: {message}; give a prompt without it")
 
 
-def _answer(request: str, where: str) -> dict[str, Any]:
+def _run_script(request: str, where: str) -> dict[str, Any]:
     """What the process that renders says: a text, or what went wrong."""
     try:
         done = subprocess.run(
@@ -78,7 +78,7 @@ def _answer(request: str, where: str) -> dict[str, Any]:
     return answer
 
 
-def _plain(message: Mapping[str, object]) -> dict[str, object]:
+def _with_reasoning(message: Mapping[str, object]) -> dict[str, object]:
     """The fields that say something; an answer's reasoning under every name that templates read."""
     found = {name: value for name, value in message.items() if value is not None}
     reasoning = next((found[name] for name in _REASONING if name in found), None)

@@ -47,7 +47,7 @@ class Generation(Extension):
         return caller()
 
 
-def render(template: str, variables: dict[str, Any]) -> str:
+def render_template(template: str, variables: dict[str, Any]) -> str:
     """The text of a template, with the functions that `transformers` gives chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -92,9 +92,9 @@ def _to_json(
     )
 
 
-def _answer(request: dict[str, Any]) -> dict[str, str]:
+def _render_or_explain(request: dict[str, Any]) -> dict[str, str]:
     try:
-        return {"text": render(request["template"], request["variables"])}
+        return {"text": render_template(request["template"], request["variables"])}
     except RefusalError as error:
         return {"error": "refusal", "message": str(error)}
     except SecurityError as error:
@@ -123,7 +123,7 @@ _REHEARSAL = (
 def _limit() -> None:
     """What the system allows the process from here on; what it imports, it has imported before."""
     for template in _REHEARSAL:
-        _answer({"template": template, "variables": {}})
+        _render_or_explain({"template": template, "variables": {}})
     if sys.platform != "win32":
         limits = {
             resource.RLIMIT_CPU: CPU_SECONDS,
@@ -139,7 +139,7 @@ def _limit() -> None:
 def _main() -> None:
     request = json.load(sys.stdin.buffer)
     _limit()
-    sys.stdout.buffer.write(json.dumps(_answer(request)).encode())
+    sys.stdout.buffer.write(json.dumps(_render_or_explain(request)).encode())
 
 
 if __name__ == "__main__":

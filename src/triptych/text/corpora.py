@@ -221,7 +221,7 @@ def read_parallel(
 
 
 def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTexts]]:
-    """Name of the corpus, and its pairs as they stand in it."""
+    """Name of the corpus, and its pairs as they are in it."""
     if spec.source is not None and spec.target is not None:
         name = f"{spec.source.name} and {spec.target.name}"
         return name, _read_two_files(base / spec.source, base / spec.target)

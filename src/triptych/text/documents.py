@@ -33,7 +33,7 @@ class LanguageCorpusSpec(BaseModel):
 
     Attributes:
         files: files of text, .jsonl (all also .gz and .zst) or .parquet; folders, whose .txt, .text, .md,
-            .jsonl and .parquet files are read, those of folders in them too; or patterns ("books/*.txt").
+            .jsonl and .parquet files are read, in folders below them too; or patterns ("books/*.txt").
         documents: what a document is in a file of text: the whole "file", each "line" that is not blank, or
             the text between "blank-lines". In other files it is a record.
         hub: a dataset of the Hugging Face Hub by name, or a local dataset folder.
@@ -142,7 +142,7 @@ def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
     return digest.hexdigest()
 
 
-def require_text(parts: Iterable[TextPart], name: str) -> Iterator[TextPart]:
+def require_documents(parts: Iterable[TextPart], name: str) -> Iterator[TextPart]:
     """The parts, of which there must be one."""
     some = False
     for part in parts:

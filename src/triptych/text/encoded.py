@@ -84,20 +84,20 @@ def encode_corpus(
 ) -> EncodedCorpus:
     """Tokenize a corpus, or find it tokenized from an earlier run."""
     if cache_folder is None:
-        arrays = _encode(corpus, tokenizers)
+        arrays = _encode_sides(corpus, tokenizers)
     else:
         path = cache_folder / f"tokens-{_key_of(corpus, tokenizers)}.safetensors"
         found = _read_cache(path)
-        arrays = _encode(corpus, tokenizers) if found is None else found
+        arrays = _encode_sides(corpus, tokenizers) if found is None else found
         if found is None:
             cache_folder.mkdir(parents=True, exist_ok=True)
-            metadata = {"sha256": _digest_of(arrays)}
+            metadata = {"sha256": _digest_of_arrays(arrays)}
             write_atomically(path, lambda temporary: save_file(arrays, temporary, metadata=metadata))
     source, target = (TokenSequences(arrays[f"{s}.ids"], arrays[f"{s}.offsets"]) for s in _SIDES)
     return EncodedCorpus(source, target, np.array(corpus.line_numbers, dtype=np.int64), corpus.name)
 
 
-def _encode(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> dict[str, np.ndarray]:
+def _encode_sides(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for side in _SIDES:
         found = _pack_texts(getattr(corpus, side), getattr(tokenizers, side))
@@ -144,10 +144,10 @@ def _read_cache(path: Path) -> dict[str, np.ndarray] | None:
     except (SafetensorError, OSError):
         return None
     # A flipped bit would pass as another token; only the digest shows it.
-    return arrays if _digest_of(arrays) == expected else None
+    return arrays if _digest_of_arrays(arrays) == expected else None
 
 
-def _digest_of(arrays: dict[str, np.ndarray]) -> str:
+def _digest_of_arrays(arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
     for name in sorted(arrays):
         digest.update(name.encode())

@@ -60,5 +60,5 @@ class FramedTokenizer(SentenceTokenizer):
         return self._inner.chat(messages, add_generation_prompt=add_generation_prompt)
 
     def to_json(self) -> str:
-        """The checkpoint's tokenizer as text; what stands around sentences is not in it."""
+        """The checkpoint's tokenizer as text, without what surrounds sentences."""
         return self._inner.to_json()

@@ -24,10 +24,10 @@ from triptych.text.spelled import (
     draw_past,
     draw_time,
     draw_when,
-    fill,
+    fill_in,
     month_of,
-    read_pairs,
-    read_rows,
+    pairs_of,
+    rows_of,
     spell_cardinal,
     spell_day,
     spell_ordinal,
@@ -66,7 +66,7 @@ def part_of(source: str) -> str:
 
 def example_pairs() -> list[TextPair]:
     """A few fixed test pairs, one for each thing that is hard about this corpus."""
-    return [*read_pairs("examples")]
+    return [*pairs_of("examples")]
 
 
 def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, seed: int) -> list[TextPair]:
@@ -99,18 +99,18 @@ def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, se
 # --- sentences ---------------------------------------------------------------------------------------
 
 _VERBS_OF = {"vehicles": "moves", "shows": "courses", "houses": "openings", "persons": "habits"}
-_EVENTS = tuple((read_pairs(subjects), read_rows(verbs)) for subjects, verbs in _VERBS_OF.items())
-_CLAIMS, _PEOPLE, _DEEDS = read_pairs("claims"), read_rows("people"), read_pairs("deeds")
-_THINGS, _WARES = read_rows("things"), read_rows("wares")
+_EVENTS = tuple((pairs_of(subjects), rows_of(verbs)) for subjects, verbs in _VERBS_OF.items())
+_CLAIMS, _PEOPLE, _DEEDS = pairs_of("claims"), rows_of("people"), pairs_of("deeds")
+_THINGS, _WARES = rows_of("things"), rows_of("wares")
 
 
-def _sentence(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
+def _fill_sentence(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
     """A template with its places filled, begun with a capital."""
-    german, english = fill(template, pieces)
-    return _tidy(german), _tidy(english)
+    german, english = fill_in(template, pieces)
+    return _tidy_sentence(german), _tidy_sentence(english)
 
 
-def _tidy(text: str) -> str:
+def _tidy_sentence(text: str) -> str:
     """Begin with a capital, and end the apposition of a date where the clause ends anyway."""
     for doubled in (",.", ",?", ",,"):
         text = text.replace(doubled, doubled[1])
@@ -130,7 +130,7 @@ def _draw_event(rng: Random) -> TextPair:
         "prefix": (prefix, ""),
         "auxiliary": (auxiliary, ""),
     }
-    return _sentence(rng.choice(read_pairs("events")), pieces)
+    return _fill_sentence(rng.choice(pairs_of("events")), pieces)
 
 
 def _draw_calendar(rng: Random) -> TextPair:
@@ -145,8 +145,8 @@ def _draw_calendar(rng: Random) -> TextPair:
         "year": spell_year(when.year),
     }
     # The first three have few sentences to give, the last one very many.
-    (template,) = rng.choices(read_pairs("calendars"), (1, 1, 1, 3, 6))
-    return _sentence(template, pieces)
+    (template,) = rng.choices(pairs_of("calendars"), (1, 1, 1, 3, 6))
+    return _fill_sentence(template, pieces)
 
 
 def _draw_count(rng: Random) -> TextPair:
@@ -162,22 +162,24 @@ def _draw_count(rng: Random) -> TextPair:
         "done": rng.choice(_DEEDS),
         "weekday": WEEKDAYS[rng.randrange(7)],
     }
-    return _sentence(rng.choice(read_pairs("counts")), pieces)
+    return _fill_sentence(rng.choice(pairs_of("counts")), pieces)
 
 
 def _draw_number_sentence(rng: Random) -> TextPair:
     kind = rng.random()
     if kind < 0.4:
-        return _sentence(rng.choice(read_pairs("measures")), {"n": spell_cardinal(draw_amount(rng, low=2))})
+        return _fill_sentence(
+            rng.choice(pairs_of("measures")), {"n": spell_cardinal(draw_amount(rng, low=2))}
+        )
     if kind < 0.7:
-        return _sentence(rng.choice(read_pairs("numbers")), {"n": spell_cardinal(draw_number(rng))})
-    return _sentence(rng.choice(read_pairs("ranks")), {"n": spell_ordinal(rng.randint(1, 99))})
+        return _fill_sentence(rng.choice(pairs_of("numbers")), {"n": spell_cardinal(draw_number(rng))})
+    return _fill_sentence(rng.choice(pairs_of("ranks")), {"n": spell_ordinal(rng.randint(1, 99))})
 
 
 def _draw_arithmetic(rng: Random) -> TextPair:
     a, b = draw_number(rng, max_digits=3), draw_number(rng, max_digits=3)
     pieces = {name: spell_cardinal(number) for name, number in (("a", a), ("b", b), ("c", a + b))}
-    return _sentence(rng.choice(read_pairs("sums")), pieces)
+    return _fill_sentence(rng.choice(pairs_of("sums")), pieces)
 
 
 def _draw_price(rng: Random) -> TextPair:
@@ -193,7 +195,7 @@ def _draw_price(rng: Random) -> TextPair:
         "claim": rng.choice(_CLAIMS),
         "weekday": WEEKDAYS[rng.randrange(7)],
     }
-    return _sentence(rng.choice(read_pairs("prices")), pieces)
+    return _fill_sentence(rng.choice(pairs_of("prices")), pieces)
 
 
 def _draw_phrase(rng: Random) -> TextPair:
@@ -213,7 +215,7 @@ def _draw_phrase(rng: Random) -> TextPair:
 _KINDS: dict[Callable[[Random], TextPair], int] = {
     _draw_phrase: 14,
     _draw_event: 28,
-    lambda rng: _sentence(rng.choice(read_pairs("histories")), {"when": draw_past(rng)}): 10,
+    lambda rng: _fill_sentence(rng.choice(pairs_of("histories")), {"when": draw_past(rng)}): 10,
     _draw_calendar: 8,
     _draw_count: 12,
     _draw_number_sentence: 10,

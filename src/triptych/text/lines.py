@@ -144,7 +144,7 @@ def open_file(path: Path) -> io.BufferedReader:
 
 def check_content(head: bytes, expected: str | None, where: str) -> None:
     """Refuse content whose first bytes are not of the expected kind."""
-    found = _kind_of(head)
+    found = _compression_of(head)
     if found == expected or (expected == PARQUET and head.startswith(b"PAR1")):
         return
     if expected is None:
@@ -155,7 +155,7 @@ def check_content(head: bytes, expected: str | None, where: str) -> None:
     raise DataError(f"{where} is named {_ENDINGS[expected]} but {actual}; give it the ending of what it is")
 
 
-def _kind_of(head: bytes) -> str | None:
+def _compression_of(head: bytes) -> str | None:
     if head.startswith(b"\x1f\x8b"):
         return GZIP
     # Parallel compressors begin with a skippable frame, 0x184D2A5? in little-endian order.

@@ -102,5 +102,5 @@ def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.nd
 
 
 def _is_of_word(char: str) -> bool:
-    # U+FFFD stands for a part of a character, which nearly always is a letter.
+    # U+FFFD is a part of a character, nearly always of a letter.
     return char.isalnum() or char == "\ufffd" or unicodedata.category(char).startswith("M")

@@ -22,10 +22,10 @@ from triptych.text.tokenizers import (
     Tokenizer,
     by_library,
     encode_batch,
-    ids_of,
     join_punctuation,
     read_record,
     read_saved,
+    token_ids_in,
 )
 from triptych.text.vocabularies import convert_vocabulary, find_vocabulary
 
@@ -230,6 +230,6 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
 
 
 def _require_moderate_ids(text: str, origin: str) -> None:
-    ids, _ = ids_of(text, origin, _FETCH_AGAIN)
+    ids, _ = token_ids_in(text, origin, _FETCH_AGAIN)
     if max(ids, default=0) > LARGEST_ID:
         raise DataError(f"{origin} is damaged: a token has the id {max(ids)}; fetch it again")

@@ -1,7 +1,7 @@
 """Texts from files of records: TSV, JSON Lines, Parquet, and Hugging Face datasets.
 
 Every reader yields `(number, texts)`: the 1-based line or row number and the texts of the fields as found.
-A null, or a blank line, stands for empty texts.
+A null, or a blank line, gives empty texts.
 """
 
 import json
@@ -123,18 +123,19 @@ def _columns_of(fields: Sequence[str], names: list[str], where: str) -> list[str
     for field, column in columns.items():
         if column not in names:
             raise DataError(
-                f"{where} has no column {field!r}; its columns are {', '.join(names)}; set {_options(fields)}"
+                f"{where} has no column {field!r}; its columns are {', '.join(names)}; "
+                f"set {_field_options(fields)}"
             )
     return list(dict.fromkeys(columns.values()))
 
 
-def _options(fields: Sequence[str]) -> str:
+def _field_options(fields: Sequence[str]) -> str:
     """The options of a corpus that say where its texts are."""
     return "text_field" if len(fields) == 1 else "source_field and target_field"
 
 
 def _texts_at(record: Mapping[str, object], fields: Sequence[str], where: str) -> tuple[str, ...]:
-    return tuple(_text_at(record, field, where, _options(fields)) for field in fields)
+    return tuple(_text_at(record, field, where, _field_options(fields)) for field in fields)
 
 
 def _text_at(record: Mapping[str, object], field: str, where: str, options: str) -> str:
@@ -167,7 +168,7 @@ def _value_at(record: Mapping[str, object], field: str, where: str, options: str
 
 
 def _paths_in(record: Mapping[str, object]) -> list[str]:
-    """Names of the fields, those of nested objects as dotted paths."""
+    """Names of the fields; in nested objects as dotted paths."""
     paths: list[str] = []
     for key, value in record.items():
         paths += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]

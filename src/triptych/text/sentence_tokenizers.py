@@ -17,10 +17,10 @@ from triptych.text.tokenizers import (
     SentenceTokenizer,
     by_library,
     encode_batch,
-    ids_of,
     join_punctuation,
     read_record,
     read_saved,
+    token_ids_in,
 )
 
 PAD_ID = 0
@@ -54,7 +54,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every token by id, its bytes in the characters that stand for them."""
+        """Every token by id, its bytes as characters of the byte alphabet."""
         return tuple(str(self._inner.id_to_token(token)) for token in range(self.vocab_size))
 
     def encode(
@@ -88,7 +88,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
     @classmethod
     def from_json(cls, text: str, origin: str) -> "ByteLevelTokenizer":
         """The inverse of `to_json`."""
-        numbers, count = ids_of(text, origin)
+        numbers, count = token_ids_in(text, origin)
         if max(numbers, default=0) >= max(count, 1):
             raise DataError(
                 f"{origin} is damaged: a token has the id {max(numbers)}, and there are at most {count} "
@@ -149,11 +149,11 @@ class SentencePieceRecord(BaseModel):
     pad_id: int = Field(ge=0)  # fills rows up
     bos_id: int = Field(ge=0)  # begins every output
     eos_id: int = Field(ge=0)  # ends source and output
-    unk_id: int = Field(ge=0)  # stands for every piece that is not in the vocabulary
+    unk_id: int = Field(ge=0)  # the id of every piece that is not in the vocabulary
     # After decoding, the space before punctuation and English contractions is taken out
     # (`clean_up_tokenization_spaces` in Hugging Face's files).
     joins_punctuation: bool = False
-    vocab: tuple[str, ...]  # the pieces by id, which need not be those of the model
+    vocab: tuple[str, ...]  # the pieces by id, which need not be the model's
     model: bytes  # the content of the SentencePiece model file, which cuts text into pieces
 
     @model_validator(mode="after")

@@ -14,7 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from triptych.errors import DataError
 from triptych.files import hold_folder, remove_leftovers, write_atomically, write_bytes, write_text
-from triptych.text.documents import LanguageCorpusSpec, TextPart, fingerprint, read_documents, require_text
+from triptych.text.documents import (
+    LanguageCorpusSpec,
+    TextPart,
+    fingerprint,
+    read_documents,
+    require_documents,
+)
 from triptych.text.framed import Frame
 from triptych.text.tokenizers import Tokenizer
 
@@ -28,12 +34,12 @@ _MOST_MAPPED = 16
 _FORMAT: Literal["triptych token shards 1"] = "triptych token shards 1"
 
 
-class _Record(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @final
-class ShardRecord(_Record):
+class ShardRecord(_Frozen):
     """What is in a shard."""
 
     num_tokens: int = Field(ge=0)  # in it
@@ -44,7 +50,7 @@ class ShardRecord(_Record):
 
 
 @final
-class ShardIndex(_Record):
+class ShardIndex(_Frozen):
     """What is in a folder of shards; written last."""
 
     format: Literal["triptych token shards 1"] = _FORMAT  # of the folder
@@ -118,7 +124,7 @@ def tokenize_corpus(
     try:
         return read_shards(folder)
     except DataError:
-        parts = require_text(read_documents(spec, base=base), spec.describe())
+        parts = require_documents(read_documents(spec, base=base), spec.describe())
         return write_shards(parts, tokenizer, folder)
 
 
@@ -144,7 +150,7 @@ def write_shards(
         frame = Frame.of(tokenizer)  # the tokens around every document
         if not frame.after and tokenizer.eos_id is not None:
             frame = frame._replace(after=(tokenizer.eos_id,))
-        groups = _groups(parts)
+        groups = _grouped(parts)
         for group in groups:
             shard = _Shard(tokenizer, frame, dtype, records[-1] if records else None)
             shard.write(folder, len(records), chain([group], groups), tokens_per_shard)
@@ -223,7 +229,7 @@ class _Shard:
         return np.concatenate(sequences)
 
 
-def _groups(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
+def _grouped(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
     group: list[TextPart] = []
     size = 0
     for part in parts:

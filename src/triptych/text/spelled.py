@@ -18,17 +18,17 @@ _TABLES = tomllib.loads(Path(__file__).with_name("german_english.toml").read_tex
 
 
 @cache
-def read_rows(table: str) -> tuple[tuple[str, ...], ...]:
+def rows_of(table: str) -> tuple[tuple[str, ...], ...]:
     """The cells of a table, by rows."""
     return tuple(tuple(map(str.strip, line.split("|"))) for line in _TABLES[table].strip().splitlines())
 
 
 @cache
-def read_pairs(table: str) -> tuple[TextPair, ...]:
-    return tuple((german, english) for german, english in read_rows(table))
+def pairs_of(table: str) -> tuple[TextPair, ...]:
+    return tuple((german, english) for german, english in rows_of(table))
 
 
-def fill(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
+def fill_in(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
     """A template with its places filled; both sides of it name them alike."""
     german = template[0].format_map({name: piece[0] for name, piece in pieces.items()})
     english = template[1].format_map({name: piece[1] for name, piece in pieces.items()})
@@ -111,7 +111,7 @@ def spell_clock(hour: int, minute: int) -> TextPair:
     elif number % 5:
         count = f"{count[0]} Minuten", f"{count[1]} minutes"
     template = _ROUND_TIMES.get(minute, _AFTER if minute < 30 else _BEFORE)
-    return fill(template, {"this": this, "next": spell_cardinal(hour % 12 + 1), "count": count})
+    return fill_in(template, {"this": this, "next": spell_cardinal(hour % 12 + 1), "count": count})
 
 
 def spell_timetable(hour: int, minute: int) -> TextPair:
@@ -148,7 +148,7 @@ _TIMES_OF_DAY = (
 
 # --- dates -------------------------------------------------------------------------------------------
 
-MONTHS, WEEKDAYS = read_pairs("months"), read_pairs("weekdays")
+MONTHS, WEEKDAYS = pairs_of("months"), pairs_of("weekdays")
 _LEAP_YEAR = 2024
 
 
@@ -159,18 +159,18 @@ def month_of(when: date) -> TextPair:
 def spell_day(when: date, case: str) -> TextPair:
     """Day and month: ("dritte Mai", "third of May"); the German ordinal takes -n unless nominative."""
     german = "{day} {month}" if case == "nominative" else "{day}n {month}"
-    return fill((german, "{day} of {month}"), {"day": spell_ordinal(when.day), "month": month_of(when)})
+    return fill_in((german, "{day} of {month}"), {"day": spell_ordinal(when.day), "month": month_of(when)})
 
 
 def spell_on_day(when: date, *, weekday: int | None = None, year: bool = False) -> TextPair:
     """A day after its preposition; with a weekday an apposition, whose closing comma `_tidy` may drop."""
     day = spell_day(when, "dative")
     if year:
-        day = fill(("{day} {year}", "{day} {year}"), {"day": day, "year": spell_year(when.year)})
+        day = fill_in(("{day} {year}", "{day} {year}"), {"day": day, "year": spell_year(when.year)})
     if weekday is None:
         return f"am {day[0]}", f"on the {day[1]}"
     template = "am {weekday}, dem {day},", "on {weekday}, the {day},"
-    return fill(template, {"weekday": WEEKDAYS[weekday], "day": day})
+    return fill_in(template, {"weekday": WEEKDAYS[weekday], "day": day})
 
 
 def draw_day_of_year(rng: Random) -> date:
@@ -190,7 +190,7 @@ def draw_past(rng: Random) -> TextPair:
     if kind < 0.4:
         return spell_on_day(when, weekday=when.weekday() if kind < 0.2 else None, year=True)
     template = ("im {month} {year}", "in {month} {year}") if kind < 0.7 else ("im Jahr {year}", "in {year}")
-    return fill(template, {"month": month_of(when), "year": spell_year(when.year)})
+    return fill_in(template, {"month": month_of(when), "year": spell_year(when.year)})
 
 
 def draw_when(rng: Random) -> TextPair:
@@ -203,13 +203,13 @@ def draw_when(rng: Random) -> TextPair:
         day = f"am {WEEKDAYS[weekday][0]}", f"on {WEEKDAYS[weekday][1]}"
     else:
         day = spell_on_day(when, weekday=weekday if kind > 0.9 else None)
-    return fill(("{day} um {time}", "at {time} {day}"), {"day": day, "time": time}) if kind < 0.8 else day
+    return fill_in(("{day} um {time}", "at {time} {day}"), {"day": day, "time": time}) if kind < 0.8 else day
 
 
 # --- money -------------------------------------------------------------------------------------------
 
 Unit = tuple[str, ...]  # a row of the table
-_UNITS = read_rows("units")
+_UNITS = rows_of("units")
 # The larger unit of each, and its hundredth.
 EURO, DOLLAR, POUND, FRANC = _CURRENCIES = tuple(zip(_UNITS[::2], _UNITS[1::2], strict=True))
 

@@ -91,7 +91,7 @@ class TokenizerClass:
     resets_flags: bool = False  # whether special tokens lose their flags
 
     def _named_tokens(self, settings: TokenizerSettings) -> dict[str, Token]:
-        """The named special tokens, those of the class included."""
+        """The named special tokens, including the class's own."""
         found: dict[str, Token] = {}
         for name in (*NAMED_TOKENS, *settings.given):
             # A token that is given as null is none.

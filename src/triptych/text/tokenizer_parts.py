@@ -47,7 +47,7 @@ def byte_pairs(
     space: bool = False,
 ) -> tokenizers.Tokenizer:
     """GPT-2's way: words of bytes, and merges."""
-    inner = _pairs(making, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+    inner = _pair_model(making, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
     if normalizer is not None:
         inner.normalizer = normalizer
     inner.pre_tokenizer = cut(making.flag("add_prefix_space", space))
@@ -72,14 +72,14 @@ def word_pieces(making: Making) -> tokenizers.Tokenizer:
 
 def openai_gpt(making: Making) -> tokenizers.Tokenizer:
     ends = {"continuing_subword_prefix": "", "end_of_word_suffix": "</w>"}
-    inner = _pairs(making, **ends, fuse_unk=False, unk_token=making.token("unk_token"))
+    inner = _pair_model(making, **ends, fuse_unk=False, unk_token=making.token("unk_token"))
     inner.normalizer = normalizers.BertNormalizer(lowercase=True)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.BPEDecoder(suffix="</w>")
     return inner
 
 
-def _pairs(making: Making, **options: Any) -> tokenizers.Tokenizer:
+def _pair_model(making: Making, **options: Any) -> tokenizers.Tokenizer:
     vocabulary = making.vocabulary
     return tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), list(vocabulary.merges), **options))
 
@@ -94,7 +94,7 @@ def _spelled(*, strip: bool) -> Any:
 
 
 def llama(making: Making, *, is_code: bool = False) -> tokenizers.Tokenizer:
-    inner = _pairs(making, unk_token=making.token("unk_token") if is_code else None, **_SPELLS)
+    inner = _pair_model(making, unk_token=making.token("unk_token") if is_code else None, **_SPELLS)
     space = making.flag("add_prefix_space", True)
     first = "always" if making.flag("legacy", False) and not is_code else "first"
     inner.pre_tokenizer = pre_tokenizers.Metaspace(
@@ -105,7 +105,7 @@ def llama(making: Making, *, is_code: bool = False) -> tokenizers.Tokenizer:
 
 
 def gemma(making: Making) -> tokenizers.Tokenizer:
-    inner = _pairs(making, unk_token=making.token("unk_token"), **_SPELLS)
+    inner = _pair_model(making, unk_token=making.token("unk_token"), **_SPELLS)
     inner.normalizer = normalizers.Replace(" ", SPACE_MARK)
     inner.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
     inner.decoder = _spelled(strip=False)
@@ -166,7 +166,7 @@ def mbart50(making: Making) -> tokenizers.Tokenizer:
 
 
 def nllb(making: Making) -> tokenizers.Tokenizer:
-    model = _pairs(making, unk_token=making.token("unk_token"), fuse_unk=True).model
+    model = _pair_model(making, unk_token=making.token("unk_token"), fuse_unk=True).model
     charsmap = _charsmap(making)
     return _spaced(model, [*charsmap, _ONE_SPACE] if charsmap else [])
 

@@ -51,7 +51,7 @@ class TokenizerSettings:
     def read(cls, folder: Path, whole: Mapping[str, Any]) -> "TokenizerSettings":
         """What the files say besides the vocabulary; `whole` is the content of `tokenizer.json`."""
         where = str(folder / "tokenizer_config.json")
-        record, config = _read(Path(where)), _read(folder / "config.json")
+        record, config = _read_if_there(Path(where)), _read_if_there(folder / "config.json")
         added: dict[int, AddedToken] = {}
         if "added_tokens_decoder" in record:
             if not isinstance(record["added_tokens_decoder"], dict):
@@ -59,11 +59,11 @@ class TokenizerSettings:
             for number, entry in record["added_tokens_decoder"].items():
                 added[_id_of(number, where)] = _token(entry, where)
         else:
-            record = {**record, **_read(folder / "special_tokens_map.json")}
+            record = {**record, **_read_if_there(folder / "special_tokens_map.json")}
             path = folder / "added_tokens.json"
             special = {_content(record[name], where) for name in NAMED_TOKENS if record.get(name)}
             special |= {_content(value, where) for value in _extra_of(record, where)[0] or ()}
-            for content, number in _read(path).items():
+            for content, number in _read_if_there(path).items():
                 known = content in special
                 added[_id_of(number, str(path))] = AddedToken(content, normalized=not known, special=known)
             for entry in whole.get("added_tokens") or ():
@@ -135,7 +135,7 @@ def _token(value: object, where: str, *, special: bool | None = None) -> AddedTo
     return AddedToken(content, **flags)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_if_there(path: Path) -> dict[str, Any]:
     """The record of a file; empty where there is none."""
     record = read_json(path) if path.exists() else {}
     if SURROGATE.search(json.dumps(record, ensure_ascii=False)):

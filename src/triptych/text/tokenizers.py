@@ -124,7 +124,7 @@ def read_record(kind: type[RecordT], text: str, origin: str) -> RecordT:
         raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
 
 
-def ids_of(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
+def token_ids_in(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
     """The ids in a file of the tokenizers library, and how many tokens it has."""
     # The library takes memory for every id below the largest one: they are checked before it reads the file.
     try:

@@ -38,7 +38,7 @@ class TokenizerSpec(BaseModel):
 
     Attributes:
         kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for language models also
-            "characters", those of the training text, and "bytes", the 256 of them.
+            "characters" of the training text, and the 256 "bytes".
         vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
             characters the most frequent are kept.
         joint: one vocabulary for both sides, or one for each.
@@ -83,17 +83,17 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
     match spec.kind:
         case "bytes":
             inner = _gpt2_like(
-                models.BPE(_numbered([*_SPECIAL, *_BYTES]), []),
+                models.BPE(_number_tokens([*_SPECIAL, *_BYTES]), []),
                 use_regex=False,
             )
         case "characters":
             special = [*_SPECIAL, _UNK]
-            vocab = _numbered([*special, *_characters(texts, spec.vocab_size - len(special))])
+            vocab = _number_tokens([*special, *_characters(texts, spec.vocab_size - len(special))])
             inner = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=_UNK))
             inner.decoder = decoders.Fuse()
         case _:
             inner = _train_pieces(spec, texts, _gpt2_like, _SPECIAL)
-    # A piece has the space before it, and so has the mask that stands for one.
+    # A piece has the space before it, and so has the mask that replaces one.
     mask = tokenizers.AddedToken(_MASK, lstrip=spec.kind in ("bpe", "unigram"))
     inner.add_special_tokens([mask if token == _MASK else token for token in special])
     names = {"pad_token": _PAD, "bos_token": _EOS, "eos_token": _EOS, "mask_token": _MASK}
@@ -123,7 +123,7 @@ def _characters(texts: Iterable[str], most: int) -> list[str]:
     return sorted(sorted(counts, key=lambda char: (-counts[char], char))[:most])
 
 
-def _numbered(tokens: Iterable[str]) -> dict[str, int]:
+def _number_tokens(tokens: Iterable[str]) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
 
 
@@ -194,15 +194,15 @@ def trained_once(
         digest.update(hashlib.sha256(code.read_bytes()).digest())
     add_texts(digest, texts())
     path = cache_folder / f"tokenizers-{digest.hexdigest()}.json"
-    found = _read(path)
+    found = _read_cached(path)
     if found is None:
         found = list(train())
         cache_folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({"sha256": _digest_of(found), "tokenizers": found}) + "\n")
+        write_text(path, json.dumps({"sha256": _digest_of_texts(found), "tokenizers": found}) + "\n")
     return found
 
 
-def _read(path: Path) -> list[str] | None:
+def _read_cached(path: Path) -> list[str] | None:
     """What was written there; None where there is nothing, or nothing sound."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -211,8 +211,8 @@ def _read(path: Path) -> list[str] | None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     # A flipped bit would pass as another piece; only the digest shows it.
-    return found if _digest_of(found) == expected else None
+    return found if _digest_of_texts(found) == expected else None
 
 
-def _digest_of(texts: Sequence[str]) -> str:
+def _digest_of_texts(texts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

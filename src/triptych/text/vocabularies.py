@@ -65,7 +65,7 @@ def convert_vocabulary(
     with quiet_transformers(), TemporaryDirectory() as folder:
         for file, copied in files.items():
             (Path(folder) / file).write_bytes(copied)
-        config = json.dumps(_plain(settings))
+        config = json.dumps(_settings_record(settings))
         (Path(folder) / "tokenizer_config.json").write_text(config, encoding="utf-8")
         made = getattr(transformers, name).from_pretrained(folder, local_files_only=True)
     inner: tokenizers.Tokenizer = made.backend_tokenizer
@@ -99,7 +99,7 @@ def _look_at(name: str, content: bytes) -> tuple[Kind, int]:
             raise ValueError("it cuts text into words or characters, not by unigram or bpe")
 
 
-def _plain(settings: TokenizerSettings) -> dict[str, object]:
+def _settings_record(settings: TokenizerSettings) -> dict[str, object]:
     """The settings as `tokenizer_config.json` has them: flags, numbers and tokens, and no paths."""
     for name in ("extra_ids", "offset"):
         settings.count(name, 0)

@@ -21,7 +21,7 @@ def write_card(
 ) -> None:
     """Write the card of a finished run, unless somebody wrote one in its place."""
     path = folder / "README.md"
-    text = printable(_card(recipe, outcome, num_parameters), lines=True)
+    text = printable(_card_text(recipe, outcome, num_parameters), lines=True)
     if path.exists():
         old = read_limited(path, LONGEST_TEXT).decode(errors="replace")
         body, _, end = old.rpartition(_CARD_END)
@@ -35,7 +35,7 @@ def _text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _card(recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int) -> str:
+def _card_text(recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int) -> str:
     counters, best = outcome.counters, f"{abs(outcome.counters.best_score or 0.0):.4f}"
     if isinstance(recipe, TextRecipe):
         writes, tokens = recipe.task == "language-model", "tokens"

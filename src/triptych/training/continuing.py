@@ -1,7 +1,7 @@
 """What a run needs that goes on with the language model of a checkpoint.
 
 Its folder is a checkpoint of the same family, in float32: `config.json`, `model.safetensors` and the
-tokenizer's files are what `transformers` reads. Beside them lies what every run has.
+tokenizer's files are what `transformers` reads. The other files of a run are next to them.
 """
 
 import json
@@ -19,7 +19,7 @@ from triptych.checkpoints.models import (
     tie_shared,
     why_not_written,
 )
-from triptych.checkpoints.source import is_own
+from triptych.checkpoints.source import is_own_config
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.files import write_text
 from triptych.models import LanguageModel
@@ -47,11 +47,11 @@ def prepare_continued(
 ) -> Prepared:
     """Read what a run needs; a new one reads its checkpoint, and chooses what the recipe leaves out."""
     path = base / recipe.model.checkpoint if folder is None else folder
-    loaded = _loaded(path if path.exists() else recipe.model.checkpoint)
+    loaded = _load_quietly(path if path.exists() else recipe.model.checkpoint)
     tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
     if folder is None:
         _require_task(recipe, loaded)
-    checkpoint = _checkpoint(path if path.is_file() else loaded.folder)
+    checkpoint = _open_quietly(path if path.is_file() else loaded.folder)
     if folder is None:
         if why := why_not_written(checkpoint):
             raise DataError(f"{loaded.name} cannot be trained further: {why}")
@@ -59,7 +59,7 @@ def prepare_continued(
     text = TextOfRun(recipe, base)
     shards = text.shards(tokenizer, display)
     if folder is None:
-        recipe = _fitted(recipe, loaded, shards[0].num_tokens, display)
+        recipe = _fit_recipe(recipe, loaded, shards[0].num_tokens, display)
         record = read_json(loaded.folder / CONFIG)
         config = (
             json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
@@ -84,7 +84,7 @@ def prepare_continued(
     return prepared_text(recipe, text, tokenizer, shards, model, begin, config, publish=_publish)
 
 
-def _fitted(
+def _fit_recipe(
     recipe: ContinuedRecipe, loaded: LoadedModel, num_tokens: int, display: Display
 ) -> ContinuedRecipe:
     """What the recipe leaves out, chosen for the text and the model."""
@@ -99,7 +99,7 @@ def _fitted(
 
 def goes_on(folder: Path) -> bool:
     """Whether a folder is that of a run that goes on with a checkpoint."""
-    return holds_run(folder) and not is_own(settings(folder))
+    return holds_run(folder) and not is_own_config(settings(folder))
 
 
 def copy_checkpoint(folder: Path, target: Path) -> None:
@@ -112,18 +112,18 @@ def copy_checkpoint(folder: Path, target: Path) -> None:
 def _publish(model: OwnModel, path: Path) -> None:
     """Write a model's weights into a run's folder, by the names of its family."""
     assert isinstance(model, LanguageModel)
-    checkpoint = _checkpoint(path.parent)
+    checkpoint = _open_quietly(path.parent)
     tensors = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
     save_or_explain({**tensors, **dict(changed_tensors(model, checkpoint))}, path, {"format": "pt"})
 
 
-def _loaded(path: Path | str) -> LoadedModel:
+def _load_quietly(path: Path | str) -> LoadedModel:
     with warnings.catch_warnings():  # the checkpoint is opened again, which says it once more
         warnings.simplefilter("ignore", ConfigurationWarning)
         return load_language_model(path, dtype=torch.float32)
 
 
-def _checkpoint(path: Path) -> Checkpoint:
+def _open_quietly(path: Path) -> Checkpoint:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigurationWarning)
         checkpoint = open_checkpoint(path, mapped=True)

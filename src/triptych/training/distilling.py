@@ -23,7 +23,7 @@ from triptych.progress import Progress
 from triptych.storage.untrusted import read_json
 from triptych.text import ParallelCorpus
 from triptych.training import Recipe, resolve
-from triptych.training.folder import digests
+from triptych.training.folder import hash_parts
 from triptych.training.processes import World
 from triptych.training.progress import Display
 from triptych.training.translation import read_corpora
@@ -74,8 +74,8 @@ def distil_text(
     given = {
         "teacher": dict(known_by),
         "search": asdict(teacher.options),
-        "text": digests({"sha256": [json.dumps(side).encode() for side in sides]}),
-        "recipe": digests({"sha256": [recipe.to_toml().encode()]}),
+        "text": hash_parts({"sha256": [json.dumps(side).encode() for side in sides]}),
+        "recipe": hash_parts({"sha256": [recipe.to_toml().encode()]}),
         "kept": {"interpolate": interpolate, "originals": originals},
     }
     world.require_same({name: json.dumps(value) for name, value in given.items()})
@@ -88,10 +88,10 @@ def distil_text(
         if "written" not in record:
             found = [list[str]()] * len(train)
             for number, block in enumerate(blocks):
-                lines = _place(folder, number).read_text(encoding="utf-8").splitlines()
+                lines = _block_path(folder, number).read_text(encoding="utf-8").splitlines()
                 for i, line in zip(block, lines, strict=True):
                     found[i] = json.loads(line)
-            record |= {"written": _write(folder, recipe, train, valid, found, interpolate, originals)}
+            record |= {"written": _write_student(folder, recipe, train, valid, found, interpolate, originals)}
             write_json(folder / _RECORD, record)
         shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
         written = record["written"]
@@ -108,7 +108,7 @@ def distil_text(
         return work()
 
 
-def _place(folder: Path, number: int) -> Path:
+def _block_path(folder: Path, number: int) -> Path:
     """The file of a block: for each of its sentences a line, the list of its translations."""
     return folder / _BLOCKS / f"{number:06}.jsonl"
 
@@ -146,7 +146,7 @@ def _translate(
 
     def texts() -> Iterator[list[str]]:
         for number in turns.taken():
-            if not _place(folder, number).exists():
+            if not _block_path(folder, number).exists():
                 taken.append(number)
                 yield [sources[i] for i in blocks[number]]
 
@@ -163,12 +163,13 @@ def _translate(
             # Several outputs may be one text, cut into other tokens.
             texts_of = (list(dict.fromkeys(one.text for one in line.candidates)) for line in found)
             write_text(
-                _place(folder, number), "".join(f"{json.dumps(of, ensure_ascii=True)}\n" for of in texts_of)
+                _block_path(folder, number),
+                "".join(f"{json.dumps(of, ensure_ascii=True)}\n" for of in texts_of),
             )
             tell()
 
 
-def _write(
+def _write_student(
     folder: Path,
     recipe: Recipe,
     train: ParallelCorpus,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from triptych.checkpoints.source import is_own
+from triptych.checkpoints.source import is_own_config
 from triptych.errors import DataError, UsageError
 from triptych.models.storage import OwnModel
 from triptych.models.vectors import WordVectors
@@ -26,7 +26,9 @@ RECIPE, DECODING, SUMMARY = "recipe.toml", "decoding.toml", "summary.json"
 
 def holds_run(folder: Path) -> bool:
     """Whether a folder is a run's: its recipe and its configuration, ours or a checkpoint's, are there."""
-    return (folder / RECIPE).exists() and (is_own(record := settings(folder)) or "model_type" in record)
+    return (folder / RECIPE).exists() and (
+        is_own_config(record := settings(folder)) or "model_type" in record
+    )
 
 
 def require_place(folder: Path, *, force: bool) -> None:
@@ -39,7 +41,7 @@ def require_place(folder: Path, *, force: bool) -> None:
         raise UsageError(
             f"{folder} already has a run: continue it (--resume {folder}) or give another folder (--out)"
         )
-    if (folder / DECODING).exists() and is_own(settings(folder)):
+    if (folder / DECODING).exists() and is_own_config(settings(folder)):
         raise UsageError(f"{folder} has a converted model: give another folder (--out)")
     found = sorted(path.name for path in folder.iterdir())
     if found and not force:
@@ -98,6 +100,6 @@ def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> Wor
     return WordVectors(base / path, words, width)
 
 
-def digests(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:
+def hash_parts(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:
     """A hash of each part."""
     return {name: hashlib.sha256(b"\0".join(part)).hexdigest() for name, part in parts.items()}

@@ -30,11 +30,11 @@ from triptych.text import (
     trained_once,
     write_shards,
 )
-from triptych.text.documents import fingerprint, require_text
+from triptych.text.documents import fingerprint, require_documents
 from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
 from triptych.training.fitting import fit_language_training, fit_tokenizer, say_choices
-from triptych.training.folder import Prepared, digests, word_vectors
-from triptych.training.objectives import TokensOfText
+from triptych.training.folder import Prepared, hash_parts, word_vectors
+from triptych.training.objectives import LanguageObjective
 from triptych.training.progress import Display
 
 TOKENIZER = "tokenizer.json"
@@ -88,17 +88,17 @@ def prepared_text(
     """A run of a text; `config` says what its model is made of."""
     train, valid = shards
 
-    def objective() -> TokensOfText:
+    def objective() -> LanguageObjective:
         own = to_device(model(), find_device(recipe.training.device))
-        learned = _batches(recipe, tokenizer, train, shuffle=True)
-        judged = _batches(recipe, tokenizer, valid, shuffle=False)
+        learned = _language_batches(recipe, tokenizer, train, shuffle=True)
+        judged = _language_batches(recipe, tokenizer, valid, shuffle=False)
         sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
-        return TokensOfText(own, learned, judged, valid.bytes_per_token, sample)
+        return LanguageObjective(own, learned, judged, valid.bytes_per_token, sample)
 
     def fingerprints() -> dict[str, str]:
         both = [part.encode() for part in text.fingerprints()]
         judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
-        return digests(
+        return hash_parts(
             {
                 "the training text (data.train)": [both[0]],
                 "the validation text (data.valid)": [both[1], str(recipe.data.within_documents).encode()],
@@ -185,7 +185,7 @@ class TextOfRun:
         return _after(self._read(self._data.train), self._cut)
 
     def _read(self, spec: LanguageCorpusSpec) -> Iterator[TextPart]:
-        return require_text(read_documents(spec, base=self._base), spec.describe())
+        return require_documents(read_documents(spec, base=self._base), spec.describe())
 
 
 def _before(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
@@ -208,7 +208,7 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
         yield from chain([part._replace(text=part.text[num_chars:])], parts)
 
 
-def _batches(
+def _language_batches(
     recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
 ) -> PackedBatches:
     context = recipe.model.context

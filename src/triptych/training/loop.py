@@ -154,7 +154,7 @@ class Trainer:
 
     def run(self, display: Display) -> TrainingResult:
         """Train to the end of the recipe, or to a signal."""
-        self.world.on_first(lambda: _tidy(self.folder))
+        self.world.on_first(lambda: _prepare_folder(self.folder))
         if self.world.size > 1:
             make = import_module(_SAVING).ShardedStates
             self._states = make(self.state_folder, self.world, self.config.keep_states)
@@ -214,7 +214,7 @@ class Trainer:
         )
 
     def _updates(self) -> Generator[Sequence[TrainingBatch], None, None]:
-        """The batches of each update from where the counters stand to the end of the run."""
+        """The batches of each update from the counters to the end of the run."""
         counters, config = self.counters, self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
             for epoch, used, batches in self.throughput.taken(made):
@@ -436,7 +436,7 @@ class Trainer:
         )
 
 
-def _tidy(folder: Path) -> None:
+def _prepare_folder(folder: Path) -> None:
     (folder / "state").mkdir(exist_ok=True)
     for within, names in RUN_FILES.items():
         remove_leftovers(folder / within, names)

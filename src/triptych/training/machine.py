@@ -135,24 +135,26 @@ def count_operations(work: Callable[[], None]) -> int:
     return int(counter.get_total_flops())
 
 
-def _product(own: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+def _product_flops(own: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
     """Of `own += left @ right`."""
     return 2 * left[0] * left[1] * right[1]
 
 
-def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+def _attention_flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-def _attention_backward(gradient: Sequence[int], *given: Any, **_: Any) -> int:
+def _backward_flops(gradient: Sequence[int], *given: Any, **_: Any) -> int:
     return int(sdpa_backward_flop_count(gradient, *given[:3]))  # type: ignore[no-untyped-call]
 
 
 # What torch's counter does not know: products in place, and the attention kernels of a CPU.
 _MORE = {
-    _aten.addmm_: _product,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten.addmm_: _product_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
 }
 
 

@@ -77,11 +77,11 @@ def new_recipe(
     if text is not None:
         tree |= {"task": "language-model", "validation": {"sample_tokens": _SAMPLE_TOKENS}}
     fitted = prepare(resolve(tree), Path.cwd(), display or LineDisplay()).recipe
-    write_text(path, _written(fitted, tree, path))
+    write_text(path, _written_recipe(fitted, tree, path))
     return read_recipe(path)
 
 
-def _written(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
+def _written_recipe(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
     """The text of the recipe: what was given first, then each key with its meaning."""
     lines = [
         "# Made by `triptych new`. The sizes fit the text and the machine; change what you like.",

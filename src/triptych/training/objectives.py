@@ -148,7 +148,7 @@ Scorer = Callable[[EncoderDecoder], Bleu]
 
 
 @final
-class Translation(Objective[EncoderDecoder, Batch]):
+class TranslationObjective(Objective[EncoderDecoder, Batch]):
     """The target sentence token by token, given the source sentence."""
 
     train: TokenBatches
@@ -214,7 +214,7 @@ class Translation(Objective[EncoderDecoder, Batch]):
 
 
 @final
-class TokensOfText(Objective[LanguageModel, LanguageBatch]):
+class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
     """Tokens of a packed text: the next ones for a decoder, hidden ones for an encoder."""
 
     def __init__(

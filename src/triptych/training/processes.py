@@ -278,8 +278,8 @@ def _take_gpu(device: str) -> None:
     local, found = place_on_machine(), torch.cuda.device_count()
     if device not in ("auto", "cuda"):
         raise UsageError(f"the device is {device!r}, but each process needs a GPU of its own: use 'cuda'")
-    # All processes of the machine see it, so that none waits for another to join. Those of a launcher that
-    # does not say how many there are may be on other machines.
+    # All processes of the machine see it, so that none waits for another to join. A launcher that does not
+    # say how many there are may have started some on other machines.
     started = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
     if started > found:
         raise UsageError(

@@ -74,7 +74,7 @@ class BarDisplay(Display):
 
     def update(self, moment: Moment) -> None:
         self._bar.update(
-            self._task, completed=moment.step, total=moment.max_steps, figures=_figures(moment), visible=True
+            self._task, completed=moment.step, total=moment.max_steps, figures=_state(moment), visible=True
         )
 
     def say(self, message: str) -> None:
@@ -102,7 +102,7 @@ class LineDisplay(Display):
         self._shown = now
         per_step = (now - self._started) / (moment.step - self._first_step)
         left = per_step * (moment.max_steps - moment.step)
-        self.say(f"step {moment.step:,}/{moment.max_steps:,}  {_figures(moment)}  left {left / 60:.0f} min")
+        self.say(f"step {moment.step:,}/{moment.max_steps:,}  {_state(moment)}  left {left / 60:.0f} min")
 
     def say(self, message: str) -> None:
         print(printable(message, lines=True), file=sys.stderr, flush=True)
@@ -140,7 +140,7 @@ class LoggedDisplay(Display):
         now = time.monotonic()
         if now - self._written >= self._every or moment.step == moment.max_steps:
             self._written = now
-            self._write(f"step {moment.step:,}/{moment.max_steps:,}  {_figures(moment)}")
+            self._write(f"step {moment.step:,}/{moment.max_steps:,}  {_state(moment)}")
 
     def say(self, message: str) -> None:
         self._shown.say(message)
@@ -152,7 +152,7 @@ class LoggedDisplay(Display):
             file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {printable(message, lines=True)}\n")
 
 
-def _figures(moment: Moment) -> str:
+def _state(moment: Moment) -> str:
     share = "" if moment.peak_share is None else f"  {moment.peak_share:.0%} of peak"
     return (
         f"epoch {moment.epoch}  loss {moment.loss:.3f}  lr {moment.learning_rate:.2e}  "

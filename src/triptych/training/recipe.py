@@ -98,7 +98,7 @@ class _AnyRecipe(Section):
             return type(self).model_validate(tree)
         except ValidationError as error:
             raise UsageError(
-                f"the recipe, with defaults for its text: {explain(error, type(self))}"
+                f"the recipe, with defaults for its text: {explain_invalid(error, type(self))}"
             ) from None
 
     def to_toml(self) -> str:
@@ -111,7 +111,7 @@ class Recipe(_AnyRecipe):
     """A run that learns to translate, whole.
 
     Attributes:
-        task: what is learned. The tables below are those of "translation".
+        task: what is learned. The tables below belong to "translation".
     """
 
     task: Literal["translation"] = "translation"
@@ -263,7 +263,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
     """The recipe of a run that goes on with a checkpoint."""
-    if _kind_of(tree, origin) is Recipe:
+    if _recipe_type(tree, origin) is Recipe:
         raise UsageError(f"{origin}: a run that translates begins with fresh weights: leave out --from")
     model = tree.get("model")
     context = {"context": model["context"]} if isinstance(model, dict) and "context" in model else {}
@@ -281,14 +281,14 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
     """
     for override in overrides:
         tree = merge(tree, _parse_override(override))
-    kind = _kind_of(tree, origin)
+    kind = _recipe_type(tree, origin)
     if not isinstance(tree.get("model", {}), dict):
         raise UsageError(f"{origin}: model is a section, not a value: write model.preset={tree['model']!r}")
     if kind is Recipe and "preset" in tree.get("model", {}):
         model = dict(tree["model"])
         preset = model.pop("preset")
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise UsageError(f"{origin}: model.preset is {preset!r}{_nearest(str(preset), list(PRESETS))}")
+            raise UsageError(f"{origin}: model.preset is {preset!r}{_suggest(str(preset), list(PRESETS))}")
         tree = {**tree, "model": merge(PRESETS[preset].model_dump(exclude_none=True), model)}
     if "code" not in tree and user_code.named_files(tree):
         user_code.use_named(tree)
@@ -296,10 +296,10 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(f"{origin}: {explain(error, kind)}") from None
+        raise UsageError(f"{origin}: {explain_invalid(error, kind)}") from None
 
 
-def _kind_of(tree: dict[str, Any], origin: str) -> _Kind:
+def _recipe_type(tree: dict[str, Any], origin: str) -> _Kind:
     """What a recipe of a tree's task is made of."""
     task, model = tree.get("task", "translation"), tree.get("model")
     continued = isinstance(model, dict) and "checkpoint" in model
@@ -309,7 +309,7 @@ def _kind_of(tree: dict[str, Any], origin: str) -> _Kind:
         for name in get_args(kind.model_fields["task"].annotation)
     }
     if not isinstance(task, str) or task not in tasks:
-        raise UsageError(f"{origin}: task is {task!r}{_nearest(str(task), list(tasks))}")
+        raise UsageError(f"{origin}: task is {task!r}{_suggest(str(task), list(tasks))}")
     return tasks[task]
 
 
@@ -358,13 +358,13 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def explain(error: ValidationError, kind: type[BaseModel]) -> str:
+def explain_invalid(error: ValidationError, kind: type[BaseModel]) -> str:
     """What is wrong first, by the path of its key, with the nearest known one for a key that is unknown."""
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = _known_keys(kind, [str(part) for part in first["loc"][:-1]])
-        return f"unknown key {path}{_nearest(str(first['loc'][-1]), known)}"
+        return f"unknown key {path}{_suggest(str(first['loc'][-1]), known)}"
     if first["type"] == "unknown_option":
         path = ".".join([path, first["ctx"]["key"]])
         return f"unknown key {path}: {first['ctx']['hint']} ({first['msg'].split(':')[0]})"
@@ -385,6 +385,6 @@ def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
     return [*keys, "preset"] if kind is Recipe and path == ["model"] else keys
 
 
-def _nearest(word: str, known: list[str]) -> str:
+def _suggest(word: str, known: list[str]) -> str:
     close = nearest(word, known)
     return f": did you mean {close}?" if close else f": known are {', '.join(known)}"

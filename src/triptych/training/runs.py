@@ -132,7 +132,7 @@ def train(
             if world.size == 1:
                 # No run folder is made, and nothing replaced, before all that can be checked has been.
                 _make_folder(folder, own, trainer.model, held, force=force)
-            return _run(own.recipe, trainer, shown)
+            return _run_trainer(own.recipe, trainer, shown)
 
 
 def resume(
@@ -197,7 +197,7 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
                 display.say(f"resuming {folder} after step {trainer.counters.step:,}")
             if overrides:
                 world.on_first(lambda: write_text(folder / RECIPE, recipe.to_toml()))
-            return _run(prepared.recipe, trainer, display)
+            return _run_trainer(prepared.recipe, trainer, display)
 
 
 def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
@@ -265,7 +265,7 @@ def prepare(recipe: AnyRecipe, base: Path, display: Display, folder: Path | None
 
 @contextmanager
 def _threads_and_seed(recipe: AnyRecipe) -> Iterator[None]:
-    """Those of the recipe inside the block; afterwards threads and random numbers are as they were."""
+    """Inside the block, the threads and the seed of the recipe; afterwards as before."""
     device = find_device(recipe.training.device)
     drawn_on = [device] if device.type == "cuda" else []
     with torch_threads(recipe.training.threads), torch.random.fork_rng(drawn_on):
@@ -340,7 +340,7 @@ def _seed_by_name(recipe: AnyRecipe) -> int | None:
     return recipe.seed
 
 
-def _run(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
+def _run_trainer(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
     num_parameters = sum(p.numel() for p in trainer.model.parameters())
     waste = trainer.objective.padding_waste()
     display.say(

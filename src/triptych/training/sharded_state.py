@@ -39,7 +39,7 @@ class ShardedStates:
         self._folder, self._world, self._keep = folder, world, keep
         names = (path.name.removeprefix("saved-") for path in folder.glob("saved-*"))
         self._number = world.on_first(lambda: max([*(int(name) for name in names if name.isdigit()), 0]))
-        # Its collectives run in a thread, next to those of training: they need a group of their own.
+        # Its collectives run in a thread while training runs others: they need a group of their own.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Future[Any], Path, str, Callable[[], None]] | None = None
 
@@ -100,7 +100,7 @@ class ShardedStates:
                     shutil.rmtree(old, ignore_errors=True)
 
 
-def read_shards(path: Path, model: OwnModel, optimizer: Optimizer, world: World) -> None:
+def read_sharded_state(path: Path, model: OwnModel, optimizer: Optimizer, world: World) -> None:
     """Put a state in shards into a model and its optimizer, whatever their layout."""
     reader = HuggingFaceStorageReader(str(path))
     try:

@@ -24,8 +24,8 @@ from triptych.text import (
 )
 from triptych.training import Recipe
 from triptych.training.fitting import fit_tokenizer, fit_training, say_choices
-from triptych.training.folder import Prepared, check_tokenizers, digests, word_vectors
-from triptych.training.objectives import Bleu, Scorer, Translation
+from triptych.training.folder import Prepared, check_tokenizers, hash_parts, word_vectors
+from triptych.training.objectives import Bleu, Scorer, TranslationObjective
 from triptych.training.progress import Display
 
 
@@ -35,14 +35,14 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
     if folder is not None:
         tokenizers = TokenizerPair.load(folder)
         check_tokenizers(tokenizers, recipe, folder)
-        texts = _encode(recipe, cache, tokenizers, *read_corpora(recipe, base, display), display)
+        texts = _encode_texts(recipe, cache, tokenizers, *read_corpora(recipe, base, display), display)
     else:
         train_text, valid_text = read_corpora(recipe, base, display)
         device = find_device(recipe.training.device).type
         num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
         given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
-        tokenizers = _tokenizers(recipe, train_text, cache, display)
-        texts = _encode(recipe, cache, tokenizers, train_text, valid_text, display)
+        tokenizers = _train_tokenizers(recipe, train_text, cache, display)
+        texts = _encode_texts(recipe, cache, tokenizers, train_text, valid_text, display)
         num_tokens = int((texts.train.target.lengths + 1).sum())
 
         def steps_per_epoch(recipe: Recipe) -> int:
@@ -52,10 +52,10 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
         recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
         say_choices(given, recipe, f"{num_tokens:,} target tokens on {device}", display)
 
-    def objective() -> Translation:
+    def objective() -> TranslationObjective:
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
-        return Translation(
+        return TranslationObjective(
             to_device(model, find_device(recipe.training.device)),
             _batches(recipe, texts.train, tokenizers, shuffle=True),
             _batches(recipe, texts.valid, tokenizers, shuffle=False),
@@ -110,7 +110,7 @@ class _Texts:
     translated: ParallelCorpus
 
 
-def _encode(
+def _encode_texts(
     recipe: Recipe,
     cache: Path | None,
     tokenizers: TokenizerPair,
@@ -136,7 +136,9 @@ def _encode(
     return _Texts(kept, judged, valid_text)
 
 
-def _tokenizers(recipe: Recipe, text: ParallelCorpus, cache: Path | None, display: Display) -> TokenizerPair:
+def _train_tokenizers(
+    recipe: Recipe, text: ParallelCorpus, cache: Path | None, display: Display
+) -> TokenizerPair:
     def train() -> list[str]:
         display.say(f"training a {recipe.tokenizer.kind} tokenizer")
         pair = train_tokenizers(recipe.tokenizer, text.source, text.target)
@@ -215,4 +217,4 @@ def _fingerprints(recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair) -> d
         "the model": [recipe.model.model_dump_json().encode()],
         "how it is validated (validation, decoding, data.max_sentence_tokens)": judged,
     }
-    return digests(parts)
+    return hash_parts(parts)
