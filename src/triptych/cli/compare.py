@@ -46,7 +46,7 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
                 for name in [name for name in progress.done if (stage, name) not in told]:
                     told.add((stage, name))
                     if name not in progress.earlier:
-                        errors.print(f"{_state(stage, progress)}: {name}", soft_wrap=True)
+                        errors.print(f"{_stage_state(stage, progress)}: {name}", soft_wrap=True)
 
             outcome = triptych.compare_study(
                 read, folder, origin=study.parent, tell=tell, say=lambda line: errors.print(line), world=world
@@ -76,7 +76,7 @@ def _write_outcome(outcome: "triptych.studies.Outcome", folder: Path) -> None:
     write_study_pictures(outcome, folder)
 
 
-def _state(stage: str, progress: StudyProgress) -> str:
+def _stage_state(stage: str, progress: StudyProgress) -> str:
     left = progress.seconds_left
     failed = f", {len(progress.failed)} failed" if progress.failed else ""
     time_left = "" if left is None else f", about {left / 60:.0f} min left"
@@ -89,7 +89,7 @@ def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
     judged = stage in ("runs", "rewrites")  # a sweep's mean over learning rates says nothing
     if judged:
         columns.insert(2, f"mean {tables.title(metric)}")
-    table = Table(title=_state(stage, progress), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=_stage_state(stage, progress), title_justify="left", box=box.SIMPLE_HEAD)
     for name in columns:
         table.add_column(name, justify="left" if name in ("variant", "in progress") else "right")
     for variant in dict.fromkeys(progress.variants.values()):

@@ -70,13 +70,13 @@ def _write_error_report(error: BaseException) -> str:
         "".join(traceback.format_exception(error)),
     ]
     try:
-        name: dict[str, Any] = {"prefix": "triptych-error-", "suffix": ".txt", "delete": False}
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", errors="backslashreplace", **name) as file:
+        handle, name = tempfile.mkstemp(".txt", "triptych-error-")
+        with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
             file.write("\n".join(lines))
     except OSError:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"what the command was, and this place: {last.filename}, line {last.lineno}"
-    return f"the traceback in {file.name}"
+    return f"the traceback in {name}"
 
 
 def print_error(error: TriptychError) -> None:

@@ -24,7 +24,7 @@ from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
 from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.rounding import changed_parameters, first_moved, judge_rounding
-from triptych.rewriting.running import Comparison, compare_outputs
+from triptych.rewriting.running import Deviations, compare_outputs
 
 # Models up to this size (bytes) are compared by default: both are held in float32.
 _LARGEST_COMPARED = 2_000_000_000
@@ -98,7 +98,7 @@ def compare_models(
 
 
 def why_not_rounding(
-    found: Comparison, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
+    found: Deviations, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
 ) -> str:
     """Why two models differ by more than rounding, with the first layer that does; "" if they do not."""
     verdict = judge_rounding(found, rewritten, changed_parameters(original, rewritten), stored)

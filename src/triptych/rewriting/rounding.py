@@ -16,7 +16,7 @@ from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource
 from triptych.opening import TextModel, Window
 from triptych.rewriting.certificate import TensorRecord
-from triptych.rewriting.running import Comparison, largest_difference
+from triptych.rewriting.running import Deviations, largest_difference
 from triptych.storage.tensors import Tensors
 
 # An exact rewrite may move outputs by this factor times the largest move of some random roundings.
@@ -65,7 +65,7 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
 
 
 def judge_rounding(
-    found: Comparison, rewritten: TextModel, changed: Collection[str], stored: torch.dtype
+    found: Deviations, rewritten: TextModel, changed: Collection[str], stored: torch.dtype
 ) -> RoundingJudgement:
     """Compare the difference between two models with the effect of rounding."""
     most, outputs = 0.0, [rewritten.outputs(window) for window in found.farthest]

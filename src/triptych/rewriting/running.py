@@ -12,7 +12,7 @@ from triptych.opening import TextModel, Window
 _FARTHEST = 4
 
 
-class Comparison(NamedTuple):
+class Deviations(NamedTuple):
     """Comparison of two models on the same windows."""
 
     tokens: int  # number of predicted tokens
@@ -24,7 +24,7 @@ class Comparison(NamedTuple):
 
 
 @torch.inference_mode()
-def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator[Window]) -> Comparison:
+def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator[Window]) -> Deviations:
     """Compare two models on a text."""
     tokens, worst, divergence, predicted = 0, 0.0, 0.0, 0
     losses, farthest = [0.0, 0.0], list[tuple[float, Window]]()
@@ -43,7 +43,7 @@ def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator
     if not tokens:
         raise UsageError("the text is empty: there is nothing to compare on")
     before, after = (loss / predicted if predicted else None for loss in losses)
-    return Comparison(
+    return Deviations(
         tokens, worst, divergence / tokens, before, after, tuple(window for _, window in farthest)
     )
 

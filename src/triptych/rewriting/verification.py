@@ -37,7 +37,7 @@ from triptych.rewriting.inputs import INPUTS, read_inputs
 from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.planning import local_folder
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.running import Comparison, compare_outputs
+from triptych.rewriting.running import Deviations, compare_outputs
 from triptych.storage.copying import CERTIFICATE
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
@@ -298,7 +298,7 @@ def check_models(
     yield as_claim(_WHOLE_MODELS, wrong, said)
 
 
-def _model_differences(certified: EndToEnd, found: Comparison, *, exact: bool) -> Iterator[str]:
+def _model_differences(certified: EndToEnd, found: Deviations, *, exact: bool) -> Iterator[str]:
     """Figures of whole models that differ from the certificate."""
     if certified.tokens != found.tokens:
         yield f"{found.tokens:,} tokens, certified {certified.tokens:,}"

@@ -34,12 +34,12 @@ _MOST_MAPPED = 16
 _FORMAT: Literal["triptych token shards 1"] = "triptych token shards 1"
 
 
-class _Frozen(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @final
-class ShardRecord(_Frozen):
+class ShardRecord(_FrozenModel):
     """What is in a shard."""
 
     num_tokens: int = Field(ge=0)  # in it
@@ -50,7 +50,7 @@ class ShardRecord(_Frozen):
 
 
 @final
-class ShardIndex(_Frozen):
+class ShardIndex(_FrozenModel):
     """What is in a folder of shards; written last."""
 
     format: Literal["triptych token shards 1"] = _FORMAT  # of the folder

@@ -257,7 +257,7 @@ def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterat
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:
         _take_gpu(device)
-    store = _join(on_gpu, timeout_minutes)
+    store = _join_world(on_gpu, timeout_minutes)
     world = World(store, timeout_minutes)
     try:
         yield world
@@ -289,7 +289,7 @@ def _take_gpu(device: str) -> None:
     torch.cuda.set_device(local)
 
 
-def _join(on_gpu: bool, timeout_minutes: float) -> Store:
+def _join_world(on_gpu: bool, timeout_minutes: float) -> Store:
     timeout = timedelta(minutes=timeout_minutes)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
