@@ -41,5 +41,5 @@ def test_the_words_of_a_translation_are_aligned_by_a_head() -> None:
     weights, pieces = attention["cross.1.2"], attention.of("cross").keys
     best = pieces[int(weights[0, :-1].argmax())].strip("▁")
     assert best in found[0][1]
-    with pytest.raises(UsageError, match="no cross"):
+    with pytest.raises(UsageError, match="is not cross-attention"):
         attend(language_reader(), "the cat sat").align(1, 2)

@@ -128,7 +128,7 @@ def test_stored_angles_must_be_those_of_the_configuration(name: str, tensor: str
     with_tensors(tmp_path, **{tensor: stored.half()})  # rounding is no other function
     assert_equal(outputs(tmp_path), expected)
     with_tensors(tmp_path, **{tensor: stored * 1.02})
-    with pytest.raises(DataError, match="are not those of the configuration"):
+    with pytest.raises(DataError, match="are not what the configuration gives"):
         outputs(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_angles_of_each_layer_as_esm_first_stored_them_are_known(tmp_path: Path)
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     assert_equal(outputs(tmp_path), expected)
     with_tensors(tmp_path, **{names[1]: angles * 2})
-    with pytest.raises(DataError, match=r"layer\.1.*are not those of the configuration"):
+    with pytest.raises(DataError, match=r"layer\.1.*are not what the configuration gives"):
         outputs(tmp_path)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,7 @@ def here(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(recipes, "_SHIPPED", tmp_path / "recipes")
+    import_module("triptych.cli.serve")  # its options are read of the real one
     monkeypatch.setattr(package, "serve", lambda *_, **__: None)  # it would never end
     return tmp_path / "here"
 

@@ -109,14 +109,14 @@ def test_a_command_calls_its_verb(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_command_on_a_model_opens_it_and_calls_its_method(name: str) -> None:
     called = called_in(name)
-    assert "open_model" in called
+    assert "load_model" in called
     assert any(of.endswith(f".{METHODS[name]}") or of.endswith(f").{METHODS[name]}") for of in called)
     assert callable(getattr(triptych.Model, METHODS[name]))
 
 
 def test_the_face_offers_about_forty_names_and_the_model_no_more_methods() -> None:
     assert len(triptych.__all__) <= 45
-    assert len([name for name in vars(triptych.Model) if not name.startswith("_")]) <= 40
+    assert len([name for name in dir(triptych.Model) if not name.startswith("_")]) <= 40
 
 
 def test_everything_that_the_package_offers_is_there_and_is_what_its_module_has() -> None:

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def prepare(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "demo":  # tests/cli/test_demo.py runs it
         monkeypatch.setattr(package, "demo", lambda *_, **__: Interrupted(2))
     if name in ("serve", "explore"):  # their own tests do; here they would never end
+        import_module(f"triptych.cli.{name}")  # its options are read of the real one
         monkeypatch.setattr(package, "serve", lambda *_, **__: None)
     if name == "fill":
         recipe = text_recipe(home / "test.txt", "masked-language-model", context=64)

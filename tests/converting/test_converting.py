@@ -427,7 +427,8 @@ def test_ctranslate2_computes_the_same(
     assert capsys.readouterr().out
     (rounded,) = convert(run, tmp_path / "int8", "ctranslate2", "int8").checks
     assert rounded.largest_difference is not None
-    assert 1e-4 < rounded.largest_difference < 1
+    has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()  # without it, sums of int8 saturate
+    assert 1e-4 < rounded.largest_difference < (1 if has_vnni else 2)
 
 
 @pytest.mark.parametrize(
