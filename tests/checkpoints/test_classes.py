@@ -117,9 +117,7 @@ def test_half_of_a_model_that_says_it_is_the_other_half_is_refused(tmp_path: Pat
     save_half("bart", "encoder", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BartDecoder"]}))
-    with pytest.raises(
-        DataError, match="are of the encoder of BART, and architectures says BartDecoder"
-    ):
+    with pytest.raises(DataError, match="are of the encoder of BART, and architectures says BartDecoder"):
         open_checkpoint(tmp_path)
 
 
