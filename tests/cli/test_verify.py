@@ -20,7 +20,7 @@ from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import Comparison, compare_outputs
+from triptych.rewriting.running import Deviations, compare_outputs
 from triptych.rewriting.verification import check_models
 
 
@@ -177,7 +177,7 @@ def text_of(compared: Path, kind: str) -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def measured(compared: Path) -> dict[str, Comparison]:
+def measured(compared: Path) -> dict[str, Deviations]:
     """What both models give now, on the text and on random tokens."""
     found = {}
     for kind in ("out", "drawn"):
@@ -300,7 +300,7 @@ def test_an_original_that_cannot_be_loaded_is_said_not_to_be_tried(
 @pytest.mark.parametrize("way", [1, -1])
 def test_a_digit_of_what_was_measured_of_whole_models_is_noticed(
     compared: Path,
-    measured: dict[str, Comparison],
+    measured: dict[str, Deviations],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     name: str,

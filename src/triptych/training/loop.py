@@ -127,8 +127,7 @@ class Trainer:
         path = find_state(self.state_folder)
         if path is None or path.is_file():
             return read_state(self.state_folder, self.model, self.optimizer, self.computing.place)
-        read_shards = import_module(_SAVING).read_shards
-        read_shards(path, self.model, self.optimizer, self.world)
+        import_module(_SAVING).read_sharded_state(path, self.model, self.optimizer, self.world)
         return counters
 
     def measure_seconds(self, batch: TrainingBatch) -> float:
