@@ -5,6 +5,7 @@ A lever is put out of action where it is, so that the product needs no switch fo
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from benchmarks.workers.training_triptych import TrainerLearner
 from triptych import thresholds
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.text import Batch
-from triptych.training import loop
+from triptych.training import objectives
 from triptych.training.losses import Loss
 from triptych.training.machine import compile_blocks
 
@@ -28,15 +29,15 @@ _SHUFFLED_WITH = 0
 
 def _no_twin(learner: TrainerLearner) -> None:
     """Autocast instead: every weight is rounded anew at every use, what norms and sums give is float32."""
-    trainer = learner.trainer
-    trainer.computing._twin = None
-    loss = trainer._loss
+    computing = learner.trainer.computing
+    computing._twin = None
+    loss = computing._loss
 
-    def under_autocast(batch: Batch, label_smoothing: float) -> Loss:
+    def under_autocast(*given: Any) -> tuple[Tensor, Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
-            return loss(batch, label_smoothing)
+            return loss(*given)
 
-    trainer._loss = under_autocast  # type: ignore[method-assign]
+    computing._loss = under_autocast  # type: ignore[method-assign]
 
 
 def _plain_loss(learner: TrainerLearner) -> None:
@@ -47,7 +48,7 @@ def _plain_loss(learner: TrainerLearner) -> None:
         smoothed = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="sum")
         return Loss(smoothed, smoothed.detach())
 
-    loop.output_loss = loss
+    objectives.output_loss = loss
 
 
 def _one_kernel(learner: TrainerLearner) -> None:
