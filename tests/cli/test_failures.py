@@ -160,3 +160,43 @@ def test_a_lack_of_memory_is_no_fault_to_report(triptych: Command, monkeypatch: 
     assert answer.code == 1
     assert answer.err.startswith("triptych: not enough memory (RuntimeError: ")
     assert answer.err.endswith("): give shorter texts, or fewer at a time\n")
+
+
+# Sends this process Ctrl-C at a moment. Whoever a shell starts in the background ignores it: not here.
+_CTRL_C_AT = """
+import atexit, os, signal, sys
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+def listen(event, given):
+    if {moment!r} == "importing" and event == "import" and given[0] == "torch":
+        interrupt()
+    if {moment!r} == "writing" and event == "open" and str(given[0]).startswith({folder!r}):
+        interrupt()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.addaudithook(listen)
+if {moment!r} == "ending":
+    atexit.register(interrupt)
+from triptych.__main__ import run
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "code", "said"),
+    [
+        ("importing", 130, "triptych: interrupted\n"),
+        ("writing", 130, "triptych: interrupted\n"),
+        ("ending", 0, ""),
+    ],
+)
+def test_ctrl_c_is_one_line_at_any_moment_and_leaves_nothing_half_written(
+    moment: str, code: int, said: str, small_run: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", _CTRL_C_AT.format(moment=moment, folder=str(tmp_path))]
+    command += ["attend", str(small_run), "Vier.", "--csv", str(tmp_path / "looks.csv")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (code, said)
+    assert [path.name for path in tmp_path.iterdir()] == ["looks.csv"] * (code == 0)

@@ -34,6 +34,7 @@ from triptych.face import Model, load
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup, TextRun
 from triptych.serving.models import Continuing, ServedModel
+from triptych.serving.running import Server, Serving
 from triptych.serving.worker import Item, Lane, Queue, QueuedJob, Worker
 from triptych.threads import torch_threads
 
@@ -705,7 +706,16 @@ def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path, workers
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
             pytest.fail("a process of the server is left")
-        assert json.loads(process.stderr.read().splitlines()[-1])["status"] == 200
+        *_, answered, stopped = process.stderr.read().splitlines()
+        assert (json.loads(answered)["status"], stopped) == (200, "stopped")
     finally:
         process.kill()
         process.communicate()
+
+
+def test_told_to_stop_twice_it_stops_at_once() -> None:
+    serving = Serving(Server([], Limits(), []), 30.0, lambda: None, public=False)
+    serving.handle_exit(signal.SIGINT, None)
+    assert not serving.should_exit
+    with pytest.raises(KeyboardInterrupt):
+        serving.handle_exit(signal.SIGINT, None)

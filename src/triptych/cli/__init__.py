@@ -3,5 +3,6 @@
 `main.py` has the list of commands. `signatures.py` reads a command's function, and the functions of the
 library that it names, without importing them; `verbs.py` makes options of them. `terminal.py` prints,
 `outputs.py` decides which files may be written, `failures.py` turns any error into a line and an exit
-code, `process.py` sets what belongs to the whole process. Start with `generate.py` as an example.
+code, and `interrupts.py` Ctrl-C. `process.py` sets what belongs to the whole process. Start with
+`generate.py` as an example.
 """

@@ -65,3 +65,4 @@ def explore(
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._")[:64] or "model"
     opened = {name: load(model, **opening)}
     triptych.serve(opened, port=port, shutdown_timeout=1.0, over=over, page_only=True, ready=ready)
+    say("stopped")

@@ -85,7 +85,7 @@ def rewrite(
         raise UsageError("give the output folder with --out (or --plan to see what would be done)")
     if rewriting["text"] is not None and not rewriting["compare"]:
         raise UsageError("--text and --no-compare contradict each other: leave one out")
-    with progress_bar("{task.description}", "opening") as tell:
+    with progress_bar("{task.description}", "opening", of_bytes=False) as tell:
         rewritten = opened.rewrite(*steps, out=out, **rewriting, progress=tell)
     certificate = rewritten.certificate
     assert certificate is not None, "it was written"

@@ -53,6 +53,7 @@ def serve(
     address = f"http://{server['host']}:{server['port']}"
     ready = partial(say, f"serving {', '.join(opened)} at {address}")
     triptych.serve(opened, limits=allowed, ready=ready, **server)
+    say("stopped")
 
 
 def _name_and_model(model: str) -> tuple[str, str]:

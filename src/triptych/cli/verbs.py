@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.core import TyperCommand
 
+from triptych.cli.interrupts import cleaned_up
 from triptych.cli.signatures import REQUIRED, FunctionText, Parameter, Quantity, is_list, read_function
 from triptych.errors import UsageError
 from triptych.user_code import use_code
@@ -100,7 +101,9 @@ def add_verb(app: typer.Typer, name: str) -> None:
         del given["quiet"], given["verbose"]  # `is_given` looks for them, in whatever line is to be printed
         for path in given.pop("code") or ():
             use_code(path)
-        import_module(f"triptych.cli.{name}").__dict__[name](**_arguments_by_group(verb, given))
+        carry_out = import_module(f"triptych.cli.{name}").__dict__[name]
+        with cleaned_up():
+            carry_out(**_arguments_by_group(verb, given))
 
     called.__signature__ = Signature([_typer_parameter(one) for one in own])  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: _annotation(one) for one in own}

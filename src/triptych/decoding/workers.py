@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,7 +46,14 @@ class Helper:
         self.connection, theirs = context.Pipe()
         given = theirs, work, user_code.paths()
         self.process: BaseProcess = context.Process(target=_run_helper, args=given, daemon=True)
-        self.process.start()
+        # Ctrl-C goes to every process of a terminal, and this one decides: the other inherits the mask.
+        # Python's tracker of shared memory, which starts with the first process, would lift it.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         # It takes seconds before it reads, and the bytes wait for it in a thread of their own.
         self._sender = threading.Thread(target=_send, args=(self.connection, arguments), daemon=True)
@@ -160,7 +168,6 @@ def _send(connection: Connection, arguments: bytes) -> None:
 
 def _run_helper(connection: Connection, work: Callable[..., None], code: Sequence[Path]) -> None:
     """What a helper does, until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         try:

@@ -31,7 +31,7 @@ class ServingProcess:
         self._served, self._arguments = served, arguments
         self._helper = Helper(_serve, arguments)
         self._numbers, self._items = count(), dict[int, Item]()
-        self._lock, self._is_closed = threading.Lock(), False
+        self._lock, self._is_open, self._is_closed = threading.Lock(), False, False
 
     @property
     def pid(self) -> int | None:
@@ -44,9 +44,10 @@ class ServingProcess:
     def close(self) -> None:
         """End it; what it computes is lost."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._send(self._helper, None)
-        self._helper.process.join(_SECONDS_TO_END)
+        if self._is_open:  # else it still opens the models, and would not listen
+            with contextlib.suppress(OSError):
+                self._send(self._helper, None)
+            self._helper.process.join(_SECONDS_TO_END)
         self._helper.close()
 
     def _open(self) -> dict[ServedModel, Lane]:
@@ -58,6 +59,7 @@ class ServingProcess:
             is_invariant, alone = found[model.name]
             if model.is_batch_invariant is not None:
                 model.is_batch_invariant &= is_invariant and alone == model.alone
+        self._is_open = True
         lanes = {model: Lane(is_here=False) for model in self._served}
         for model, lane in lanes.items():
             model.queue.add(lane)

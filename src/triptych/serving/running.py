@@ -1,5 +1,6 @@
 """Running the application on uvicorn, with a stop that loses no request."""
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -11,11 +12,15 @@ import uvicorn
 from triptych.serving.application import web_application
 from triptych.serving.processes import ServingProcess as ServingProcess
 from triptych.serving.server import Server as Server
+from triptych.serving.server import log
 
 
 @final
 class Serving(uvicorn.Server):
-    """A server that, once told to stop, answers 503 until the running requests have ended."""
+    """A server that, once told to stop, answers 503 until the running requests have ended.
+
+    Told again, it raises KeyboardInterrupt.
+    """
 
     def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
         """A server that has `seconds` to stop, and calls `ready` when it listens."""
@@ -23,6 +28,7 @@ class Serving(uvicorn.Server):
         app, most = web_application(server, public=public), max(1, round(seconds))
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=most, **quiet))
         self._server, self._seconds, self._until, self._ready = server, seconds, 0.0, ready
+        self._says_why = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -30,10 +36,20 @@ class Serving(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.is_stopping:
-            super().handle_exit(sig, frame)  # the second time, at once
+            logging.getLogger("uvicorn.error").disabled = True  # it logs what is cut off, with tracebacks
+            raise KeyboardInterrupt
         self._server.is_stopping, self._until = True, time.monotonic() + self._seconds
 
     async def on_tick(self, counter: int) -> bool:
         if self._server.is_stopping and (not self._server.num_requests or time.monotonic() > self._until):
             self.should_exit = True
+        elif self._server.is_stopping and self._says_why:
+            ways = f"in at most {self._seconds:g} s; a second Ctrl-C ends at once"
+            log(
+                {
+                    "stopping": f"running requests are finished first, {ways}",
+                    "requests": self._server.num_requests,
+                }
+            )
+            self._says_why = False
         return await super().on_tick(counter)
