@@ -95,7 +95,7 @@ def test_what_cannot_be_scored_is_refused(tokenizer: Tokenizer) -> None:
         measure_likelihood(own, tokenizer, TEXTS, context=17)
     with pytest.raises(UsageError, match="stride is 9"):
         measure_likelihood(own, tokenizer, TEXTS, context=8, stride=9)
-    with pytest.raises(DataError, match="nothing to predict"):
+    with pytest.raises(DataError, match="at least two tokens"):
         measure_likelihood(own, tokenizer, ["", ""])
     with pytest.raises(UsageError, match="encoder"):
         measure_likelihood(model(tokenizer.vocab_size, kind="encoder"), tokenizer, TEXTS)

@@ -51,7 +51,7 @@ class Entries:
     def add(self, ours: tuple[str, ...], stored: Named) -> None:
         for name in stored.names:
             if name not in self.tensors.infos:
-                raise DataError(f"{self.tensors.name}: there is no tensor {name}")
+                raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")
             if stored.shape is not None:
                 of = f"{self.tensors.where(name)}, tensor {name}"
                 require_shape(of, [*self.tensors.infos[name].shape], [*stored.shape])

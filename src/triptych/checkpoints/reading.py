@@ -300,7 +300,7 @@ class LayerReader:
     def take(self, name: str, shape: Shape | None) -> Tensor:
         """A tensor in the dtype of all of the layer."""
         if name not in self.tensors.infos:
-            raise DataError(f"{self.tensors.name}: there is no tensor {name}")
+            raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")
         if self._outline and name in self.map.names:
             info = self.tensors.infos[name]
             tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")

@@ -279,7 +279,7 @@ def _frames(
     if languages is None:
         start = generation.bos_token_id if first is None else first
         if start is None:
-            raise DataError(f"{folder}/config.json: there is no decoder_start_token_id")
+            raise DataError(f"{folder}/config.json: add decoder_start_token_id, with which outputs begin")
         forced = generation.forced_bos_token_id
         named = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
         if place is not None and forced is None and start in named:
@@ -294,7 +294,7 @@ def _frames(
     if place == "behind":
         return Frame((), (*end, source)), Frame((), end), (target,)
     if first is None:
-        raise DataError(f"{folder}/config.json: there is no decoder_start_token_id")
+        raise DataError(f"{folder}/config.json: add decoder_start_token_id, with which outputs begin")
     return Frame((source,), end), Frame((target,), end), (first, target)
 
 

@@ -148,7 +148,9 @@ def _read_texts(
         raise UsageError("give --text for a language model, or --source and --reference for a translator")
     sources, references = read_lines(source), read_lines(reference)
     if len(sources) != len(references):
-        raise DataError(f"{source} has {len(sources):,} lines but {reference} has {len(references):,}")
+        raise DataError(
+            f"{source} has {len(sources):,} lines, {reference} {len(references):,}: both need as many"
+        )
     if not sources:
         raise DataError(f"{source} is empty: there is nothing to evaluate")
     return sources, references

@@ -29,10 +29,10 @@ def fill_masks(
 ) -> list[list[Filling]]:
     """The most probable tokens for every mask of a text, each mask by itself."""
     if model.causal or model.head is None:
-        raise UsageError("this model predicts no masked tokens: fill is for encoder-only models with a head")
+        raise UsageError("this model predicts no masked tokens: give one that does, such as BERT")
     mask_id = tokenizer.mask_id
     if mask_id is None:
-        raise UsageError("the tokenizer of this model has no mask token")
+        raise UsageError("the tokenizer of this model has no mask token: give a masked language model")
     check_vocabulary(model, tokenizer)
     own = tokenizer.vocabulary[mask_id]
     (ids,) = tokenizer.encode([text.replace("[MASK]", own)], add_special=True, parse_special=True)

@@ -156,7 +156,7 @@ def measure_likelihood(
         [torch.cat(own) for own in losses if own] if len(losses) > 1 else [w for own in losses for w in own]
     )
     if not parts:
-        raise DataError("the text is empty or a single token: there is nothing to predict")
+        raise DataError("the text is empty or a single token: give one of at least two tokens")
     sums = torch.stack([part.double().sum() for part in parts]).cpu()
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     low, high = map(float, ratio_intervals(sums, counts))

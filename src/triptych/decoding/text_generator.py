@@ -214,6 +214,6 @@ def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
     """Every token of a tokenizer is one of the model."""
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: they "
-            "are not of one checkpoint"
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: take "
+            "both from one checkpoint"
         )

@@ -79,8 +79,7 @@ class _Worker:
 class WorkerPool:
     """Searches for batches, in any order, with helpers.
 
-    Started with `spawn`: a script that uses it must guard its main part with
-    `if __name__ == "__main__"`.
+    Started with `spawn`: a script that uses it must guard its main part with `if __name__ == "__main__"`.
     """
 
     def __init__(self, make_searcher: Callable[..., Searcher], arguments: tuple[Any, ...]) -> None:

@@ -25,8 +25,7 @@ class Composition:
 
     Attributes:
         into: "Q", "K" or "V": what of the later head reads what the earlier one wrote.
-        scores: `[layers, heads, layers, heads]`, earlier head first; NaN where it is not the
-            earlier one.
+        scores: `[layers, heads, layers, heads]`, earlier head first; NaN where it is not the earlier one.
         chance: √E[score²] where the one form is turned against the other at random: `1 / √d_model`, whatever
             their spectra.
         layers: the names of the layers.

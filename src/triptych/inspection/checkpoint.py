@@ -39,7 +39,7 @@ def inspect(
         checkpoint = open_checkpoint(str(checkpoint), family)
     started = time.monotonic()
     if heads is not None and not heads:
-        raise UsageError(f"{checkpoint.name}: no heads are chosen")
+        raise UsageError(f"{checkpoint.name}: no heads are chosen; name one, or leave heads out for all")
     sites = _chosen_sites(checkpoint, layers)
     total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
     found, sketched = [], _Sketches(checkpoint, ignore_rotary)
@@ -80,7 +80,7 @@ def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -
     if layers is None:
         return [*checkpoint.sites]
     if not layers:
-        raise UsageError(f"{checkpoint.name}: no layers are chosen")
+        raise UsageError(f"{checkpoint.name}: no layers are chosen; name one, or leave layers out for all")
     checkpoint.require_layers(layers)
     return [site for site in checkpoint.sites if site.layer in layers]
 

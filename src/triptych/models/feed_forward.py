@@ -19,9 +19,8 @@ _LANES = 4  # 16-bit numbers in one 64-bit draw
 class Dropout(nn.Module):
     """Zeroes each number with probability `p` while training and scales the others by 1/(1 − p).
 
-    torch draws one number at a time on the CPU, which is a seventh of a training step; here each
-    64-bit draw decides four elements, `p` rounded to a multiple of 2⁻¹⁶. On other devices torch's
-    own kernel is used.
+    torch draws one number at a time on the CPU, which is a seventh of a training step; here each 64-bit draw
+    decides four elements, `p` rounded to a multiple of 2⁻¹⁶. On other devices torch's own kernel is used.
     """
 
     def __init__(self, p: float) -> None:

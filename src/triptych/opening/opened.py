@@ -278,7 +278,7 @@ def _own_translator(source: Source) -> OpenedModel:
     elif (folder / DECODING).exists():
         decoding = validated(DecodingConfig, read_toml(folder / DECODING, "the file"), folder / DECODING)
     else:
-        raise DataError(f"{folder} is not a run folder: it has no {RECIPE}")
+        raise DataError(f"{folder} is not a run folder: it has no {RECIPE}; give a run")
     model = read_own_model(folder)
     assert isinstance(model, EncoderDecoder), "its configuration says so"
     tokenizers = TokenizerPair.load(folder)
@@ -288,7 +288,7 @@ def _own_translator(source: Source) -> OpenedModel:
     if sizes != (model.src_vocab_size, model.tgt_vocab_size):
         raise DataError(
             f"{folder}: the tokenizers have {sizes[0]} and {sizes[1]} tokens, the model "
-            f"{model.src_vocab_size} and {model.tgt_vocab_size}: the files come from different runs"
+            f"{model.src_vocab_size} and {model.tgt_vocab_size}: take all files from one run"
         )
     return OpenedModel(source.name, folder, model, tokenizers, recipe=recipe, decoding=decoding)
 
@@ -303,7 +303,7 @@ def _own_language_model(source: Source) -> OpenedModel:
     if tokenizer.vocab_size != model.vocab_size:
         raise DataError(
             f"{source.folder}: the tokenizer has {tokenizer.vocab_size:,} tokens, the model "
-            f"{model.vocab_size:,}: the files come from different runs"
+            f"{model.vocab_size:,}: take all files from one run"
         )
     ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return OpenedModel(source.name, source.folder, model, tokenizer, end_ids=ends)

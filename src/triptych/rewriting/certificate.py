@@ -367,7 +367,7 @@ def read_certificate(path: Path) -> Certificate:
     if "format" not in record:
         raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
     if record["format"] != FORMAT:
-        raise DataError(f"{path}: format {record['format']!r}, and this triptych reads {FORMAT}")
+        raise DataError(f"{path}: format {record['format']!r}, but {FORMAT} is read: rewrite again")
     try:
         found = Certificate.model_validate(record)
     except ValidationError as error:

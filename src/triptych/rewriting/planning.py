@@ -41,7 +41,9 @@ def _require_finite_layer(source: AttentionSource, read: AttentionLayer) -> None
             f"{source.name}: tensor {shown(name)} has {count:,} numbers that are not finite (NaN or "
             "infinite): repair the checkpoint first"
         )
-    raise DataError(f"{source.name}: the norm before {read.site.name} has numbers that are not finite")
+    raise DataError(
+        f"{source.name}: the norm before {read.site.name} is not finite (NaN or infinite): repair it"
+    )
 
 
 @final

@@ -216,7 +216,7 @@ def read_parallel(
             line_numbers.append(number)
     counts = CorpusCounts(lines_read, empty_dropped, too_long_dropped, max_line_chars)
     if not sources:
-        raise DataError(f"{name}: {counts.describe()}; at least one pair is needed")
+        raise DataError(f"{name}: {counts.describe()}; give a text with at least one pair")
     return ParallelCorpus(sources, targets, line_numbers, name, counts)
 
 

@@ -119,7 +119,7 @@ def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
             root = Path(place.anchor)
             paths = sorted(path for path in root.glob(str(place.relative_to(root))) if path.is_file())
             if not paths:
-                raise UsageError(f"no file matches {place}")
+                raise UsageError(f"no file matches {place}: give a pattern that fits, or the names of files")
         else:
             paths = [place]
         found += paths

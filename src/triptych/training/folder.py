@@ -69,10 +69,10 @@ def settings(folder: Path) -> dict[str, Any]:
 def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:
     """Check that a run's folder has as many tokenizers as its recipe says."""
     if tokenizers.joint != recipe.tokenizer.joint:
-        state = "left over" if recipe.tokenizer.joint else "missing"
+        state, do = ("left over", "remove it") if recipe.tokenizer.joint else ("missing", "put it back")
         raise DataError(
             f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
-            f"{str(recipe.tokenizer.joint).lower()}"
+            f"{str(recipe.tokenizer.joint).lower()}; {do}"
         )
 
 

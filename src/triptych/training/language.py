@@ -165,7 +165,7 @@ class TextOfRun:
             valid = write_shards(self._end(), tokenizer, cache / f"shards-{name}-valid")
         for part, shards in (("training", train), ("validation", valid)):
             if shards.num_tokens < 2:
-                raise DataError(f"the {part} text has {shards.num_tokens} tokens: at least two are needed")
+                raise DataError(f"the {part} text has {shards.num_tokens} tokens: give one with two or more")
             plural = "s" * (shards.num_documents != 1)
             display.say(
                 f"{part} text: {shards.num_documents:,} document{plural}, {shards.num_tokens:,} tokens, "

@@ -1,9 +1,8 @@
 """Training in bfloat16 with float32 masters.
 
-The model that is trained, saved and judged stays in float32. A twin of it does the computing: its
-weights are the masters rounded to bfloat16, once an update instead of once a use as under autocast,
-and its gradients are added up in float32. Source: Micikevicius et al. 2018, arXiv 1710.03740,
-section 3.1.
+The model that is trained, saved and judged stays in float32. A twin of it does the computing: its weights are
+the masters rounded to bfloat16, once an update instead of once a use as under autocast, and its gradients are
+added up in float32. Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
 """
 
 import copy

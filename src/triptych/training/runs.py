@@ -203,7 +203,7 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
 def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
     """The recipe of a run that can be resumed."""
     if not (folder / RECIPE).exists():
-        raise UsageError(f"{folder} has no run to resume: there is no {RECIPE}")
+        raise UsageError(f"{folder} has no run to resume: give a folder with a {RECIPE} that train wrote")
     if (folder / CERTIFICATE).exists():
         raise UsageError(f"{folder} was rewritten: resume the original run instead")
     for override in overrides:
@@ -214,7 +214,7 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
             )
     recipe = read_recipe(folder / RECIPE, overrides)
     if not holds_run(folder):
-        raise UsageError(f"{folder} has no run to resume: there is no config.json of one")
+        raise UsageError(f"{folder} has no run to resume: its config.json is missing; train again")
     return recipe
 
 

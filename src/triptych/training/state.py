@@ -114,7 +114,7 @@ def read_counters(folder: Path) -> Counters:
     """How far the saved run is."""
     path = find_state(folder)
     if path is None:
-        raise DataError(f"{folder / _LAST} is missing: this run saved no state to resume from")
+        raise DataError(f"{folder / _LAST} is missing: there is no state to resume from; train again")
     return _counters_of(path)
 
 
@@ -129,7 +129,7 @@ def _counters_of(path: Path) -> Counters:
         record: Any = json.loads(text)
         known = {item.name for item in fields(Counters)}
         if not isinstance(record, dict) or record.keys() != known:
-            raise DataError(f"{path} was written by another release of triptych: it cannot be resumed")
+            raise DataError(f"{path} was written by another release of triptych: train again")
         return _COUNTERS.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -231,7 +231,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict[str, Tensor]:
             require_regular(path)
             tensors = load_file(path)
         except (SafetensorError, OSError) as error:
-            raise DataError(f"checkpoint {path} cannot be read ({error})") from None
+            raise DataError(f"checkpoint {path} cannot be read ({error}): train again") from None
         for name, value in tensors.items():
             total[name] = total.get(name, torch.zeros(())) + value.double()
     return {name: (value / len(paths)).float() for name, value in total.items()}

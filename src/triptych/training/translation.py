@@ -132,7 +132,7 @@ def _encode_texts(
         recipe.data.max_sentence_tokens
     )
     if not len(judged):
-        raise DataError("no validation pair is within data.max_sentence_tokens")
+        raise DataError("no validation pair is short enough: raise data.max_sentence_tokens")
     return _Texts(kept, judged, valid_text)
 
 

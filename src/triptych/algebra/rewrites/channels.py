@@ -27,9 +27,8 @@ class JointBasis(NamedTuple):
 
         [A_1; … ; A_n] = Y S Bᵀ,   A_i = own_i common_jᵀ
 
-    The first w channels are the best that w common channels can do for all heads together, in
-    Frobenius norm; what they miss is √Σ_{i>w} S_i². Columns for singular values that are only
-    rounding are zero.
+    The first w channels are the best that w common channels can do for all heads together, in Frobenius norm;
+    what they miss is √Σ_{i>w} S_i². Columns for singular values that are only rounding are zero.
 
     Attributes:
         S: `[groups, k]`, descending.

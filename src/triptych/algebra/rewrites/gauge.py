@@ -73,9 +73,8 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
     of largest magnitude of every column of W_Q (W_V) is positive. In a group, the query maps
     one below the other (the output maps side by side) take the place of one W_Q (W_O). Biases go along.
 
-    The widths stay. Channels beyond the rank are zero, but for those that a bias cannot do without.
-    Chains of several maps stay so: the last map of queries, keys and values changes, and the first
-    of the output.
+    The widths stay. Channels beyond the rank are zero, but for those that a bias cannot do without. Chains of
+    several maps stay so: the last map of queries, keys and values changes, and the first of the output.
     """
     if unknown := sorted(set(forms) - set(FORMS)):
         raise ValueError(f"forms names {', '.join(unknown)}: the forms are qk and ov")

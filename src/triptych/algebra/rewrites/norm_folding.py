@@ -59,11 +59,10 @@ class FoldOtherNorms(Rewrite):
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:
     """Fold a norm's gain γ and shift β into the maps that read it: `b += β W`, then `W = diag(γ) W`.
 
-    Every map that reads the norm takes it: those to queries, keys and values of self-attention;
-    those to queries only in cross-attention, where keys and values take the memory's norm. Where the
-    input itself is the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the
-    `q · β` left over is the same for a whole row of scores. The gain of a norm between two maps goes into the
-    second.
+    Every map that reads the norm takes it: those to queries, keys and values of self-attention; those to
+    queries only in cross-attention, where keys and values take the memory's norm. Where the input itself is
+    the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the `q · β` left over is
+    the same for a whole row of scores. The gain of a norm between two maps goes into the second.
     """
     cross = weights.semantics.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm

@@ -88,9 +88,8 @@ class Parameterisation:
         parameters_formula: parameters of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
             the class's own sizes, as a Python expression; "" for none. `cache_formula` is
             the same for the numbers cached per token.
-        q: names of the maps to queries; `k` and `v` are to keys and values, `o` from the heads to the
-            output. A name that is in two chains is one map that they share. An empty chain takes the input
-            itself.
+        q: names of the maps to queries; `k` and `v` are to keys and values, `o` from the heads to the output.
+            A name that is in two chains is one map that they share. An empty chain takes the input itself.
         read_off: the maps that options are read off when weights are given: whether there is a bias, a width
             (`d_…`) or a number of copies (`num_…`); "scale" is the scale. If left out, `x_bias` is read
             off `x_proj`, `d_k` off `q_proj` and `d_v` off `v_proj`.
