@@ -52,7 +52,7 @@ def test_sides_of_different_length_are_refused_with_both_counts(
     reference = _write(tmp_path / "ref", ["Four."])
     answer = triptych("evaluate", small_run, "--source", source, "--reference", reference)
     assert answer.code == 1
-    assert f"{source} has 2 lines, {reference} 1: both need as many" in answer.err
+    assert f"{source} has 2 lines, {reference} 1: both need the same number" in answer.err
 
 
 def test_an_empty_test_text_is_refused(triptych: Command, small_run: Path, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def _read_texts(
     sources, references = read_lines(source), read_lines(reference)
     if len(sources) != len(references):
         raise DataError(
-            f"{source} has {len(sources):,} lines, {reference} {len(references):,}: both need as many"
+            f"{source} has {len(sources):,} lines, {reference} {len(references):,}: both need the same number"
         )
     if not sources:
         raise DataError(f"{source} is empty: there is nothing to evaluate")
