@@ -209,7 +209,7 @@ def test_translators_search_as_their_logits_say(kind: dict[str, str]) -> None:
     )
     model = EncoderDecoder.of(config, 40, 40).eval()
     rules = OutputRules((1,), 2)
-    search = BatchSearcher(model, 2, SearchOptions(beam_size=1, max_extra_tokens=6), "fp32", rules)
+    search = BatchSearcher([model], 2, SearchOptions(beam_size=1, max_extra_tokens=6), "fp32", rules)
     ((best,),) = search([[5, 6, 7]])
     src, tgt = torch.tensor([[5, 6, 7, 2]]), [1]
     for token in best.ids:

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from command import Command
 from triptych import load
@@ -30,10 +32,10 @@ def write_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     Path("pairs.jsonl").write_text("".join(json.dumps({"source": s, "target": t}) + "\n" for s, t in pairs))
 
 
-def recipe(**data: Any) -> Recipe:
+def recipe(rdrop: float = 0.0, **data: Any) -> Recipe:
     """A student's recipe for the text."""
     text = {"file": "pairs.jsonl"}
-    training = {"max_steps": 2, "warmup_steps": 1}
+    training = {"max_steps": 2, "warmup_steps": 1, "rdrop": rdrop}
     sections = {"tokenizer": {"vocab_size": 300}, "model": {"preset": "tiny"}, "training": training}
     found = resolve({"data": {"train": text, "valid": text, "cache": ""} | data, **sections})
     assert isinstance(found, Recipe)
@@ -141,6 +143,54 @@ def test_what_does_not_go_together_is_refused(
     with pytest.raises(distilling.UsageError, match=said):
         change(teacher)
     assert Path("out/train.jsonl").read_bytes() == before
+    assert not Path("new").exists()
+
+
+def test_a_student_of_probabilities_has_its_teachers_tokenizers_and_comes_close_to_it(
+    triptych: Command, small_run: Path
+) -> None:
+    Path("recipe.toml").write_text(recipe().to_toml())
+    more = [f"training.{change}" for change in ("max_steps=30", "learning_rate=0.01", "label_smoothing=0.0")]
+    given = [*chain.from_iterable(("--set", change) for change in more), "--no-train"]
+    asked = "distil", small_run, "recipe.toml", *given, "--teacher-weight", "1.0", "--out"
+    assert triptych(*asked, "out").code == 0
+    alone = "--set", "training.teacher_weight=0.01"
+    for name, change in (("near", ()), ("far", alone)):
+        assert triptych("train", "out/student.toml", "--out", name, *change).code == 0
+    teacher, near, far = (load(one) for one in ("out/teacher", "near", "far"))
+    sentence = PAIRS[0][0]
+    assert teacher.translate(sentence) == load(small_run).translate(sentence)
+    assert near.opened.tokenizers.source.to_json() == teacher.opened.tokenizers.source.to_json()
+    expected, *found = (model.run(sentence, target="").logits.softmax(-1) for model in (teacher, near, far))
+    apart = [(one - expected).abs().sum() for one in found]
+    assert apart[0] < apart[1] / 2
+    weights = load_file("out/teacher/model.safetensors")
+    save_file({name: 0.9 * tensor for name, tensor in weights.items()}, "out/teacher/model.safetensors")
+    resumed = triptych("train", "--resume", "near", "--set", "training.max_steps=31")
+    assert resumed.code != 0
+    assert "the teacher (training.teacher)" in resumed.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda run: run.ablate("cross.0.0").distil(recipe(), "new", teacher_weight=0.5), "without changes"),
+        (lambda run: run.distil(recipe(), "new", teacher_weight=1.5), "from 0 to 1"),
+        (
+            lambda run: run.distil(recipe(rdrop=5.0), "new", teacher_weight=0.5),
+            "rdrop and training.teacher do not",
+        ),
+        (
+            lambda run: load(run.name, ensemble=[run.name]).distil(recipe(), "new", teacher_weight=0.5),
+            "one teacher",
+        ),
+    ],
+)
+def test_probabilities_that_cannot_be_learned_are_refused_first(
+    change: Callable[[Any], Any], said: str, small_run: Path
+) -> None:
+    with pytest.raises(distilling.UsageError, match=said):
+        change(load(small_run))
     assert not Path("new").exists()
 
 

@@ -144,6 +144,24 @@ def test_runs_that_are_done_are_not_made_again_and_more_seeds_are(place: Path, s
             assert second.results[name][seed] == result
 
 
+def test_a_wider_sweep_makes_the_runs_again_whose_rate_it_changes(place: Path, stand_in: Path) -> None:
+    change(place, "[variants.factored]", "[sweep]\nlearning_rates = [0.004, 0.02]\n[variants.factored]")
+    made(place)
+    folders = [*place.glob("out/runs/*-seed-*/"), *place.glob("out/sweep/*-0.004/")]
+    assert len(folders) == 11  # the baseline twice
+    kept = [folder / "kept" for folder in folders]
+    for before, after, best in (("0.02]", "0.02, 0.03]", 0.004), ("0.03]", "0.01]", 0.01)):
+        for file in kept:
+            file.write_text("")
+        change(place, before, after)
+        outcome = made(place)
+        assert {one.recipe.training.learning_rate for one in outcome.variants.values()} == {best}
+        is_new = best != 0.004
+        assert [file.exists() for file in kept] == [not is_new] * 9 + [True] * 2
+    assert [path.read_text() for path in place.glob("out/*/*/calls")] == ["1"] * 17
+    assert all("learning_rate = 0.01" in path.read_text() for path in place.glob("out/runs/*.toml"))
+
+
 def test_a_run_that_fails_is_reported_and_costs_no_other(place: Path, stand_in: Path) -> None:
     change(
         place,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tolerances import assert_same
 from triptych.thresholds import MAX_CHUNK_TOKENS
 from triptych.training import Loss, output_loss, rdrop_loss
+from triptych.training.losses import teacher_loss
 
 D_MODEL, VOCAB = 8, 37
 NUM_TOKENS = (1, MAX_CHUNK_TOKENS - 1, MAX_CHUNK_TOKENS, MAX_CHUNK_TOKENS + 1, 4500)
@@ -33,6 +34,27 @@ def reference_rdrop_loss(
     return Loss(smoothed, (one.likelihood + other.likelihood) / 2)
 
 
+def logits_of_teacher(targets: Tensor) -> Tensor:
+    """Probabilities that differ from the text's, some of them close to 0."""
+    return 5 * torch.sin(torch.arange(VOCAB) * (targets[:, None] + 1.0))
+
+
+def our_teacher_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, share: float
+) -> Loss:
+    logits = logits_of_teacher(targets)
+    return teacher_loss(x, weight, targets, label_smoothing, lambda rows: logits[rows], share)
+
+
+def reference_teacher_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, share: float
+) -> Loss:
+    of_text = reference_loss(x, weight, targets, label_smoothing)
+    wanted = logits_of_teacher(targets).to(x.dtype).softmax(dim=-1)
+    of_teacher = F.cross_entropy(x @ weight.T, wanted, reduction="sum")
+    return Loss((1 - share) * of_text.smoothed + share * of_teacher, of_text.likelihood)
+
+
 class Case(NamedTuple):
     """A loss, its formula, how many passes it compares, and its options."""
 
@@ -44,11 +66,13 @@ class Case(NamedTuple):
 
 PLAIN = Case(output_loss, reference_loss, 1, (0.1,))
 RDROP = Case(rdrop_loss, reference_rdrop_loss, 2, (0.1, 5.0))
-KINDS = {"one pass": PLAIN, "two passes": RDROP}
+TEACHER = Case(our_teacher_loss, reference_teacher_loss, 1, (0.1, 0.7))
+KINDS = {"one pass": PLAIN, "two passes": RDROP, "a teacher": TEACHER}
 CASES = [
     *((PLAIN._replace(options=(epsilon,)), num) for epsilon in (0.0, 0.1, 0.5) for num in NUM_TOKENS),
     *((RDROP._replace(options=(0.1, rdrop)), 7) for rdrop in (0.0, 1.0)),
     *((RDROP._replace(options=(epsilon, 5.0)), num) for epsilon in (0.0, 0.1) for num in (1, NUM_TOKENS[3])),
+    *((TEACHER._replace(options=(0.1, share)), NUM_TOKENS[3]) for share in (0.0, 0.7, 1.0)),
 ]
 
 
@@ -94,7 +118,9 @@ def test_large_logits_and_passes_far_apart_do_not_overflow(kind: str) -> None:
         assert_same(one, other, kind="gradient")
 
 
-@pytest.mark.parametrize(("kind", "num_tokens"), [("one pass", 3), ("one pass", 600), ("two passes", 600)])
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"), [("one pass", 3), ("one pass", 600), ("two passes", 600), ("a teacher", 600)]
+)
 def test_under_autocast_it_agrees_within_bfloat16_and_gradients_stay_float32(
     kind: str, num_tokens: int
 ) -> None:

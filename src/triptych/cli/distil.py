@@ -25,10 +25,12 @@ def distil(
     overrides: Sequence[str] = (),
     train: bool = True,
     translating: Annotated[
-        Options, "Teacher", Model.distil, "beam_size alpha num_best interpolate originals"
+        Options, "Teacher", Model.distil, "beam_size alpha num_best interpolate originals teacher_weight"
     ],
     workers: int | None = None,
-    opening: Annotated[Options, "Teacher", load, "device engine precision languages offline shortlist"],
+    opening: Annotated[
+        Options, "Teacher", load, "device engine precision languages offline shortlist ensemble"
+    ],
     as_json: bool = False,
 ) -> None:
     """Train a small translator on what a teacher translates.

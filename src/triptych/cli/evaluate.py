@@ -30,7 +30,9 @@ def evaluate(
     text: Path | None = None,
     documents: Documents = "file",
     scoring: Annotated[Options, "Language models", Model.evaluate, "context stride"],
-    opening: Annotated[Options, "Model", load, "device dtype engine precision languages offline shortlist"],
+    opening: Annotated[
+        Options, "Model", load, "device dtype engine precision languages offline shortlist ensemble"
+    ],
     without: str | None = None,
     force: bool = False,
     as_json: bool = False,

@@ -37,7 +37,9 @@ def translate(
     ],
     glossary: Path | None = None,
     workers: int | None = None,
-    opening: Annotated[Options, "Model", load, "device engine precision languages offline shortlist"],
+    opening: Annotated[
+        Options, "Model", load, "device engine precision languages offline shortlist ensemble"
+    ],
     without: str | None = None,
     attention: Sequence[str] = (),
     attention_html: Path | None = None,

@@ -6,6 +6,7 @@ from typing import final
 from torch import nn
 
 from triptych.decoding.engine import DecodingEngine, Engine
+from triptych.decoding.ensemble import EnsembleEngine
 from triptych.decoding.glossary import Sentence
 from triptych.decoding.loop import Loop
 from triptych.decoding.maps import Precision
@@ -45,27 +46,20 @@ class BatchSearcher:
 
     def __init__(
         self,
-        model: EncoderDecoder,
+        models: Sequence[EncoderDecoder],
         src_eos_id: int,
         options: SearchOptions,
         precision: Precision,
         rules: OutputRules,
         shortlist: Shortlist | None = None,
     ) -> None:
+        """For a model, or for several that share their tokens and search together."""
         self._src_eos_id, self._options, self._rules = src_eos_id, options, rules
-        self.engine: DecodingEngine
-        what = "a model with changed values, or with attention that cannot be fused,"
-        if shortlist is not None:
-            if needs_plain(model) or rules.no_repeat:
-                what = "a model that repeats no phrase" if rules.no_repeat else what
-                raise UsageError(f"{what} runs without a shortlist: leave it out")
-            self.engine = ShortlistEngine(model, shortlist, rules, precision)
-        elif not needs_plain(model):
-            self.engine = Engine(model, precision, never=rules.never)
-        elif precision == "fp32":
-            self.engine = PlainEngine(model, never=rules.never)
-        else:
-            raise UsageError(f"{what} runs in fp32, not in {precision}")
+        if shortlist is not None and (len(models) > 1 or rules.no_repeat):
+            what = "an ensemble" if len(models) > 1 else "a model that repeats no phrase"
+            raise UsageError(f"{what} runs without a shortlist: leave it out")
+        engines = [_engine(model, precision, rules, shortlist) for model in models]
+        self.engine = engines[0] if len(engines) == 1 else EnsembleEngine(engines)
 
     def text(self, ids: Sequence[int], options: SearchOptions | None = None) -> BeamText:
         """A sentence for a `Loop`."""
@@ -77,6 +71,21 @@ class BatchSearcher:
         texts = [self.text(ids) for ids in sentences]
         Loop(self.engine).run(texts)
         return [text.best[: self._options.num_best] for text in texts]
+
+
+def _engine(
+    model: EncoderDecoder, precision: Precision, rules: OutputRules, shortlist: Shortlist | None
+) -> DecodingEngine:
+    what = "a model with changed values, or with attention that cannot be fused,"
+    if not needs_plain(model):
+        if shortlist is not None:
+            return ShortlistEngine(model, shortlist, rules, precision)
+        return Engine(model, precision, never=rules.never)
+    if shortlist is not None:
+        raise UsageError(f"{what} runs without a shortlist: leave it out")
+    if precision != "fp32":
+        raise UsageError(f"{what} runs in fp32, not in {precision}")
+    return PlainEngine(model, never=rules.never)
 
 
 def batches_of_like_length(

@@ -73,8 +73,11 @@ class Translator:
         workers: int = 1,
         searcher: Searcher | None = None,
         shortlist: Shortlist | None = None,
+        ensemble: Sequence[EncoderDecoder] = (),
     ) -> None:
+        """`ensemble` are models of the same tokens: probabilities are averaged over them and `model`."""
         self.model = model
+        self.models = (model, *ensemble)
         self.tokenizers = tokenizers
         self.options = options or SearchOptions()
         self.batch_tokens = batch_tokens
@@ -99,7 +102,7 @@ class Translator:
     @property
     def max_source_tokens(self) -> int:
         """Longest line that is translated whole, in tokens without the end of sentence."""
-        limits = self.model.max_source_tokens, self.options.max_source_tokens
+        limits = self.options.max_source_tokens, *(model.max_source_tokens for model in self.models)
         return min((limit for limit in limits if limit is not None), default=LONGEST_LINE)
 
     @overload
@@ -233,16 +236,16 @@ class Translator:
 
     def _forget_what_is_stale(self) -> None:
         """What was made of the model's weights holds as long as they do."""
-        if self._made_of != (version := _version(self.model)):
+        if self._made_of != (version := _version(self.models)):
             self.close()
             self._searcher = None
             self._made_of = version
 
     def _searcher_arguments(
         self,
-    ) -> tuple[EncoderDecoder, int, SearchOptions, Precision, OutputRules, Shortlist | None]:
+    ) -> tuple[Sequence[EncoderDecoder], int, SearchOptions, Precision, OutputRules, Shortlist | None]:
         src, tgt = self.tokenizers.source, self.tokenizers.target
-        return self.model, src.eos_id, self.options, self.precision, tgt.rules, self.shortlist
+        return self.models, src.eos_id, self.options, self.precision, tgt.rules, self.shortlist
 
     def _pieces(self, line: str) -> list[list[int]]:
         glossary = self._glossary
@@ -307,9 +310,10 @@ class _Group:
     missing: int
 
 
-def _version(model: EncoderDecoder) -> object:
+def _version(models: Sequence[EncoderDecoder]) -> object:
     """Changes whenever a weight does."""
-    return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
+    parameters = (parameter for model in models for parameter in model.parameters())
+    return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
 
 
 # From the kindest place to cut to the last resort; what is cut off keeps its punctuation.

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from triptych.checkpoints.family import Family
+from triptych.checkpoints.source import Source
 from triptych.checkpoints.translators import Languages
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
@@ -75,6 +76,7 @@ class Options:
     precision: Precision = "fp32"
     family: Family | None = None
     shortlist: Path | None = None
+    ensemble: tuple[Source, ...] = ()
 
 
 _Ends = Callable[[int, int], bool]
@@ -439,6 +441,8 @@ def make_translator(
         )
     else:
         require_ctranslate2()
+        if opened.ensemble:
+            raise UsageError("CTranslate2 runs one model: leave out the ensemble")
         opened.require_recipe()
         wanted = opened.search_options(stop=stop or "full", **search)
         searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
@@ -449,13 +453,14 @@ def make_translator(
 def identify(translator: Translator, name: str, changes: Sequence[str], options: Options) -> dict[str, Any]:
     """What says whether another translator gives the same texts: its weights, tokenizers and engine."""
     sides = translator.tokenizers.source, translator.tokenizers.target
+    first, *others = (hash_of(model, [side.to_json() for side in sides]) for model in translator.models)
     return {
         "name": name,
-        "sha256": hash_of(translator.model, [side.to_json() for side in sides]),
+        "sha256": first,
         "changes": list(changes),
         "engine": translator.engine,
         "precision": options.precision,
-    }
+    } | ({"ensemble": others} if others else {})
 
 
 def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:

@@ -68,6 +68,7 @@ def load(
     offline: bool = False,
     family: Family | str | Path | None = None,
     shortlist: str | Path | None = None,
+    ensemble: Sequence[str | Path] = (),
     code: str | Path | None = None,
 ) -> "Model":
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
@@ -95,6 +96,8 @@ def load(
         family: a family file that describes the checkpoint, where its configuration does not say enough.
         shortlist: for a translator, a file that `triptych shortlist` wrote: the output layer computes only
             the tokens that it lists for a sentence, which is faster.
+        ensemble: for a translator, others with the same tokenizers: each token is chosen by the mean of all
+            their probabilities. Everything but translation is of `source` alone.
         code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
@@ -116,6 +119,7 @@ def load(
         precision,
         read_family(Path(family)) if isinstance(family, str | Path) else family,
         None if shortlist is None else Path(shortlist),
+        tuple(find_source(one, offline=offline) for one in ensemble),
     )
     if isinstance(source, LanguageModel | EncoderDecoder):
         return Model(Opened(f"a module ({type(source).__name__})", None, options, module=source))

@@ -90,8 +90,15 @@ class Opened:
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
         self.model.tokenizer  # noqa: B018 (an error where there is none)
-        shortlist = self.options.shortlist
-        return self.model if shortlist is None else self.model.with_shortlist(shortlist)
+        opened, options = self.model, self.options
+        if options.shortlist is not None:
+            opened = opened.with_shortlist(options.shortlist)
+        if options.ensemble:
+            others = (
+                open_model(one, options.device, options.dtype, options.languages) for one in options.ensemble
+            )
+            opened = opened.with_ensemble([*others])
+        return opened
 
     @cached_property
     def why_not_run(self) -> str:

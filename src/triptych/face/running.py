@@ -128,6 +128,7 @@ class RunnableModel(ReadableModel):
         num_best: int = 1,
         interpolate: bool = False,
         originals: float = 0.0,
+        teacher_weight: float = 0.0,
         workers: int = 1,
         display: Display | None = None,
         progress: Progress = untold,
@@ -148,6 +149,9 @@ class RunnableModel(ReadableModel):
             num_best: number of translations of each sentence that the student learns from.
             interpolate: of the n best, keep the one with the highest sentence BLEU against the reference.
             originals: share of the original pairs that the student learns from as well, from 0 to 1.
+            teacher_weight: share of the loss that compares the student's probabilities with the teacher's,
+                from 0 to 1. Above 0 the student has the teacher's tokenizers, and `out` a copy of the
+                teacher.
             workers: number of processes that translate in parallel, one thread each. CPU only.
             display: told what is read; lines on standard error if None.
             progress: told what is done, how many sentences, and of how many.
@@ -159,6 +163,10 @@ class RunnableModel(ReadableModel):
         if not isinstance(recipe, Recipe):
             recipe = require_translation(read_recipe(recipe), recipe)
         options = self._opened.options
+        if teacher_weight and self.changes:
+            raise UsageError("teacher_weight needs a teacher without changes: save the changed model first")
+        if teacher_weight:
+            self.opened.require_recipe()
         with (
             launched(options.device) as world,
             self.translator(beam_size=beam_size, alpha=alpha, num_best=num_best, workers=workers) as teacher,
@@ -173,6 +181,8 @@ class RunnableModel(ReadableModel):
                 progress,
                 interpolate=interpolate,
                 originals=originals,
+                teacher_weight=teacher_weight,
+                save_teacher=self.opened.save,
             )
 
     def shortlist(

@@ -1,7 +1,7 @@
 """A model in memory with its tokenizers: of a run, a converted model, or another library's checkpoint."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -48,6 +48,7 @@ class OpenedModel:
         self.name, self.folder, self.model, self._tokenizers = name, folder, model, tokenizers
         self.unsearched = unsearched
         self.shortlist: Shortlist | None = None
+        self.ensemble: tuple[EncoderDecoder, ...] = ()  # translators that search with it
         self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
         if isinstance(tokenizers, TokenizerPair) and start_id is None:
             start_id = tokenizers.target.rules.start[0]
@@ -114,6 +115,18 @@ class OpenedModel:
         changed.shortlist = read_shortlist(file, self.tokenizers)
         return changed
 
+    def with_ensemble(self, others: Sequence["OpenedModel"]) -> "OpenedModel":
+        """The same, which translates together with others of the same tokens."""
+        own, changed = _tokens_of(self), copy.copy(self)
+        for other in others:
+            if _tokens_of(other) != own:
+                raise UsageError(
+                    f"{other.name} has other tokens than {self.name}: models of an ensemble share their "
+                    "tokenizers, as runs of one recipe with several seeds do"
+                )
+        changed.ensemble = tuple(other.encoder_decoder for other in others)
+        return changed
+
     def with_decoding(self, decoding: DecodingConfig) -> "OpenedModel":
         changed = copy.copy(self)
         changed._decoding = decoding
@@ -170,6 +183,7 @@ class OpenedModel:
             precision=precision,
             workers=workers,
             shortlist=self.shortlist,
+            ensemble=self.ensemble,
         )
 
     def generator(self, *, precision: Precision = "fp32", batch_rows: int = 32) -> TextGenerator:
@@ -180,6 +194,12 @@ class OpenedModel:
             end_ids=self.end_ids,
             batch_rows=batch_rows,
         )
+
+
+def _tokens_of(opened: OpenedModel) -> tuple[object, ...]:
+    """What models that choose tokens together have in common."""
+    pair, model = opened.tokenizers, opened.encoder_decoder
+    return pair.source.to_json(), pair.target.to_json(), model.head.output.out_features
 
 
 def _does_not_translate(name: str) -> UsageError:

@@ -1,6 +1,7 @@
 """`compare`: make the runs of a study, or go on with them, and collect what came of them."""
 
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -183,8 +184,8 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
     held.enter_context(hold_folder(folder, wait=False))
     place = folder / "study.json"
     if place.exists():
-        # More seeds, other metrics or workers need no run to be made again.
-        free = {"name", "seeds", "metrics", "jobs", "noise"}
+        # More seeds, other metrics or workers need no run to be made again; other learning rates need some.
+        free = {"name", "seeds", "metrics", "jobs", "noise", "sweep"}
         then = Study.model_validate_json(place.read_text(encoding="utf-8"))
         if then.model_dump(exclude=free) != study.model_dump(exclude=free):
             raise UsageError(
@@ -335,6 +336,7 @@ class _Runner:
     def __init__(self, study: Study, folder: Path, tell: Tell, world: World) -> None:
         self.study, self.folder, self.tell, self.world = study, folder, tell, world
         self.sweep_seconds = 0.0
+        self._begun_anew: set[Path] = set()  # folders of runs whose recipes have changed
 
     def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> StudyJob:
         """A run, whose recipe is kept."""
@@ -362,18 +364,24 @@ class _Runner:
         rewrite_of: TrainedRun | None = None,
     ) -> StudyJob:
         """What is to be done for a run, with its recipe and its result, which lie next to its folder."""
-        file = folder.parent / f"{folder.name}.toml"
+        file, result = (folder.parent / f"{folder.name}{ending}" for ending in (".toml", ".result.json"))
+        text = recipe.to_toml()
 
         def keep() -> None:
             file.parent.mkdir(exist_ok=True)
-            write_text(file, recipe.to_toml())
+            of_changed = rewrite_of is not None and rewrite_of.folder in self._begun_anew
+            if of_changed or (file.exists() and file.read_text(encoding="utf-8") != text):
+                self._begun_anew.add(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                result.unlink(missing_ok=True)
+            write_text(file, text)
 
         self.world.on_first(keep)
         return StudyJob(
             recipe=file,
             rewrite_of=rewrite_of,
             folder=folder,
-            result=folder.parent / f"{folder.name}.result.json",
+            result=result,
             variant=variant,
             steps=steps,
             threads=self.study.jobs.threads,

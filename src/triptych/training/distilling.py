@@ -7,7 +7,7 @@ translation that is closest to the reference. Source: Kim & Rush 2016, arXiv 160
 import json
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,13 +26,14 @@ from triptych.training import Recipe, resolve
 from triptych.training.folder import hash_parts
 from triptych.training.processes import World
 from triptych.training.progress import Display
-from triptych.training.translation import read_corpora
+from triptych.training.translation import read_corpora, with_tokenizers_of
 
 # Sentences of a block; what an interruption loses is the blocks in hand.
 _BLOCK = 512
 _RECORD, _BLOCKS, _TRAIN, _VALID, _RECIPE = (
     *("distillation.json", "blocks", "train.jsonl", "valid.jsonl", "student.toml"),
 )
+_TEACHER = "teacher"  # the folder of a teacher whose probabilities are learned
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,23 @@ def distil_text(
     *,
     interpolate: bool,
     originals: float,
+    teacher_weight: float,
+    save_teacher: Callable[[Path], object],
 ) -> Distilled:
     """Translate the training text into a folder, or go on with it; `known_by` tells the teacher."""
     if interpolate and teacher.options.num_best == 1:
         raise UsageError("interpolate chooses among several translations: give num_best (--n-best 8)")
     if not 0 <= originals <= 1:
         raise UsageError(f"originals is {originals}: it is a share, from 0 to 1")
+    if not 0 <= teacher_weight <= 1:
+        raise UsageError(f"teacher_weight is {teacher_weight}: it is a share, from 0 to 1")
+    if teacher_weight and len(teacher.models) > 1:
+        raise UsageError(
+            "a student learns the probabilities of one teacher: leave out ensemble or teacher_weight"
+        )
+    if teacher_weight:
+        learned = {"teacher": str(folder / _TEACHER), "teacher_weight": teacher_weight}
+        recipe = with_tokenizers_of(teacher.tokenizers, recipe, learned)
     train, valid = world.on_all(lambda: read_corpora(recipe, Path.cwd(), display))
     sides = train.source, train.target, valid.source, valid.target
     given = {
@@ -91,6 +103,9 @@ def distil_text(
                 lines = _block_path(folder, number).read_text(encoding="utf-8").splitlines()
                 for i, line in zip(block, lines, strict=True):
                     found[i] = json.loads(line)
+            if teacher_weight:
+                (folder / _TEACHER).mkdir(exist_ok=True)
+                save_teacher(folder / _TEACHER)
             record |= {"written": _write_student(folder, recipe, train, valid, found, interpolate, originals)}
             write_json(folder / _RECORD, record)
         shutil.rmtree(folder / _BLOCKS, ignore_errors=True)

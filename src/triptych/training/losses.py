@@ -11,6 +11,12 @@ R-Drop penalises the divergence of two passes over the same tokens, which differ
 
 It regularises: on small data sets the model overfits many steps later. A step takes twice the time. Source:
 Liang et al. 2021, R-Drop, arXiv 2106.14448, equations 1 to 3, all divided by two.
+
+A teacher's probabilities q take a share w of the loss:
+
+    loss = (1 − w) CE(p) − w Σ_t Σ_v q(v) log p(v)
+
+Source: Hinton et al. 2015, arXiv 1503.02531; Kim & Rush 2016, arXiv 1606.07947, equation 4.
 """
 
 from collections.abc import Callable, Sequence
@@ -184,6 +190,56 @@ def chunks(x: Tensor, weight: Tensor) -> list[slice]:
     """The rows of `x` whose logits are alive at a time."""
     tokens, total = chunk_tokens(weight.shape[0], on_cpu=x.is_cpu), x.shape[0]
     return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]
+
+
+def teacher_loss(
+    x: Float[Tensor, "tokens d_model"],
+    weight: Float[Tensor, "vocab d_model"],
+    targets: Int[Tensor, " tokens"],
+    label_smoothing: float,
+    teacher: Callable[[slice], Float[Tensor, "rows vocab"]],
+    share: float,
+) -> Loss:
+    """The loss with a teacher, a chunk of tokens at a time; differentiable once.
+
+    `teacher` gives its logits of a range of the tokens.
+    """
+    dtype = computing_dtype(x)
+
+    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        return _of_teacher_and_gradients(
+            x.to(dtype), weight.to(dtype), targets, label_smoothing, teacher, share
+        )
+
+    with torch.autocast(x.device.type, enabled=False):
+        return Loss(*_WithGradients.apply(compute, x, weight))  # type: ignore[no-untyped-call]
+
+
+def _of_teacher_and_gradients(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    epsilon: float,
+    teacher: Callable[[slice], Tensor],
+    share: float,
+) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """Both sums, and the gradients of the smoothed one: of the logits, p less what p is to be."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    smoothed = torch.zeros((), dtype=wide, device=x.device)
+    likelihood = torch.zeros_like(smoothed)
+    of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
+    for rows in chunks(x, weight):
+        log_p = (x[rows] @ weight.T).to(wide).log_softmax(dim=-1)
+        at_target = torch.arange(len(log_p), device=x.device), targets[rows]
+        wanted = teacher(rows).to(wide).softmax(dim=-1) * share + (1 - share) * epsilon / len(weight)
+        with in_any_order():
+            wanted[at_target] += (1 - share) * (1 - epsilon)
+        likelihood -= log_p[at_target].sum()
+        smoothed -= (wanted * log_p).sum()
+        gradient = (log_p.exp() - wanted).to(x.dtype)
+        torch.mm(gradient, weight, out=of_x[rows])
+        of_weight += gradient.T @ x[rows]
+    return smoothed, likelihood, (of_x, of_weight)
 
 
 def rdrop_loss(

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, final, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Int64
 
 from triptych.attention import PositionIds
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.text import Batch, TokenBatches
 from triptych.text.packing import NOT_COUNTED, LanguageBatch
-from triptych.training.losses import Loss, head_loss, output_loss, rdrop_loss
+from triptych.training.losses import Loss, head_loss, output_loss, rdrop_loss, teacher_loss
 from triptych.training.sections import TrainingConfig, ValidationConfig
 
 # A model that says the same frequent words for every source stays below this; so does the lower end of the
@@ -162,20 +163,29 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         validation: ValidationConfig,
         score: Scorer | None,
         bytes_per_token: float | None = None,
+        teacher: EncoderDecoder | None = None,
     ) -> None:
         super().__init__(
             model, train, valid, bytes_per_token, validation.metric, uses_whole_model=score is not None
         )
         self.config, self.score = config, score
+        self._teacher = None if teacher is None else teacher.eval().requires_grad_(False)
 
     def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:
         rdrop = self.config.rdrop if step > self.config.rdrop_after else 0.0
-        return self._loss(model, batch, self.config.label_smoothing, rdrop)
+        return self._loss(model, batch, self.config.label_smoothing, rdrop, self._teacher)
 
     def loss(self, model: EncoderDecoder, batch: Batch) -> Loss:
-        return self._loss(model, batch, 0.0, 0.0)
+        return self._loss(model, batch, 0.0, 0.0, None)
 
-    def _loss(self, model: EncoderDecoder, batch: Batch, label_smoothing: float, rdrop: float) -> Loss:
+    def _loss(
+        self,
+        model: EncoderDecoder,
+        batch: Batch,
+        label_smoothing: float,
+        rdrop: float,
+        teacher: EncoderDecoder | None,
+    ) -> Loss:
         device, weight = model.decoder.embeddings.table.weight.device, model.head.output.weight
         src, tgt_in, tgt_out = (
             side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
@@ -185,6 +195,13 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         if rdrop:  # both passes as one batch: dropout draws for every row
             src, tgt_in = src.repeat(2, 1), tgt_in.repeat(2, 1)
         x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
+        if teacher is not None:
+            with torch.no_grad():
+                of_teacher = teacher.decode(tgt_in, teacher.encode(src), teacher.memory_mask(src))[real]
+            head, share = teacher.head, self.config.teacher_weight
+            return teacher_loss(
+                x[real], weight, said, label_smoothing, lambda rows: head(of_teacher[rows]), share
+            )
         if not rdrop:
             return output_loss(x[real], weight, said, label_smoothing)
         first, second = x.chunk(2)

@@ -297,6 +297,10 @@ def filled(recipe: AnyRecipe) -> tuple[AnyRecipe, list[str]]:
             of_text = fit_tokenizer(recipe, _LONG_TEXT, device)
             whole: AnyRecipe = fit_language_training(of_text, _LONG_TEXT, device)
         case Recipe():
+            if recipe.training.teacher is not None:
+                raise UsageError(
+                    "plan counts no teacher: leave out training.teacher, and add its memory and time"
+                )
             of_pairs = fit_tokenizer(recipe, _LONG_TEXT, device)
             whole = fit_training(
                 of_pairs, _LONG_TEXT, device, lambda recipe: _LONG_TEXT // recipe.training.batch_tokens

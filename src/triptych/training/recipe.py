@@ -154,6 +154,8 @@ class Recipe(_AnyRecipe):
                 f"training.rdrop is {rdrop} but the model has no dropout, so that both passes "
                 "are equal: set model.dropout or leave out rdrop"
             )
+        if rdrop and self.training.teacher is not None:
+            raise ValueError("training.rdrop and training.teacher do not go together: leave out one")
         return self
 
     @model_validator(mode="after")

@@ -133,12 +133,18 @@ class TrainingConfig(OptimisationConfig):
         rdrop: weight of R-Drop; 0 is off. Every batch goes through the model twice with different dropout,
             and the divergence of the two outputs is penalised. For little text; takes twice the time.
         rdrop_after: the update after which R-Drop starts.
+        teacher: folder of a translator in triptych's format, whose probabilities are learned from as well, as
+            `triptych distil --teacher-weight` writes it. Its tokenizers are the run's.
+        teacher_weight: share of the cross-entropy against the teacher's probabilities in the loss; the rest
+            is the cross-entropy against the text.
     """
 
     batch_tokens: int = Field(25_000, ge=2)
     label_smoothing: float = Field(0.1, ge=0, lt=1)
     rdrop: float = Field(0.0, ge=0)
     rdrop_after: int = Field(0, ge=0)
+    teacher: str | None = None
+    teacher_weight: float = Field(0.5, gt=0, le=1)
 
 
 class ValidationConfig(Section):

@@ -1,15 +1,19 @@
 """What a run that learns to translate needs: its texts, tokenizers and objective."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from triptych.decoding import SearchOptions, Translator, score_bleu
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
+from triptych.files import file_hash
 from triptych.models import EncoderDecoder
 from triptych.models.device import find_device, to_device
-from triptych.models.storage import OwnModel, write_config
+from triptych.models.storage import OwnModel, read_own_model, write_config
+from triptych.storage.tensors import SAFETENSORS
 from triptych.text import (
     ByteLevelTokenizer,
     CorpusSpec,
@@ -22,16 +26,18 @@ from triptych.text import (
     train_tokenizers,
     trained_once,
 )
-from triptych.training import Recipe
+from triptych.training import Recipe, require_translation, resolve
 from triptych.training.fitting import fit_tokenizer, fit_training, say_choices
 from triptych.training.folder import Prepared, check_tokenizers, hash_parts, word_vectors
 from triptych.training.objectives import Bleu, Scorer, TranslationObjective
 from triptych.training.progress import Display
+from triptych.training.recipe import merge
 
 
 def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
     """Read what a run needs; a new one trains its tokenizers, and chooses what the recipe leaves out."""
     cache = base / recipe.data.cache if recipe.data.cache else None
+    teacher = None if recipe.training.teacher is None else base / recipe.training.teacher
     if folder is not None:
         tokenizers = TokenizerPair.load(folder)
         check_tokenizers(tokenizers, recipe, folder)
@@ -40,8 +46,13 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
         train_text, valid_text = read_corpora(recipe, base, display)
         device = find_device(recipe.training.device).type
         num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
-        given, recipe = recipe, fit_tokenizer(recipe, num_chars, device)
-        tokenizers = _train_tokenizers(recipe, train_text, cache, display)
+        given = recipe
+        if teacher is not None:
+            tokenizers = TokenizerPair.load(teacher)
+            recipe = with_tokenizers_of(tokenizers, recipe)
+        else:
+            recipe = fit_tokenizer(recipe, num_chars, device)
+            tokenizers = _train_tokenizers(recipe, train_text, cache, display)
         texts = _encode_texts(recipe, cache, tokenizers, train_text, valid_text, display)
         num_tokens = int((texts.train.target.lengths + 1).sum())
 
@@ -55,14 +66,16 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
     def objective() -> TranslationObjective:
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
+        where = find_device(recipe.training.device)
         return TranslationObjective(
-            to_device(model, find_device(recipe.training.device)),
+            to_device(model, where),
             _batches(recipe, texts.train, tokenizers, shuffle=True),
             _batches(recipe, texts.valid, tokenizers, shuffle=False),
             recipe.training,
             recipe.validation,
             _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
             _bytes_per_token(texts),
+            None if teacher is None else _read_teacher(teacher, sizes).to(where),
         )
 
     def begin(model: OwnModel, folder: Path) -> None:
@@ -79,8 +92,27 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
         if path
     }
     return Prepared(
-        recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers), vectors=vectors
+        recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers, teacher), vectors=vectors
     )
+
+
+def with_tokenizers_of(teacher: TokenizerPair, recipe: Recipe, training: Mapping[str, Any] = {}) -> Recipe:
+    """The recipe of a student that has its teacher's tokenizers, with these keys of `[training]`."""
+    kept = {"joint": teacher.joint, "vocab_size": teacher.target.vocab_size}
+    tree = merge(
+        recipe.model_dump(mode="json", exclude_unset=True), {"tokenizer": kept, "training": dict(training)}
+    )
+    origin = "the recipe with the teacher's tokenizers"
+    return require_translation(resolve(tree, (), origin), origin)
+
+
+def _read_teacher(folder: Path, sizes: tuple[int, int]) -> EncoderDecoder:
+    model = read_own_model(folder)
+    if not isinstance(model, EncoderDecoder):
+        raise UsageError(f"training.teacher: {folder} is a language model, which does not translate")
+    if (model.src_vocab_size, model.tgt_vocab_size) != sizes:
+        raise UsageError(f"training.teacher: the tables of {folder} have other sizes than its tokenizers")
+    return model
 
 
 def read_corpora(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
@@ -195,7 +227,9 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
     return score
 
 
-def _fingerprints(recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair) -> dict[str, str]:
+def _fingerprints(
+    recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: Path | None
+) -> dict[str, str]:
     """What a resumed run must find as it was, by the words that name it."""
     ids = [
         array
@@ -217,4 +251,6 @@ def _fingerprints(recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair) -> d
         "the model": [recipe.model.model_dump_json().encode()],
         "how it is validated (validation, decoding, data.max_sentence_tokens)": judged,
     }
+    if teacher is not None:
+        parts["the teacher (training.teacher)"] = [file_hash(teacher / SAFETENSORS).encode()]
     return hash_parts(parts)
