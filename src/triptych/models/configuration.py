@@ -481,7 +481,7 @@ class LanguageModelConfig(_Config):
     @model_validator(mode="after")
     def _sites_fit(self) -> "LanguageModelConfig":
         _check_layers("attention_in_layer", self.attention_in_layer, self.num_layers)
-        for site in self.sites():
+        for site in {id(site): site for site in self.sites()}.values():  # equal layers once
             site.check(self.d_model, self.num_heads, self.positions.in_attention())
         if self.positions.scheme == "learned" and self.positions.max_tokens < self.context:
             raise ValueError(
@@ -492,8 +492,9 @@ class LanguageModelConfig(_Config):
 
     def sites(self) -> list[AttentionConfig]:
         """The attention of every layer, sizes filled in."""
-        of_layer = self.attention_in_layer
-        return [_filled_in(of_layer.get(i, self.attention), self) for i in range(self.num_layers)]
+        usual = _filled_in(self.attention, self)
+        own = {i: _filled_in(attention, self) for i, attention in self.attention_in_layer.items()}
+        return [own.get(i, usual) for i in range(self.num_layers)]
 
     def architecture(self, kind: Literal["decoder", "encoder"], vocab_size: int) -> LanguageModelArchitecture:
         """What the model is made of, for a vocabulary of this size."""
