@@ -93,7 +93,8 @@ EXPECTED: dict[str, dict[str, str]] = {
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
     ),
     **alike(
-        "gemma3n | gemma4, text | gemma4, experts | gemma2 | gemma3, text | gemma3, both ways",
+        "gemma3n | gemma3n, two streams | gemma4, text | gemma4, experts | gemma2 | gemma3, text | "
+        "gemma3, both ways",
         {"pre_feedforward_layernorm": "! sandwich", "norm": "! tied"},
     ),
     "t5gemma": {

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import runs
 from checkpoints.test_families import made
+from small_checkpoints import byte_tokenizer
 from triptych import Model, TriptychError, UsageError, load
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.models.configuration import AttentionConfig, PositionsConfig
@@ -35,13 +37,27 @@ def test_a_layer_without_keys_of_its_own_says_whose_it_uses(tmp_path: Path) -> N
     costs = model.cost().layers
     assert costs[3].cache_bytes_per_token == 0 < costs[1].cache_bytes_per_token
     assert costs[3].parameters < costs[1].parameters
-    assert "cannot be run" in model.why_not_run or "Gemma 3n" in model.why_not_run
+    assert "has no tokenizer" in model.why_not_run
+
+
+def test_of_several_residual_streams_each_is_seen_and_none_is_steered(tmp_path: Path) -> None:
+    runs.made("gemma3n", tmp_path, {"vocab_size": 257})
+    byte_tokenizer(tmp_path, "<end>")
+    model = load(tmp_path, device="cpu")
+    run = model.run("abc def")
+    assert run.residual(0).shape == run.residual(4).shape == (7, 4, 24)
+    assert run.residual(5).shape == (7, 24)
+    assert len(model.generate("abc", max_new_tokens=4).ids) == 4
+    with pytest.raises(UsageError, match="several residual streams, and steer changes one"):
+        model.steer("residual.3", torch.ones(24))
+    with pytest.raises(UsageError, match="no output table reads"):
+        model.attend("abc def").writes(3, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "rewritten", "why"),
     [
-        ("gemma3n", False, "can be read, and not run"),
+        ("gemma3n", False, "has no tokenizer"),
         ("deepseek_v3", True, "has no tokenizer"),
         ("llama", True, "has no tokenizer"),
         ("vit", True, "can be read, and not run"),

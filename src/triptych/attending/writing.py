@@ -37,6 +37,8 @@ class OutputTable:
             if stack == "encoder":
                 return None
             model = model.decoder
+        if model.streams is not None:  # what a head writes reaches the output by several
+            return None
         if model.head is not None and model.head.config.width is None:
             return cls(model.final_norm, model.head.output.weight)
         table = model.embeddings.table.weight

@@ -28,6 +28,7 @@ from triptych.models.architecture import (
     LanguageModelArchitecture,
     MaskedTokens,
     NormConfig,
+    StreamsConfig,
     SublayerConfig,
 )
 
@@ -155,6 +156,7 @@ class _Mapping:
             head=OutputHeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
             order=self._order(),
             inputs=self._block_inputs(),
+            streams=self._streams("streams", self.first),
         )
 
     def _block_inputs(self) -> BlockInputsConfig | None:
@@ -183,6 +185,39 @@ class _Mapping:
         at = place.beside(spec.out_norm.at)
         norm = self.entries.norm(f"{ours}.norm", place, spec.out_norm, at, self.d_model, self.spec.eps)
         return BlockInputConfig(width, activation(place, spec.activation), norm)
+
+    def _streams(self, ours: str, place: Place) -> StreamsConfig | None:
+        """The streams, of the model or of a block; `ours` is what their tensors begin with."""
+        spec = self.spec.streams
+        if spec is None:
+            return None
+        count, rank, width = place.count(spec.number), place.count(spec.rank), self.d_model
+        eps = place.number(self.spec.eps)
+        config = StreamsConfig(count, place.settings.whole(spec.active), place.holds(spec.scaled), rank, eps)
+        if not 0 <= config.active < count:
+            self.entries.refuse(f"stream {config.active} is computed with, and there are {count}")
+        if ours == "streams":
+            for name, module in spec.all.items():
+                for number in range(count - 1):
+                    stored = f"{place.beside(module, stream=number)}.weight"
+                    self.entries.enter(f"{ours}.{name}.{number}.weight", stored, (width, width))
+            return config
+        shapes = {
+            "router": (count, width),
+            "predictions": (count * count, count),
+            "corrections": (count, count),
+            "left": (rank, width),
+            "right": (width, rank),
+        }
+        for name, module in spec.block.items():
+            if name == "scale":
+                if config.scaled:
+                    self.entries.enter(f"{ours}.scale", place.beside(module), (width,))
+                continue
+            self.entries.enter(
+                f"{ours}.{name}.weight", f"{place.beside(module)}.weight", shapes.get(name, (width,))
+            )
+        return config
 
     def _order(self) -> tuple[int, ...]:
         """The blocks in the order of their use, where layers share them."""
@@ -308,6 +343,7 @@ class _Mapping:
             keys=self.sites.index(keys) if keys in self._lenders else None,
             input=self._block_input(f"{at}.input", place),
             scaled=bool(spec.block_scale),
+            streams=self._streams(f"{at}.streams", place),
         )
 
     def _frame(

@@ -152,6 +152,7 @@ class FeedForwardMap:
             beta=place.number(spec.beta) if spec.beta else 1.0,
             offset=spec.offset,
             limit=place.optional_number(spec.limit),
+            sparsity=place.optional_number(spec.sparsity) or 0.0,
         )
 
     def _layer(self, ours: str, spec: FeedForwardSpec) -> FeedForwardConfig:

@@ -341,6 +341,7 @@ class FeedForwardSpec(Spec):
     beta: Expression = ""  # see `FeedForwardConfig`, also for `offset` and `limit`
     offset: float = 0.0
     limit: Expression = ""
+    sparsity: Expression = ""
     # where this is the layer of each expert. Names of maps hold {expert} where each has tensors of its own;
     # where they do not, a tensor holds the maps of all.
     experts: "ExpertsSpec | None" = None
@@ -385,6 +386,19 @@ class BlockInputSpec(Spec):
     outer: str
     out_norm: NormSpec  # of what each block adds
     activation: Expression
+
+
+@final
+class StreamsSpec(Spec):
+    """Several streams; see `architecture.StreamsConfig` for what its fields of the same names mean."""
+
+    number: Expression
+    active: Expression
+    scaled: Expression
+    rank: Expression
+    # modules by the names that they have in `models.streams`; {stream} numbers the other streams from 0
+    all: dict[str, str]
+    block: dict[str, str]
 
 
 @final
@@ -470,6 +484,7 @@ class ModelSpec(Spec):
     feed_forward_out_norm: tuple[NormSpec, ...] = ()  # as `attention_out_norm`
     feed_forward: tuple[FeedForwardSpec, ...] = Field(min_length=1)  # the first whose condition holds
     input: BlockInputSpec | None = None  # what blocks read besides the stream
+    streams: StreamsSpec | None = None  # None where there is one
     block_scale: str = ""  # tensor of the number that the stream after each block is multiplied by
     final_norm: tuple[NormSpec, ...] = ()  # after the last block
     head: HeadSpec = HeadSpec()  # to logits, of a decoder

@@ -198,6 +198,7 @@ def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, F
                 f"block {number} has another norm than the last one": own is not None
                 and (own.kind, own.eps) != (norm.kind, norm.eps),
             }
+        reasons[f"block {number} reads more than one stream"] = bool(block.input or block.streams)
         reasons[f"block {number} computes attention and feed-forward layer side by side"] = block.parallel
         if not isinstance(block.feed_forward, FeedForwardConfig):
             raise refused(f"block {number} has a mixture of experts")

@@ -68,7 +68,9 @@ class Maps:
     def feed_forward(self, layer: FeedForward) -> None:
         """Replace the maps of a feed-forward layer."""
         # Activations are computed many at a time and the rest one by one, with other bits: there is no rest.
-        missing = -layer.inner.weight.shape[0] % _ACTIVATIONS if self.packed else 0
+        # Sparsity is by the mean of all channels, which more of them would change.
+        pads = self.packed and not layer.config.sparsity
+        missing = -layer.inner.weight.shape[0] % _ACTIVATIONS if pads else 0
         inner, outer, gate = layer.inner, layer.outer, layer.gate
         if missing:
             inner, gate = _with_outputs(inner, missing), gate and _with_outputs(gate, missing)

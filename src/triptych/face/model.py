@@ -243,6 +243,8 @@ class Model(RunnableModel):
         width = self.layers[0].d_model
         if vector.shape != (width,):
             raise UsageError(f"the vector has shape {list(vector.shape)}, and the stream is [{width}]")
+        if any(half.streams is not None for half in self.opened.model.stacks.values()):
+            raise UsageError(f"{self.name} has several residual streams, and steer changes one")
         direction = scale * vector.detach().to(self.opened.model.parameters().__next__().device)
         return self._changed(Steering(f"steer({place}, {scale:g})", stack, block, direction))
 

@@ -134,8 +134,10 @@ class Run:
             steps = call.steps()
         return Activations(str(place), steps, call.layer.weights(), head)
 
-    def residual(self, place: int | str) -> Float[Tensor, "length d_model"]:
+    def residual(self, place: int | str) -> Float[Tensor, "length *streams d_model"]:
         """The residual stream before a block (`3`, `"encoder.3"`), or at the end of a stack.
+
+        Before a block of Gemma 3n there are several, `[length, streams, d_model]`.
 
         Raises:
             UsageError: there is no such block.

@@ -54,6 +54,9 @@ class FeedForwardConfig:
     offset: float = 0.0  # added to u, for layers with a gate
     # c where g is at most c and u between −c and c, for layers with a gate; None if they have no limit
     limit: float | None = None
+    # share s of the gate's channels below their mean plus Φ⁻¹(s) of their standard deviations, which is taken
+    # from them; what is then negative becomes 0. For layers with a gate; 0 for none
+    sparsity: float = 0.0
 
 
 # RMSNorms within a mixture of experts: n₁ to n₅ of `ExpertsConfig`.
@@ -157,6 +160,18 @@ class BlockInputsConfig:
 
 @final
 @dataclass(frozen=True)
+class StreamsConfig:
+    """Several streams, of which a block computes with one; see `models.streams`."""
+
+    number: int  # of streams
+    active: int  # the one that blocks compute with
+    scaled: bool  # whether its channels have a number each before a block's own input is made of it
+    rank: int  # of the map that is added to what the attention reads
+    eps: float  # of the norms
+
+
+@final
+@dataclass(frozen=True)
 class BlockConfig:
     """A block: self-attention, cross-attention if there is any, and a feed-forward layer."""
 
@@ -172,6 +187,7 @@ class BlockConfig:
     keys: int | None = None
     input: BlockInputConfig | None = None  # what it adds after the feed-forward layer; None for nothing
     scaled: bool = False  # whether the stream after it is multiplied by a number that the file has
+    streams: StreamsConfig | None = None  # None where there is one
 
 
 @final
@@ -253,6 +269,7 @@ class LanguageModelArchitecture:
     # to the last if empty
     order: tuple[int, ...] = ()
     inputs: BlockInputsConfig | None = None  # of the blocks; None where they have none
+    streams: StreamsConfig | None = None  # as of the blocks
 
 
 @final

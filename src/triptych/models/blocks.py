@@ -19,6 +19,7 @@ from triptych.models.architecture import (
 )
 from triptych.models.experts import make_feed_forward
 from triptych.models.feed_forward import ACTIVATIONS, Dropout
+from triptych.models.streams import BlockStreams
 
 
 class NewTokens(NamedTuple):
@@ -108,7 +109,8 @@ class BlockInputs(nn.Module):
         self, ids: Int[Tensor, "batch length"], x: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch length blocks width"]:
         width = self.config.width
-        rows = self.table(ids) * width**0.5
+        # Tokens that stand for pictures and sounds may have no row.
+        rows = self.table(ids.where(ids < self.config.vocab_size, 0)) * width**0.5
         mapped = self.map(x) * self.d_model**-0.5
         added: Tensor = self.norm(mapped.unflatten(-1, (-1, width))) + rows.unflatten(-1, (-1, width))
         return added * 2**-0.5
@@ -128,8 +130,8 @@ class BlockInput(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length d_model"], given: Float[Tensor, "batch length width"]
     ) -> Float[Tensor, "batch length d_model"]:
-        """The stream with what the input adds to it."""
-        return x + self.norm(self.outer(self.activation(self.gate(x)) * given))  # type: ignore[no-any-return]
+        """What the input adds to the stream."""
+        return self.norm(self.outer(self.activation(self.gate(x)) * given))  # type: ignore[no-any-return]
 
 
 @final
@@ -157,6 +159,7 @@ class Block(nn.Module):
         self.feed_forward = make_feed_forward(config.feed_forward, d_model)
         self.feed_forward_residual = Residual(config.feed_forward_frame, d_model)
         self.input = None if config.input is None else BlockInput(config.input, d_model)
+        self.streams = None if config.streams is None else BlockStreams(config.streams, d_model)
         self.register_buffer("scale", torch.ones(1) if config.scaled else None)
         self.keys, self.borrows = config.keys, self_attention.borrows
         self.parallel = config.parallel
@@ -171,8 +174,8 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         memory_cache: AttentionCache | None = None,
         **options: Any,
-    ) -> Float[Tensor, "batch length d_model"]:
-        """Read and write `[batch, length, d_model]`; the options are named in `_computed`.
+    ) -> Float[Tensor, "batch length *streams d_model"]:
+        """Read and write the stream, or the streams; the options are named in `_computed`.
 
         While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
         the memory's rows, rows of one sentence side by side, and each sentence's hypotheses read
@@ -201,6 +204,10 @@ class Block(nn.Module):
         lent: dict[int, Kept] | None = None,
         given: Float[Tensor, "batch length width"] | None = None,
     ) -> Tensor:
+        predicted = None
+        if self.streams is not None:
+            predicted = self.streams.predict(x)
+            x = predicted[:, :, self.streams.active]
         if self.added_before is not None:
             x = x + self.added_before.to(x)
         read = self.self_residual.enter(x)
@@ -215,6 +222,8 @@ class Block(nn.Module):
             x = self.self_residual.leave(x, own) + self.feed_forward_residual.added(fed)
             return self._steered(x)
         x = self.self_residual.leave(x, own)
+        if self.streams is not None:
+            x = self.streams.join(x, read)
         if self.has_cross:
             queries = self.cross_residual.enter(x)
             if memory is not None:
@@ -222,8 +231,13 @@ class Block(nn.Module):
             cross = self.cross_attention(queries, memory=memory, mask=memory_mask, cache=memory_cache).output
             x = self.cross_residual.leave(x, cross if memory is None else cross.view(x.shape))
         x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
+        if self.streams is not None and predicted is not None:
+            x = self.streams.correct(predicted, x)
+            if self.input is not None and given is not None:
+                x = self.streams.add(x, self.input(self.streams.scaled(x), given))
+            return x
         if self.input is not None and given is not None:
-            x = self.input(x, given)
+            x = x + self.input(x, given)
         return self._steered(x if self.scale is None else x * self.scale)
 
     def _steered(self, x: Tensor) -> Tensor:

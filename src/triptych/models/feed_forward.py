@@ -106,10 +106,19 @@ def combined(
     config: FeedForwardConfig, activation: Callable[[Tensor], Tensor], gate: Tensor, inner: Tensor
 ) -> Tensor:
     """What the outer map reads of a layer with a gate, `f(gate) ⊙ (inner + offset)`, within its limit."""
+    if config.sparsity:
+        gate = _sparse(gate, config.sparsity)
     if config.limit is not None:
         gate = gate.clamp(max=config.limit)
         inner = inner.clamp(-config.limit, config.limit)
     return activation(gate) * (inner + config.offset if config.offset else inner)
+
+
+def _sparse(x: Tensor, share: float) -> Tensor:
+    """See `FeedForwardConfig.sparsity`."""
+    deviations = torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).item()
+    cutoff = x.mean(dim=-1, keepdim=True) + x.std(dim=-1, keepdim=True, unbiased=False) * deviations
+    return torch.relu(x - cutoff)
 
 
 @final

@@ -13,6 +13,7 @@ from triptych.models.blocks import Block, BlockInputs, make_norm
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.embedding import Embeddings
 from triptych.models.feed_forward import ACTIVATIONS
+from triptych.models.streams import Streams
 
 
 class LanguageModelOutput(NamedTuple):
@@ -90,6 +91,7 @@ class LanguageModel(nn.Module):
         self.embeddings = embeddings or Embeddings(architecture.embeddings, d_model)
         inputs, blocks = architecture.inputs, list[Block]()
         self.inputs = None if inputs is None else BlockInputs(inputs, d_model, len(architecture.blocks))
+        self.streams = None if architecture.streams is None else Streams(architecture.streams, d_model)
         layers = zip(attention) if cross is None else zip(attention, cross, strict=True)
         for block, (own, *other) in zip(architecture.blocks, layers, strict=True):
             if block.keys is not None and block.keys < len(blocks):
@@ -178,7 +180,7 @@ class LanguageModel(nn.Module):
         start: int | PositionIds = positions or (0 if cache is None else cache.length)
         x = self.embeddings(ids, start, types)
         return self.from_stream(
-            x,
+            x if self.streams is None else self.streams.enter(x),
             mask=mask,
             positions=positions,
             cache=cache,
@@ -190,7 +192,7 @@ class LanguageModel(nn.Module):
 
     def from_stream(
         self,
-        x: Float[Tensor, "rows length d_model"],
+        x: Float[Tensor, "rows length *streams d_model"],
         first: int = 0,
         *,
         mask: Tensor | None = None,
@@ -217,4 +219,4 @@ class LanguageModel(nn.Module):
                 lent=lent,
                 given=None if given is None else given[:, :, number],
             )
-        return self.final_norm(x)  # type: ignore[no-any-return]
+        return self.final_norm(x if self.streams is None else self.streams.leave(x))  # type: ignore[no-any-return]
