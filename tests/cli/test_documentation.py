@@ -40,7 +40,7 @@ ON_TINY = ("how-to/family", "reference/columns", "reference/exact")
 ON_TINY_SLOW = (
     *("how-to/attend", "how-to/explore", "how-to/generating", "how-to/heads", "reference/rewriting"),
     *("how-to/converting", "how-to/engines", "how-to/several-processes", "how-to/students"),
-    *("how-to/training", "how-to/resume", "reference/recipes", "how-to/compare"),
+    *("how-to/training", "how-to/resume", "reference/recipes"),
 )
 # Pages whose blocks other tests run.
 ELSEWHERE = (
