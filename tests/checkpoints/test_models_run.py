@@ -481,3 +481,22 @@ def test_models_of_pictures_and_of_speech_can_be_read_and_say_that_they_are_not_
         load_language_model(tmp_path)
     with pytest.raises(DataError, match="is not run as an encoder with a decoder"):
         load_encoder_decoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"altup_active_idx": 7}, "compute with stream 7, and it has 4"),
+        ({"activation_sparsity_pattern": [1.0] * 11}, "a share from 0 to below 1"),
+        ({"activation_sparsity_pattern": None}, "activation_sparsity_pattern is left out"),
+    ],
+)
+def test_streams_and_shares_that_are_none_are_refused(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    kinds = [*["sliding_attention", "full_attention"] * 5, "full_attention"]
+    sizes = {"intermediate_size": 20, "activation_sparsity_pattern": [0.5] * 11}
+    made("gemma3n", tmp_path, {"num_hidden_layers": 11, "layer_types": kinds, **sizes})
+    changed(tmp_path, {}, fields)
+    with pytest.raises(DataError, match=said):
+        load_language_model(tmp_path)

@@ -154,9 +154,10 @@ def test_a_student_of_probabilities_has_its_teachers_tokenizers_and_comes_close_
     given = [*chain.from_iterable(("--set", change) for change in more), "--no-train"]
     asked = "distil", small_run, "recipe.toml", *given, "--teacher-weight", "1.0", "--out"
     assert triptych(*asked, "out").code == 0
-    alone = "--set", "training.teacher_weight=0.01"
-    for name, change in (("near", ()), ("far", alone)):
-        assert triptych("train", "out/student.toml", "--out", name, *change).code == 0
+    # Parameters that are made without memory first; the teacher's are not.
+    by_name, less = ("--set", "initial_values=by_name"), ("--set", "training.teacher_weight=0.01")
+    for name, change in (("near", ()), ("far", less)):
+        assert triptych("train", "out/student.toml", "--out", name, *by_name, *change).code == 0
     teacher, near, far = (load(one) for one in ("out/teacher", "near", "far"))
     sentence = PAIRS[0][0]
     assert teacher.translate(sentence) == load(small_run).translate(sentence)
@@ -164,6 +165,9 @@ def test_a_student_of_probabilities_has_its_teachers_tokenizers_and_comes_close_
     expected, *found = (model.run(sentence, target="").logits.softmax(-1) for model in (teacher, near, far))
     apart = [(one - expected).abs().sum() for one in found]
     assert apart[0] < apart[1] / 2
+    elsewhere = triptych("train", "out/student.toml", "--out", "new", "--set", "training.teacher=nowhere")
+    assert elsewhere.code == 2
+    assert "nowhere has no translator in triptych's format" in elsewhere.err
     weights = load_file("out/teacher/model.safetensors")
     save_file({name: 0.9 * tensor for name, tensor in weights.items()}, "out/teacher/model.safetensors")
     resumed = triptych("train", "--resume", "near", "--set", "training.max_steps=31")

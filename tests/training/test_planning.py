@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tiny_recipe import tiny_recipe
 from training.launching import start
 from training.measured import recipe_of
 from triptych.errors import UsageError
@@ -119,6 +120,11 @@ def test_an_exchange_between_machines_uses_every_devices_link_and_waits_for_each
     assert Exchange("allgather", 8, 2, 12 * 10**9, 3).seconds(cluster) == 3 + 3 * 0.5
     assert Exchange("allgather", 64, 8, 12 * 10**9, 1).seconds(cluster) == 2 + 7 * 0.5
     assert Exchange("allreduce", 2, 2, 10**9, 1).seconds(cluster) == 1 + 2 * 0.5
+
+
+def test_a_recipe_with_a_teacher_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"leave out training\.teacher"):
+        plan(resolve(tiny_recipe(training={"teacher": "teacher"})), Cluster(8, 80 * 10**9))
 
 
 def test_a_recipe_that_goes_on_with_a_checkpoint_is_refused() -> None:

@@ -146,6 +146,7 @@ class _Mapping:
             self.entries.refuse("some of its layers see later tokens and some do not: it cannot be run")
         embeddings = self._embeddings()
         blocks = tuple(self._block(number, site) for number, site in enumerate(self.sites))
+        self._enter_streams()
         final_norm = self._norm("final_norm", self.first, spec.final_norm)
         return LanguageModelArchitecture(
             kind="encoder" if True in both_ways else "decoder",
@@ -156,7 +157,6 @@ class _Mapping:
             head=OutputHeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
             order=self._order(),
             inputs=self._block_inputs(),
-            streams=self._streams("streams", self.first),
         )
 
     def _block_inputs(self) -> BlockInputsConfig | None:
@@ -186,37 +186,42 @@ class _Mapping:
         norm = self.entries.norm(f"{ours}.norm", place, spec.out_norm, at, self.d_model, self.spec.eps)
         return BlockInputConfig(width, activation(place, spec.activation), norm)
 
-    def _streams(self, ours: str, place: Place) -> StreamsConfig | None:
-        """The streams, of the model or of a block; `ours` is what their tensors begin with."""
-        spec = self.spec.streams
-        if spec is None:
+    @cached_property
+    def _streams(self) -> StreamsConfig | None:
+        spec, place = self.spec.streams, self.first
+        if spec is None or not place.holds(spec.when):
             return None
-        count, rank, width = place.count(spec.number), place.count(spec.rank), self.d_model
+        count, active = place.count(spec.number), self.settings.whole(spec.active)
+        if not 0 <= active < count:
+            self.entries.refuse(f"its blocks compute with stream {active}, and it has {count}, from 0 on")
         eps = place.number(self.spec.eps)
-        config = StreamsConfig(count, place.settings.whole(spec.active), place.holds(spec.scaled), rank, eps)
-        if not 0 <= config.active < count:
-            self.entries.refuse(f"stream {config.active} is computed with, and there are {count}")
-        if ours == "streams":
-            for name, module in spec.all.items():
-                for number in range(count - 1):
-                    stored = f"{place.beside(module, stream=number)}.weight"
-                    self.entries.enter(f"{ours}.{name}.{number}.weight", stored, (width, width))
-            return config
+        return StreamsConfig(count, active, place.holds(spec.scaled), place.count(spec.rank), eps)
+
+    def _enter_streams(self) -> None:
+        """The maps between one stream and several."""
+        if self.spec.streams is None or self._streams is None:
+            return
+        for name, stored in self.spec.streams.around.items():
+            for number in range(self._streams.number - 1):
+                ours = f"streams.{name.format(stream=number)}"
+                shape = (self.d_model, self.d_model)
+                self.entries.enter(ours, self.first.beside(stored, stream=number), shape)
+
+    def _block_streams(self, ours: str, place: Place) -> StreamsConfig | None:
+        spec, config = self.spec.streams, self._streams
+        if spec is None or config is None:
+            return None
+        count, rank, width = config.number, config.rank, self.d_model
         shapes = {
-            "router": (count, width),
-            "predictions": (count * count, count),
-            "corrections": (count, count),
-            "left": (rank, width),
-            "right": (width, rank),
+            "router.weight": (count, width),
+            "predictions.weight": (count * count, count),
+            "corrections.weight": (count, count),
+            "left.weight": (rank, width),
+            "right.weight": (width, rank),
         }
-        for name, module in spec.block.items():
-            if name == "scale":
-                if config.scaled:
-                    self.entries.enter(f"{ours}.scale", place.beside(module), (width,))
-                continue
-            self.entries.enter(
-                f"{ours}.{name}.weight", f"{place.beside(module)}.weight", shapes.get(name, (width,))
-            )
+        for name, stored in spec.block.items():
+            if name != "scale" or config.scaled:
+                self.entries.enter(f"{ours}.{name}", place.beside(stored), shapes.get(name, (width,)))
         return config
 
     def _order(self) -> tuple[int, ...]:
@@ -343,7 +348,7 @@ class _Mapping:
             keys=self.sites.index(keys) if keys in self._lenders else None,
             input=self._block_input(f"{at}.input", place),
             scaled=bool(spec.block_scale),
-            streams=self._streams(f"{at}.streams", place),
+            streams=self._block_streams(f"{at}.streams", place),
         )
 
     def _frame(

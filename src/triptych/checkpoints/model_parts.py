@@ -152,8 +152,14 @@ class FeedForwardMap:
             beta=place.number(spec.beta) if spec.beta else 1.0,
             offset=spec.offset,
             limit=place.optional_number(spec.limit),
-            sparsity=place.optional_number(spec.sparsity) or 0.0,
+            sparsity=self._share(spec.sparsity),
         )
+
+    def _share(self, expression: str) -> float:
+        found = self.place.optional_number(expression) or 0.0
+        if not 0 <= found < 1:
+            self.entries.refuse(f"{expression} is {found}: a share from 0 to below 1 is needed")
+        return found
 
     def _layer(self, ours: str, spec: FeedForwardSpec) -> FeedForwardConfig:
         config = self._config(spec)

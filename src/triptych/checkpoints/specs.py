@@ -392,12 +392,13 @@ class BlockInputSpec(Spec):
 class StreamsSpec(Spec):
     """Several streams; see `architecture.StreamsConfig` for what its fields of the same names mean."""
 
+    when: Expression  # on what condition of the configuration there are several
     number: Expression
     active: Expression
     scaled: Expression
     rank: Expression
-    # modules by the names that they have in `models.streams`; {stream} numbers the other streams from 0
-    all: dict[str, str]
+    # tensors by their names in `Streams` ({stream} numbers all but the first from 0) and in `BlockStreams`
+    around: dict[str, str]
     block: dict[str, str]
 
 

@@ -96,8 +96,8 @@ def load(
         family: a family file that describes the checkpoint, where its configuration does not say enough.
         shortlist: for a translator, a file that `triptych shortlist` wrote: the output layer computes only
             the tokens that it lists for a sentence, which is faster.
-        ensemble: for a translator, others with the same tokenizers: each token is chosen by the mean of all
-            their probabilities. Everything but translation is of `source` alone.
+        ensemble: for a translator, others with the same tokenizers: each token is chosen by the mean of the
+            probabilities of all. Only translation uses them.
         code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 

@@ -150,8 +150,8 @@ class RunnableModel(ReadableModel):
             interpolate: of the n best, keep the one with the highest sentence BLEU against the reference.
             originals: share of the original pairs that the student learns from as well, from 0 to 1.
             teacher_weight: share of the loss that compares the student's probabilities with the teacher's,
-                from 0 to 1. Above 0 the student has the teacher's tokenizers, and `out` a copy of the
-                teacher.
+                from 0 to 1. Above 0 the student has the teacher's tokenizers, and the folder has a copy of
+                the teacher.
             workers: number of processes that translate in parallel, one thread each. CPU only.
             display: told what is read; lines on standard error if None.
             progress: told what is done, how many sentences, and of how many.
@@ -163,9 +163,11 @@ class RunnableModel(ReadableModel):
         if not isinstance(recipe, Recipe):
             recipe = require_translation(read_recipe(recipe), recipe)
         options = self._opened.options
-        if teacher_weight and self.changes:
-            raise UsageError("teacher_weight needs a teacher without changes: save the changed model first")
         if teacher_weight:
+            if self.changes:
+                raise UsageError(
+                    "teacher_weight needs a teacher without changes: save the changed model first"
+                )
             self.opened.require_recipe()
         with (
             launched(options.device) as world,

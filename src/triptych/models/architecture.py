@@ -269,7 +269,11 @@ class LanguageModelArchitecture:
     # to the last if empty
     order: tuple[int, ...] = ()
     inputs: BlockInputsConfig | None = None  # of the blocks; None where they have none
-    streams: StreamsConfig | None = None  # as of the blocks
+
+    @property
+    def streams(self) -> StreamsConfig | None:
+        """The streams between blocks; None where there is one."""
+        return self.blocks[0].streams if self.blocks else None
 
 
 @final

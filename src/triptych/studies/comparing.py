@@ -25,6 +25,7 @@ from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
 from triptych.text.documents import read_documents, require_documents
 from triptych.threads import num_cores
+from triptych.toml import read_toml
 from triptych.training.metrics import read_metrics
 from triptych.training.processes import World, code_digests
 from triptych.training.progress import SilentDisplay
@@ -185,7 +186,8 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
     place = folder / "study.json"
     if place.exists():
         # More seeds, other metrics or workers need no run to be made again; other learning rates need some.
-        free = {"name", "seeds", "metrics", "jobs", "noise", "sweep"}
+        kept_free = ("name", "seeds", "metrics", "jobs", "noise")
+        free: dict[str, Any] = {**dict.fromkeys(kept_free, True), "sweep": {"learning_rates"}}
         then = Study.model_validate_json(place.read_text(encoding="utf-8"))
         if then.model_dump(exclude=free) != study.model_dump(exclude=free):
             raise UsageError(
@@ -336,7 +338,7 @@ class _Runner:
     def __init__(self, study: Study, folder: Path, tell: Tell, world: World) -> None:
         self.study, self.folder, self.tell, self.world = study, folder, tell, world
         self.sweep_seconds = 0.0
-        self._begun_anew: set[Path] = set()  # folders of runs whose recipes have changed
+        self._begun_anew: set[Path] = set()  # folders of runs whose learning rates have changed
 
     def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> StudyJob:
         """A run, whose recipe is kept."""
@@ -365,16 +367,19 @@ class _Runner:
     ) -> StudyJob:
         """What is to be done for a run, with its recipe and its result, which lie next to its folder."""
         file, result = (folder.parent / f"{folder.name}{ending}" for ending in (".toml", ".result.json"))
-        text = recipe.to_toml()
 
         def keep() -> None:
             file.parent.mkdir(exist_ok=True)
-            of_changed = rewrite_of is not None and rewrite_of.folder in self._begun_anew
-            if of_changed or (file.exists() and file.read_text(encoding="utf-8") != text):
+            changed = rewrite_of is not None and rewrite_of.folder in self._begun_anew
+            if not isinstance(recipe, RewriteRecipe) and file.exists():
+                # All else is as it was (`_claim`), but for what another release or a timing writes.
+                before = read_toml(file, "the recipe").get("training", {}).get("learning_rate")
+                changed = before != recipe.training.learning_rate
+            if changed:
                 self._begun_anew.add(folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 result.unlink(missing_ok=True)
-            write_text(file, text)
+            write_text(file, recipe.to_toml())
 
         self.world.on_first(keep)
         return StudyJob(

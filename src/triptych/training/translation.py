@@ -7,6 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from triptych.checkpoints.source import is_own_config
 from triptych.decoding import SearchOptions, Translator, score_bleu
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
@@ -28,7 +31,7 @@ from triptych.text import (
 )
 from triptych.training import Recipe, require_translation, resolve
 from triptych.training.fitting import fit_tokenizer, fit_training, say_choices
-from triptych.training.folder import Prepared, check_tokenizers, hash_parts, word_vectors
+from triptych.training.folder import Prepared, check_tokenizers, hash_parts, settings, word_vectors
 from triptych.training.objectives import Bleu, Scorer, TranslationObjective
 from triptych.training.progress import Display
 from triptych.training.recipe import merge
@@ -37,7 +40,7 @@ from triptych.training.recipe import merge
 def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
     """Read what a run needs; a new one trains its tokenizers, and chooses what the recipe leaves out."""
     cache = base / recipe.data.cache if recipe.data.cache else None
-    teacher = None if recipe.training.teacher is None else base / recipe.training.teacher
+    teacher = None if recipe.training.teacher is None else _Teacher.read(base / recipe.training.teacher)
     if folder is not None:
         tokenizers = TokenizerPair.load(folder)
         check_tokenizers(tokenizers, recipe, folder)
@@ -48,7 +51,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
         num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
         given = recipe
         if teacher is not None:
-            tokenizers = TokenizerPair.load(teacher)
+            tokenizers = teacher.tokenizers
             recipe = with_tokenizers_of(tokenizers, recipe)
         else:
             recipe = fit_tokenizer(recipe, num_chars, device)
@@ -75,7 +78,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
             recipe.validation,
             _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
             _bytes_per_token(texts),
-            None if teacher is None else _read_teacher(teacher, sizes).to(where),
+            None if teacher is None else teacher.model.to(where),
         )
 
     def begin(model: OwnModel, folder: Path) -> None:
@@ -106,13 +109,33 @@ def with_tokenizers_of(teacher: TokenizerPair, recipe: Recipe, training: Mapping
     return require_translation(resolve(tree, (), origin), origin)
 
 
-def _read_teacher(folder: Path, sizes: tuple[int, int]) -> EncoderDecoder:
-    model = read_own_model(folder)
-    if not isinstance(model, EncoderDecoder):
-        raise UsageError(f"training.teacher: {folder} is a language model, which does not translate")
-    if (model.src_vocab_size, model.tgt_vocab_size) != sizes:
-        raise UsageError(f"training.teacher: the tables of {folder} have other sizes than its tokenizers")
-    return model
+@dataclass(frozen=True)
+class _Teacher:
+    """A model whose probabilities are learned, its tokenizers, and a hash of its weights."""
+
+    model: EncoderDecoder
+    tokenizers: TokenizerPair
+    sha256: str
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Teacher":
+        if not is_own_config(settings(folder)):
+            raise UsageError(
+                f"training.teacher: {folder} has no translator in triptych's format: give the folder that "
+                "`triptych distil --teacher-weight` wrote, or a run"
+            )
+        with torch.random.fork_rng(devices=[]):  # a model is made with values of its own first
+            model = read_own_model(folder)
+        if not isinstance(model, EncoderDecoder):
+            raise UsageError(f"training.teacher: {folder} is a language model: give a translator")
+        tokenizers = TokenizerPair.load(folder)
+        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+        if (model.src_vocab_size, model.tgt_vocab_size) != sizes:
+            raise UsageError(
+                f"training.teacher: the tables of {folder} have other sizes than its tokenizers: take both "
+                "from one model"
+            )
+        return cls(model, tokenizers, file_hash(folder / SAFETENSORS))
 
 
 def read_corpora(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
@@ -228,7 +251,7 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
 
 
 def _fingerprints(
-    recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: Path | None
+    recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: _Teacher | None
 ) -> dict[str, str]:
     """What a resumed run must find as it was, by the words that name it."""
     ids = [
@@ -252,5 +275,5 @@ def _fingerprints(
         "how it is validated (validation, decoding, data.max_sentence_tokens)": judged,
     }
     if teacher is not None:
-        parts["the teacher (training.teacher)"] = [file_hash(teacher / SAFETENSORS).encode()]
+        parts["the teacher (training.teacher)"] = [teacher.sha256.encode()]
     return hash_parts(parts)
