@@ -7,6 +7,7 @@ wrapper binds each call to the signature and checks the arguments twice: that to
 import dataclasses
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, ForwardRef, TypeVar
@@ -42,13 +43,29 @@ def _checked(fn: Any = None, *, typechecker: Any) -> Any:
 
 def _at_once(fn: Any, typechecker: Any) -> Any:
     try:
-        checked = beartype(fn)
+        checked = _local(fn) if "<locals>" in fn.__qualname__ else beartype(fn)
     except BeartypeException:  # a default of another type, as the options of commands have
         return _by_jaxtyping(fn, typechecker=typechecker)
     parts = _parts([*fn.__annotations__.values()])
     if any(inspect.isclass(part) and issubclass(part, jaxtyping.AbstractArray) for part in parts):
         return _with_shapes(checked)
     return checked
+
+
+def _local(fn: Any) -> Any:
+    """Check a function made in another one: beartype writes its check once, not at every call of the other."""
+    first = _checks_of_local.get(fn.__code__)
+    if first is None:
+        first = _checks_of_local[fn.__code__] = beartype(fn)
+        return first
+    if "__beartype_func" not in (first.__kwdefaults__ or {}):  # nothing in it to check
+        return fn
+    checked = types.FunctionType(first.__code__, first.__globals__, first.__name__)
+    checked.__kwdefaults__ = first.__kwdefaults__ | {"__beartype_func": fn}
+    return functools.update_wrapper(checked, fn)
+
+
+_checks_of_local: dict[types.CodeType, Any] = {}
 
 
 def _when_called(fn: Any, typechecker: Any) -> Any:
