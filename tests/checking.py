@@ -53,7 +53,7 @@ def _at_once(fn: Any, typechecker: Any) -> Any:
 
 
 def _local(fn: Any) -> Any:
-    """Check a function made in another one: beartype writes its check once, not at every call of the other."""
+    """Check a function made in another one: beartype writes its check once, not at every call."""
     first = _checks_of_local.get(fn.__code__)
     if first is None:
         first = _checks_of_local[fn.__code__] = beartype(fn)

@@ -110,6 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "studies": {
         *(
             "algebra",
+            "attention",
             "checkpoints",
             "decoding",
             "opening",

@@ -29,6 +29,7 @@ from triptych.attention.projections.abstract import Parameterisation
 from triptych.attention.projections.composed import AsWritten, ScaledOutside, ScalePlace
 from triptych.attention.projections.table import Factored, Grouped
 from triptych.attention.queries_keys import QueriesAndKeys
+from triptych.attention.shapes import shapes_only
 from triptych.attention.written_out import by_position, causal_mask, prepared, tempered, to_weights
 
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
@@ -209,7 +210,7 @@ class MultiHeadAttention(nn.Module):
         dropout = semantics.dropout if dropout is None else dropout
         weights, parameterisation = fit_parameterisation(weights, named=named, own=own)
         if adopted and isinstance(parameterisation, Factored | Grouped):
-            with torch.device("meta"):
+            with shapes_only():
                 layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
             layer.projections.adopt(weights)
             layer._hold(replace(semantics, dropout=0.0), next(layer.projections.parameters()))

@@ -12,11 +12,11 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from triptych.algebra.forms import are_finite
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import MultiHeadAttention
+from triptych.attention.shapes import shapes_only
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of
 from triptych.checkpoints.latents import latent_parts
@@ -110,7 +110,7 @@ def _build_model(
     """A model made around the attention layers of a checkpoint, with its other tensors in it."""
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention_layer(checkpoint, site, dtype) for site in found.sites]
-    with torch.device("meta"), Undrawn():
+    with shapes_only():
         model = make(attention)
     for name, tensor in found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)).items():
         _set_parameter(model, name, tensor)
@@ -128,17 +128,6 @@ def read_attention_layer(checkpoint: Checkpoint, site: Site, dtype: torch.dtype)
         raise DataError(f"{checkpoint.name}: {checkpoint.family.name} cannot be run: {error}") from None
 
 
-@final
-class Undrawn(TorchFunctionMode):
-    """Draws no initial numbers: on the "meta" device that would import 800 modules of torch, 70 MB."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if getattr(func, "__module__", "") == nn.init.__name__:
-            return given["tensor"] if "tensor" in given else args[0]
-        return func(*args, **given)
-
-
 def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Make a tensor a parameter of a model, without a copy."""
     *path, own = name.split(".")
@@ -153,7 +142,7 @@ def off_meta(model: _Model) -> _Model:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta and not buffer.numel():
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     return model
 
 

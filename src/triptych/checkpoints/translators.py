@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from triptych.attention import sinusoidal
+from triptych.attention.shapes import shapes_only
 from triptych.checkpoints.marian_tokenizers import MarianIds, longest_source, read_tokenizers
-from triptych.checkpoints.models import Undrawn, load_encoder_decoder, off_meta
+from triptych.checkpoints.models import load_encoder_decoder, off_meta
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig, attention_sites
 from triptych.models.architecture import FeedForwardConfig
@@ -116,7 +117,7 @@ def _with_recipe(
         # No recipe ties the tables of both sides without the output: each has its own copy.
         table = "encoder.embeddings.table.weight"
         found[table] = nn.Parameter(found[table].detach().clone())
-    with torch.device("meta"), Undrawn():
+    with shapes_only():
         ours = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
     for name, _ in [*ours.named_parameters(remove_duplicate=False)]:
         if name not in found:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from triptych import user_code
+from triptych.attention.shapes import shapes_only
 from triptych.errors import DataError, first_line
 from triptych.files import write_bytes, write_json
 from triptych.models.configuration import LanguageModelConfig, ModelConfig
@@ -158,7 +159,7 @@ def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path
                 f"{path.parent / _WEIGHTS} does not fit its config.json: {len(found)} layers{of_stack}, "
                 f"and there {layers}"
             )
-    with torch.device("meta"):
+    with shapes_only():
         wanted = stored_parameters(make())
     _require_fit(_shapes(wanted), held, str(path.parent / _WEIGHTS))
     return make()

@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from triptych.algebra.cost import cached_numbers
+from triptych.attention.shapes import shapes_only
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.sites import blocks_of
@@ -50,7 +51,7 @@ class Solved:
 
 def amount(recipe: AnyRecipe, vocabulary: VocabularySizes, what: Quantity) -> float:
     """How much of something a recipe's model has or its training takes."""
-    with torch.device("meta"):
+    with shapes_only():
         model = _build_on_meta(recipe, vocabulary)
     if what == "parameters":
         return float(sum(parameter.numel() for parameter in model.parameters()))

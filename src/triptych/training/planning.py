@@ -27,6 +27,7 @@ from torch import nn
 from triptych.algebra.cost import cached_numbers, pass_cost
 from triptych.attention import MultiHeadAttention
 from triptych.attention.planning import Inputs, make_plan
+from triptych.attention.shapes import shapes_only
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block, Residual
@@ -362,7 +363,7 @@ class Step:
         config = recipe.training
         self.bytes = 2 if config.precision == "bf16" else 4
         passes = 1
-        with torch.device("meta"):
+        with shapes_only():
             if isinstance(recipe, Recipe):
                 of_batch = recipe.training.batch_tokens
                 self.length = min(_SENTENCE, of_batch, recipe.data.max_sentence_tokens + 1)

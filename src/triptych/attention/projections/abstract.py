@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, final
 
-import torch
-
 from triptych.algebra.semantics import HeadGate
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.attention.projections.maps import FromHeads, HeadMap, ToHeads
 from triptych.attention.projections.module import Projections
+from triptych.attention.shapes import shapes_only
 
 _READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
 Maps = dict[str, HeadMap]
@@ -192,7 +191,7 @@ class Parameterisation:
         Raises:
             ValueError: sizes that do not fit.
         """
-        with torch.device("meta"):
+        with shapes_only():
             weights, gate = self.build(d_model, num_heads).weights(), self.gate(d_model, num_heads)
             return replace(weights, semantics=replace(weights.semantics, gate=gate))
 

@@ -194,6 +194,12 @@ class ConstantFactor(HeadMap):
         return Link(like.new_full((1, self.width), self.factor), learned=False)
 
 
+def _identity(size: int, like: Tensor) -> Tensor:
+    if like.is_meta:  # for whose `torch.eye` torch imports its compiler
+        return like.new_empty(size, size)
+    return torch.eye(size, dtype=like.dtype, device=like.device)
+
+
 @final
 @dataclass(frozen=True)
 class Slices(HeadMap):
@@ -207,7 +213,7 @@ class Slices(HeadMap):
 
     def link(self, stored: Stored, like: Tensor) -> Link:
         joined = self.num_heads * self.width
-        eye = torch.eye(joined, dtype=like.dtype, device=like.device)
+        eye = _identity(joined, like)
         return Link(eye.view(self.num_heads, self.width, joined).mT, learned=False)
 
 
@@ -253,7 +259,7 @@ class Joined(HeadMap):
 
     def link(self, stored: Stored, like: Tensor) -> Link:
         joined = self.num_heads * self.width
-        eye = torch.eye(joined, dtype=like.dtype, device=like.device)
+        eye = _identity(joined, like)
         return Link(eye.view(self.num_heads, self.width, joined), learned=False)
 
 
