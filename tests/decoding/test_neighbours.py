@@ -29,8 +29,8 @@ from triptych.text import OutputRules
 
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
 WAYS = {
-    "greedy": GenerationOptions(max_new_tokens=40),
-    "sampled": GenerationOptions(40, SamplingOptions(temperature=1.0, top_p=0.9), seed=3, num_samples=2),
+    "greedy": GenerationOptions(max_new_tokens=24),
+    "sampled": GenerationOptions(24, SamplingOptions(temperature=1.0, top_p=0.9), seed=3, num_samples=2),
     "beam": GenerationOptions(max_new_tokens=12, beam_size=4, num_samples=4),
 }
 GROUPED = {"projections": "grouped", "num_kv_heads": 2}
@@ -141,7 +141,7 @@ def test_many_sentences_that_join_are_a_batch_of_their_own() -> None:
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["greedy", pytest.param("sampled", marks=pytest.mark.slow), "beam"])
 @pytest.mark.parametrize("precision", TRAINED)
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-gqa", marks=pytest.mark.slow)])
 def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
@@ -155,7 +155,7 @@ def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
 
 
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
-@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("precision", TRAINED)
 def test_a_trained_translator_translates_a_sentence_as_if_it_were_alone(
     precision: Precision, beam_size: int

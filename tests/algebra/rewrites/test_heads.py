@@ -191,7 +191,9 @@ def without_effect(weights: AttentionWeights, heads: list[int]) -> AttentionWeig
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("heads", [[1], [2, 3], [3, 0], [2, 0, 1]])
+@pytest.mark.parametrize(
+    "heads", [[1], [3, 0], *(pytest.param(heads, marks=pytest.mark.slow) for heads in ([2, 3], [2, 0, 1]))]
+)
 def test_heads_without_effect_go(name: str, kind: str, biased: bool, heads: list[int]) -> None:
     weights = without_effect(make(name, kind, biased=biased), heads)
     with Untouched(weights):
