@@ -3,7 +3,8 @@
 First every test of the folders named is recorded: which lines it executes, how long it takes (again only
 where a file of tests has changed since). Then a sample of changes is tried in a copy of the repository: an
 operator or a constant replaced, a condition negated, a statement left out. For each, the tests that execute
-its line run until one fails. What is recorded and found stays in `.cache/mutants`.
+its line run until one fails. What is recorded and found stays in `.cache/mutants`; a command that was stopped
+goes on with its sample when it is given again.
 
     python benchmarks/mutants.py --mutants 200 --seed 1
     python benchmarks/mutants.py --only src/triptych/algebra/bounds.py:96
@@ -27,7 +28,7 @@ sys.path[0] = str(ROOT)  # as a script this folder would be there, and `benchmar
 
 from benchmarks.mutation.changes import Change, changes_of, is_sound, span_of
 from benchmarks.mutation.choosing import Recordings, chosen_for
-from benchmarks.mutation.trials import Bench, Trial
+from benchmarks.mutation.trials import Bench, Trial, found_before
 
 ROOMS = tuple(f"src/triptych/{room}" for room in ("algebra", "attention", "decoding", "rewriting"))
 TESTS = (
@@ -53,8 +54,8 @@ def main() -> int:
         [*chosen(tree, arguments.only)] if arguments.only else sample(tree, arguments.mutants, arguments.seed)
     )
     target = arguments.json or cache / f"seed-{arguments.seed}.json"
-    trials = []
-    for place, change in enumerate(changes):
+    trials = [] if arguments.only else found_before(target, changes)
+    for place, change in [*enumerate(changes)][len(trials) :]:
         within = span_of(change, (tree / change.file).read_text(encoding="utf-8"))
         tests = chosen_for(change, recordings.of_file(change.file), within, arguments.seconds)
         limit = 60 + 5 * sum(test.seconds for test in tests)

@@ -1,6 +1,7 @@
 """Mutation testing itself: which changes are tried, with which tests, and that they take effect."""
 
 import json
+from dataclasses import asdict
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from benchmarks.mutation.changes import Change, changes_of, is_sound, span_of
 from benchmarks.mutation.choosing import Recorded, Recordings, chosen_for
 from benchmarks.mutation.swapping import Functions
+from benchmarks.mutation.trials import Trial, found_before
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,6 +108,15 @@ def recorded(folder: Path, root: Path) -> Recordings:
 
 def change_at(line: int, new: str, source: str = SOURCE) -> Change:
     return next(one for one in changes_of("box.py", source) if (one.line, one.new) == (line, new))
+
+
+def test_a_sample_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    first, second, *_ = changes_of("box.py", SOURCE)
+    trials = [Trial(first, "noticed", "a test", 3, 1.5)]
+    (tmp_path / "found.json").write_text(json.dumps([asdict(trial) for trial in trials]))
+    assert found_before(tmp_path / "found.json", [first, second]) == trials
+    assert found_before(tmp_path / "found.json", [second, first]) == []
+    assert found_before(tmp_path / "nothing.json", [first, second]) == []
 
 
 def test_the_tests_that_execute_a_line_are_chosen(tmp_path: Path) -> None:

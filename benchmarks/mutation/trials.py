@@ -5,6 +5,7 @@ one fails. Functions get their changed code in place; for a change elsewhere the
 """
 
 import importlib
+import json
 import os
 import pkgutil
 import signal
@@ -48,6 +49,15 @@ class Trial:
     by: str
     tests: int
     seconds: float
+
+
+def found_before(target: Path, changes: Sequence[Change]) -> list[Trial]:
+    """The trials of the same changes that a run made before it was stopped."""
+    stored = json.loads(target.read_text(encoding="utf-8")) if target.exists() else []
+    for one in stored:
+        one["change"] = Change(**one["change"] | {"lines": tuple(one["change"]["lines"])})
+    trials = [Trial(**one) for one in stored]
+    return trials if [trial.change for trial in trials] == [*changes][: len(trials)] else []
 
 
 # Path of a source, its text before and after.
