@@ -17,6 +17,7 @@ from triptych.attention.positions import (
     AttentionPositions,
     LearnedPositions,
     NoPositions,
+    PositionIds,
     RotaryPositions,
 )
 
@@ -259,3 +260,13 @@ def test_alibi_counts_in_float32_and_rounds_once() -> None:
     bias = alibi_bias(4, 1, 700, torch.bfloat16)
     assert bias.dtype == torch.bfloat16
     assert_same(bias, alibi_bias(4, 1, 700, torch.float32).bfloat16(), kind="exact")
+
+
+def test_the_positions_of_a_row_are_its_own() -> None:
+    ids = torch.tensor([[0, 1, 2], [5, 6, 7], [8, 9, 9]])
+    assert [PositionIds(ids, 10).of_row(row, 2).ids.tolist() for row in range(3)] == [
+        [[0, 1]],
+        [[5, 6]],
+        [[8, 9]],
+    ]
+    assert PositionIds(ids[0], 10).of_row(2, 2).ids.tolist() == [0, 1]
