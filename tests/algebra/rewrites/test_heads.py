@@ -315,6 +315,8 @@ def test_numbers_of_heads_that_make_no_sense_are_refused() -> None:
         prune_heads(weights, [0, 4])
     with pytest.raises(RewriteRefusedError, match="there is no head -1"):
         prune_heads(weights, [-1])
+    with pytest.raises(RewriteRefusedError, match="a head is True: it must be a whole number"):
+        prune_heads(weights, [True])
     with pytest.raises(RewriteRefusedError, match="head 1 is named twice"):
         prune_heads(weights, [1, 1])
     with pytest.raises(RewriteRefusedError, match="all 4 heads are named, and one must be left"):
