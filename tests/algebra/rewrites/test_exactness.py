@@ -62,7 +62,7 @@ POSITIONS: dict[str, Callable[[], AttentionPositions | None]] = {
 SETTINGS = [
     ("cross", "none"),
     *itertools.product(["causal"], POSITIONS),
-    # No rewrite asks whether a token sees later ones.
+    # None of these rewrites asks whether a token sees later ones.
     *(pytest.param("self", positions, marks=pytest.mark.slow) for positions in POSITIONS),
 ]
 WITH_KEY_BIAS = tuple(name for name in NAMES if name not in ("direct", "bilinear"))
