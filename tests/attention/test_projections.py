@@ -936,6 +936,20 @@ def test_heads_that_share_maps_unevenly_get_copies_of_their_own() -> None:
     assert_same(layer(x).output, dense(given, x)[0], kind="output")
 
 
+@pytest.mark.parametrize("copies", [(2, 4), (4, 2)])
+def test_maps_in_a_row_may_be_shared_by_different_numbers_of_heads(copies: tuple[int, int]) -> None:
+    first, second = (
+        Link(torch.randn(n, d_in, d_out, dtype=torch.float64), torch.randn(n, d_out, dtype=torch.float64))
+        for n, d_in, d_out in zip(copies, (24, 5), (5, 6), strict=True)
+    )
+    given = dataclasses.replace(make_layer("grouped").weights(), k=(first, second))
+    layer = MultiHeadAttention.from_weights(given)
+    assert layer.parameterisation.name == "as_written"
+    x = random_input(layer, 4)
+    for found in (layer(x).output, run_layer(given, x)):
+        assert_same(found, dense(given, x)[0], kind="output")
+
+
 def test_as_many_groups_as_heads_is_the_papers_own() -> None:
     layer = MultiHeadAttention(24, 4, Grouped(num_kv_heads=4))
     assert MultiHeadAttention.from_weights(layer.weights()).parameterisation == Factored(d_k=6, d_v=6)

@@ -210,15 +210,16 @@ def test_texts_that_grow_past_the_length_are_continued_as_transformers_continues
     """Phi-3 and Phi-MoE read a text again there; others leave the keys that are cached as they are."""
     other = scaled(name, kind, tmp_path)
     model = loaded(tmp_path)
-    texts = [some_ids(1, 6)[0].tolist(), [5, 7, 9, 11]]
-    tokens, expected = generated(other, texts, 14)
-    engine, cache, whole = Engine(model), model.new_cache(), torch.tensor([texts[0]])
-    opened, logits = engine.read(texts)
-    for step, (token, there) in enumerate(zip(tokens.T, expected, strict=True)):
-        assert apart(logits, there) < 1e-6, step  # which are float32
-        if name not in ("phi3", "phimoe"):
-            assert apart(model(whole, cache=cache).logits[:, -1], there[:1]) < 1e-6, step
-        logits, whole = engine.step(token, opened), token[:1, None]
+    for length in (ORIGINAL - 2, ORIGINAL):
+        texts = [some_ids(1, length)[0].tolist(), [5, 7, 9, 11]]
+        tokens, expected = generated(other, texts, 14)
+        engine, cache, whole = Engine(model), model.new_cache(), torch.tensor([texts[0]])
+        opened, logits = engine.read(texts)
+        for step, (token, there) in enumerate(zip(tokens.T, expected, strict=True)):
+            assert apart(logits, there) < 1e-6, step  # which are float32
+            if name not in ("phi3", "phimoe"):
+                assert apart(model(whole, cache=cache).logits[:, -1], there[:1]) < 1e-6, step
+            logits, whole = engine.step(token, opened), token[:1, None]
 
 
 def test_a_text_is_continued_scored_and_shown_alike_beside_others(tmp_path: Path) -> None:

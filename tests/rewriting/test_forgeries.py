@@ -267,6 +267,14 @@ def test_a_file_that_was_taken_out_or_put_beside_is_noticed(honest: Path, tmp_pa
     assert failed(verify(tmp_path / "more")) == ["other files as written"]
 
 
+def test_a_tensor_that_was_put_into_the_file_is_named(honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest / "out", tmp_path / "more")
+    path = tmp_path / "more" / "model.safetensors"
+    save_file(load_file(path) | {"h.0.adapter": torch.ones(2)}, path, {"format": "pt"})
+    (check,) = (check for check in verify(tmp_path / "more") if check.held is False)
+    assert (check.claim, check.found) == ("tensors as written", "h.0.adapter is not in the certificate")
+
+
 def test_other_weights_of_a_bounded_layer_are_noticed_though_all_is_measured_anew(
     honest: Path, tmp_path: Path
 ) -> None:

@@ -66,7 +66,8 @@ def test_a_plan_says_what_a_truncation_does_not_shrink(
     family: str, rotary: Any, expected: str | None, tmp_path: Path
 ) -> None:
     folder = gpt2(tmp_path) if family == "gpt2" else llama_with_head_dim(tmp_path)
-    plan = plan_rewrite(str(folder), RewriteRecipe(step=(Truncate(budget=0.5, rotary=rotary),)))
+    recipe = RewriteRecipe(step=(SortHeads(), Truncate(budget=0.5, rotary=rotary)))
+    plan = plan_rewrite(str(folder), recipe)
     assert [note.partition(", which")[0] for note in plan.notes if "W_Q" in note] == [expected] * bool(
         expected
     )
@@ -77,6 +78,21 @@ def test_a_plan_says_what_a_truncation_does_not_shrink(
     }
     assert plan.notes[-1] == said[family]
     assert plan.bytes_after == plan.bytes_before
+
+
+def test_fewer_heads_are_not_named_where_the_configuration_cannot_say_them(tmp_path: Path) -> None:
+    plan = plan_rewrite(str(llama(tmp_path)), RewriteRecipe(step=(Truncate(budget=0.5),)))
+    assert "smaller by fewer key-value heads (merge_kv_heads); anything" in plan.notes[-1]
+
+
+def test_a_plan_of_many_steps_shows_four_and_names_the_others(tmp_path: Path) -> None:
+    recipe = RewriteRecipe(step=EXACT, skip_refused=True)
+    shown = repr(plan_rewrite(str(gpt2(tmp_path)), recipe)).splitlines()
+    assert len(shown) == 8  # with the title, the costs and the bytes
+    names = [step.name for step in EXACT if step.name != "fold_other_norms"] + ["fold_other_norms"]
+    assert [line.split(":")[0] for line in shown[1:5]] == names[:4]
+    assert shown[1] == "fold: 3 of 3, bit-exact"
+    assert shown[5] == f"…: {', '.join(names[4:])}"
 
 
 def test_what_a_plan_names_as_making_the_file_smaller_does(tmp_path: Path) -> None:

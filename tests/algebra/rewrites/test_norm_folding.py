@@ -66,8 +66,9 @@ def test_gates_take_up_gain_and_shift(shifted: bool, biased: bool) -> None:
     drawn = torch.randn(4, 25, dtype=torch.float64)
     gate = HeadGate(drawn[:, 1:], drawn[:, 0] if biased else None)
     weights = replace(weights, semantics=replace(weights.semantics, gate=gate))
-    folded, norm, x = fold_norm(weights).weights, weights.norm, random_input(LENGTH)
+    (folded, record), norm, x = fold_norm(weights), weights.norm, random_input(LENGTH)
     assert norm is not None
+    assert record.notes[-1] == "the gates of the heads read the norm as well, and take it up"
     normed = x * norm.weight if norm.bias is None else x * norm.weight + norm.bias
     assert_same(run_layer(folded, x), run_layer(weights, normed), kind="output")
 
