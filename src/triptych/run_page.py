@@ -22,7 +22,7 @@ from triptych.training.recipe import TextRecipe
 _NUM_SAMPLES = 10
 # Texts whose attention the page shows.
 _NUM_VIEWED = 3
-# Of the beginning of a text: characters that are read, and tokens that it is continued by.
+# Characters of the beginning of a text that are read, and tokens that continue it.
 _MOST_CHARACTERS, _NEW_TOKENS = 160, 40
 _FIGURES = {
     "valid_loss": "Validation loss",

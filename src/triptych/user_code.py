@@ -47,7 +47,7 @@ def use_code(path: str | Path) -> None:
     if known is not None and known.sha256 == sha256:
         _FILES[path.name] = _File(path, sha256, known.module)
         return
-    # Of the same text every process makes a module of the same name: what it defines can be pickled.
+    # Every process gives a module of the same text the same name: what it defines can be pickled.
     module = ModuleType(f"triptych_code_{sha256[:16]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -110,7 +110,7 @@ def named_files(tree: Any) -> set[str]:
 
 
 def file_digests(tree: Any) -> dict[str, str]:
-    """By file that a tree names, its SHA-256."""
+    """The SHA-256 of each file that a tree names."""
     return {name: _FILES[name].sha256 for name in sorted(named_files(tree)) if name in _FILES}
 
 

@@ -348,7 +348,7 @@ class BilinearForm:
         return _Reduced(Q_left, _finite_product(R_left, R_right.mT), Q_right)
 
     def _core(self) -> Tensor:
-        """That of `_reduce`, a small matrix with the singular values of A, at half the cost."""
+        """The matrix of `_reduce`, a small one with the singular values of A, at half the cost."""
         factors = self._working_factors()
         learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
         left, right = (torch.linalg.qr(factor, mode="reduced" if learns else "r").R for factor in factors)

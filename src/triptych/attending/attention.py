@@ -196,7 +196,7 @@ class Attention:
 
     @property
     def is_generated(self) -> tuple[bool, ...]:
-        """Of each token, whether the model produced it."""
+        """Whether the model produced each token."""
         given = len(self.tokens) - self.num_generated
         return tuple(place >= given for place in range(len(self.tokens)))
 
@@ -295,7 +295,7 @@ class Attention:
     ) -> AttentionPage:
         """What the page shows of this text.
 
-        Of every query it has the `keep` largest weights and the sum of the others. If that is None, it has
+        It has the `keep` largest weights of every query and the sum of the others. If `keep` is None, it has
         all, or the 16 largest where all are too many for a page.
         """
         chosen = self.parts() if parts is None else parts
@@ -363,7 +363,7 @@ class BatchWeights:
     """The weights of a batch by layer: `weights[3]` is `[batch, heads, queries, keys]`, 0 at padding."""
 
     def __init__(self, stacks: Sequence[StackAttention]) -> None:
-        """Of the same kind of attention on several texts."""
+        """Join the same kind of attention on several texts."""
         self._stacks = tuple(stacks)
 
     def __len__(self) -> int:
@@ -386,7 +386,7 @@ class AttentionBatch:
     """Attention of a model on several texts: `batch[2]` is the third text's."""
 
     def __init__(self, texts: Sequence[Attention]) -> None:
-        """Of one model, at least one text."""
+        """Join the attention of one model on at least one text."""
         self.texts = tuple(texts)
 
     def __len__(self) -> int:

@@ -185,8 +185,8 @@ class LayerFigures:
     def called(self, head: int) -> str:
         """The title of what a head does most, if it does it clearly; else "".
 
-        Of the figures by which a head can be called, the largest of those that are at least a third and whose
-        interval lies above what looking evenly gives.
+        A head is called by the largest of its figures that are at least a third and whose interval lies
+        above what looking evenly gives.
         """
         best, title = NAMED_FROM, ""
         for figure in figures_of(self.kind):

@@ -32,7 +32,7 @@ class HeadLooks(NamedTuple):
 
 
 def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
-    """Of every head its largest weights, the largest first; `layer` is the layer's name.
+    """The largest weights of every head, the largest first; `layer` is the layer's name.
 
     Looks at the token itself and at the first token are left out if there are others: most heads have them.
     """
@@ -74,7 +74,7 @@ def looks_table(parts: Sequence[Part]) -> Table:
 
 
 def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:
-    """For every head and token that it may attend to, the tokens nearest to what it writes."""
+    """The tokens nearest to what each head writes for each token that it may attend to."""
     rows = [
         (part.stack.kind, str(part.layer.number), str(head), _token(key), "  ".join(map(_token, nearest)))
         for part in parts

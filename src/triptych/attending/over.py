@@ -86,7 +86,7 @@ class OverText:
         return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
 
     def summary(self) -> tuple[str, ...]:
-        """For every figure that a head can be called by: the head that does it most, or that none does."""
+        """The head that does most of each figure that heads are called by, or that none does."""
         return tuple(
             f"{title}: {head}, {value} ({interval}; evenly {evenly})"
             + ("" if called else " (no head is called by it)")
@@ -147,7 +147,7 @@ class OverText:
         )
 
     def _strongest(self, count: int) -> Iterator[tuple[str, str, str, str, str, bool]]:
-        """For each thing that heads can be called by, the heads that do it most."""
+        """The heads that do most of each figure that heads are called by."""
         figures = {f.name: f for layer in self.layers for f in figures_of(layer.kind) if f.names_head}
         for figure in figures.values():
             for layer, head in self.most(figure.name, count):
@@ -172,7 +172,7 @@ class OverText:
         return Table("What heads do", columns, rows, caption, (2, 4))
 
     def _head_tables(self) -> Iterator[Table]:
-        """For every kind of attention what its heads look at, and how far away it is."""
+        """What the heads of every kind of attention look at, and how far away it is."""
         for stack in dict.fromkeys(layer.stack for layer in self.layers):
             own = [layer for layer in self.layers if layer.stack == stack]
             told = [figure for figure in figures_of(own[0].kind) if _is_told(figure)]

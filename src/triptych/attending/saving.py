@@ -132,8 +132,8 @@ def _looks(part: Part, head: int, top: int | None) -> Iterator[tuple[int, str, i
 def write_npz(texts: Sequence[Saved], path: Path) -> None:
     """Write NumPy arrays, which `numpy.load` reads without pickle.
 
-    Of every layer `KIND.LAYER`, `[heads, queries, keys]` in float32, and `KIND.LAYER.heads`, the numbers of
-    the heads; with `top` instead `KIND.LAYER.keys` and `KIND.LAYER.weights`, `[heads, queries, top]`, and
+    Every layer has `KIND.LAYER`, `[heads, queries, keys]` in float32, and `KIND.LAYER.heads`, the numbers
+    of the heads; with `top` instead `KIND.LAYER.keys` and `KIND.LAYER.weights`, `[heads, queries, top]`, and
     `KIND.LAYER.left_out`. Also `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. Where
     there are several texts, every name begins with the number of the text, as in `2/tokens`.
     """

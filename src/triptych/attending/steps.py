@@ -139,7 +139,7 @@ class HeadSteps:
         tokens: tuple[tuple[str, ...], tuple[str, ...]],
         place: str,
     ) -> None:
-        """Of the `number`-th call of its kind; use `Attention.steps`."""
+        """Steps of the `number`-th call of its kind; use `Attention.steps`."""
         self.model, self.place = reader.name, f"{place}.{head}"
         queries, self.keys = tokens
         if not -len(queries) <= query < len(queries):
@@ -231,7 +231,7 @@ class HeadSteps:
     def table(self, most: int | None = None) -> Table:
         """A row for each key that the query may look at, a column for each step.
 
-        Of more than `most` keys, those with the largest weights are shown.
+        If there are more than `most` keys, those with the largest weights are shown.
         """
         columns: list[tuple[str, Tensor]] = []
         if self.content is not None:

@@ -66,7 +66,7 @@ class Windows:
 
     @property
     def num_tokens(self) -> int:
-        """Of all windows, both sides of a translator."""
+        """The tokens of all windows, on both sides of a translator."""
         return sum(window.num_tokens for window in self.windows)
 
     def within(self, most_tokens: int) -> "Windows":
@@ -85,8 +85,8 @@ def cut_windows(
 ) -> Windows:
     """Cut documents into windows side by side; what is past `most_tokens` is left out.
 
-    Every window of an encoder has the special tokens that its tokenizer puts around a text. Of an
-    encoder-decoder a pair of texts is one window.
+    Every window of an encoder has the special tokens that its tokenizer puts around a text. A
+    window of an encoder-decoder is a pair of texts.
     """
     if isinstance(reader.model, LanguageModel):
         if targets is not None:

@@ -28,7 +28,7 @@ from triptych.text.masking import MaskingSpec
 Instead = Literal["zero", "mean", "even"]
 # Every one is read as often as the model has heads.
 MOST_TOKENS = 1 << 13
-# Of all rows that run together, each with another head left out.
+# Tokens of all rows that run together, each with another head left out.
 _TOKENS_AT_A_TIME = 1 << 13
 _LOGITS_AT_A_TIME = 1 << 25
 
@@ -62,11 +62,11 @@ class Worth:
     tokens: int  # that are predicted
 
     def of(self, stack: str, layer: int) -> tuple[float, ...]:
-        """By which the loss rises without each head of a layer, by number: an order for `prune_heads`."""
+        """The rise of the loss without each head of a layer, by number: an order for `prune_heads`."""
         return tuple(self.figures()[stack, layer]["worth"].value.tolist())
 
     def figures(self) -> dict[Place, dict[str, HeadFigures]]:
-        """By place and name, as other figures of heads."""
+        """The rises by place and name, as other figures of heads have them."""
         own: dict[Place, list[HeadWorth]] = {}
         for one in sorted(self.heads, key=lambda one: one.head):
             own.setdefault((one.stack, one.layer), []).append(one)

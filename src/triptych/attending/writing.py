@@ -29,7 +29,7 @@ class OutputTable:
 
     @classmethod
     def of(cls, model: EncoderDecoder | LanguageModel, stack: str) -> "OutputTable | None":
-        """Of a stack of a model; None where nothing reads it as tokens.
+        """The table of a stack; None where nothing reads the stack as tokens.
 
         An encoder without output is read through its embedding table.
         """
@@ -75,11 +75,11 @@ class TokenWriter:
     """
 
     def __init__(self, reader: Reader, count: int = NEAREST) -> None:
-        """For a model."""
+        """Read what the heads of a model write."""
         self._reader, self._count = reader, count
 
     def of(self, part: Part, head: int) -> tuple[tuple[str, ...], ...] | None:
-        """For each key of a stack the tokens nearest to what a head writes for it, the nearest first."""
+        """The tokens nearest to what a head writes for each key of a stack, the nearest first."""
         table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.tokenizer
         if table is None:
             return None

@@ -39,7 +39,7 @@ def causal_mask(
     return torch.ones(query_len, key_len, dtype=torch.bool, device=device).tril(offset)
 
 
-# At a time, for scores that are no products, which may hold a vector for each pair of a query and a key.
+# Computed at a time, for scores that are no products: they may hold a vector for each query and key.
 _BYTES_OF_PAIRS = 1 << 28
 
 

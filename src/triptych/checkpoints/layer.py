@@ -127,7 +127,7 @@ class AttentionSource(ABC):
 
     @abstractmethod
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
-        """Of tensors read for a layer, how many entries are not finite, where some are."""
+        """How many entries are not finite in each tensor read for a layer, where some are."""
 
 
 @final

@@ -277,7 +277,7 @@ class _Mapping:
 
     @cached_property
     def _width(self) -> int:
-        """Of the table of tokens."""
+        """The width of the table of tokens."""
         width = self.spec.embedding_width
         return self.settings.count(width) if width else self.d_model
 

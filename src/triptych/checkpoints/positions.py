@@ -32,7 +32,7 @@ from triptych.storage.settings import Settings
 from triptych.storage.tensors import Tensors
 
 _FIRST = "original_max_position_embeddings"
-# Of a picture: far more than models have.
+# The most patches of a picture: far more than models have.
 _MOST_PATCHES = 1 << 20
 
 

@@ -420,8 +420,8 @@ class HeadSpec(Spec):
     map_bias: Expression = "true"
     activation: Expression = ""  # after that, by its name in `transformers`; "" for none
     norm: tuple[NormSpec, ...] = ()  # after that, named in the same way
-    # tensors of the bias, if it is not the map's own; those in the file are all the same. Of a decoder they
-    # may be missing, and have one row.
+    # tensors of the bias, if it is not the map's own; those in the file are all the same. A decoder's may
+    # be missing, and have one row.
     bias_at: tuple[str, ...] = ()
     outputs: Expression = ""  # how many logits there are, if not one for every token
     # on what condition its weight is the table of the embeddings; with `tied_if_missing`, where the file has

@@ -21,7 +21,7 @@ _WAYS_ON = {
     errno.EFBIG: "files may not be larger here (ulimit -f): raise the limit, or choose another place",
     errno.EEXIST: "choose another name",
 }
-# Of an allocator, where the exception is a RuntimeError like any other.
+# Words of an allocator, whose exception is a RuntimeError like any other.
 _MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 

@@ -119,7 +119,7 @@ def _json_record(
 def _attention_records(
     model: Model, prompt: str, found: Sequence[Continuation], wanted: Sequence[str], chat: bool
 ) -> Iterator[dict[str, Any]]:
-    """For each continuation the weights with which the text was read before each of its tokens."""
+    """The weights with which the text was read before each token, for each continuation."""
     generator = model.generator()
     ids = generator.encode(prompt, chat=chat)
     for one in found:

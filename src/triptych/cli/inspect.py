@@ -19,7 +19,7 @@ from triptych.inspection.record import heads_page, side_by_side
 from triptych.reports import is_page, is_parquet, render_table, write_csv, write_parquet
 from triptych.training.processes import do_each, launched
 
-# Of the columns that `--csv` writes, in this release and others.
+# The first columns that `--csv` writes, in this release and others.
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 
 

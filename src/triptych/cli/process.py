@@ -16,7 +16,7 @@ _STDOUT, _STDERR = 1, 2
 # In decoding, compiling anew takes time: a tenth of all with 16 kernels, none that shows with 64.
 _KERNELS_KEPT, KERNELS_KEPT_DECODING = 16, 64
 
-# Of glibc's <malloc.h>.
+# From glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER_TRIMMED, _LARGEST_KEPT = (1 << 31) - 1, 1 << 30
 

@@ -53,7 +53,7 @@ class BatchSearcher:
         rules: OutputRules,
         shortlist: Shortlist | None = None,
     ) -> None:
-        """For a model, or for several that share their tokens and search together."""
+        """Search with a model, or with several that share their tokens."""
         self._src_eos_id, self._options, self._rules = src_eos_id, options, rules
         if shortlist is not None and (len(models) > 1 or rules.no_repeat):
             what = "an ensemble" if len(models) > 1 else "a model that repeats no phrase"

@@ -144,7 +144,7 @@ class TextCache:
         self.longest += not self.fixed
 
     def places(self, heads: int) -> Int[Tensor, " texts_heads"]:
-        """Of the next tokens of every text and head, in steps of a store without its first two dimensions."""
+        """Places of the next tokens of every text and head, in a store without its first two dimensions."""
         if heads not in self._places:
             rows = torch.arange(len(self.lengths) * heads, device=self.lengths.device).view(-1, heads)
             self._places[heads] = (rows * self.room + self.lengths[:, None]).flatten()

@@ -54,7 +54,7 @@ class Engine(DecodingEngine):
 
     A language model reads texts and goes on from them (`read`). An encoder-decoder reads sentences (`start`)
     that its decoder attends to; its tables are scaled, and its output layer is filled up to whole groups.
-    Of a small model it holds packed weights, a copy (`thresholds.SHARE_PACKED`).
+    An engine of a small model holds packed weights, a copy (`thresholds.SHARE_PACKED`).
 
     Attributes:
         context: tokens that are read at once (`LanguageModel.context`); None if there is no limit.
@@ -194,8 +194,8 @@ class Engine(DecodingEngine):
     def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in.
 
-        Of an encoder-decoder, columns past the vocabulary and of tokens never wanted are −inf. Logits of a
-        `fixed` cache are overwritten by the next step.
+        An encoder-decoder's columns past the vocabulary and of tokens never wanted are −inf. The next step
+        overwrites the logits of a `fixed` cache.
         """
         if cache.steps is not None:
             return cache.steps(tokens)

@@ -59,7 +59,7 @@ def fill_masks(
 
 def _filling(tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, probability: float) -> Filling:
     text, piece = tokenizer.decode([[token]])[0], tokenizer.pieces([token])[0]
-    # Of the special tokens only the other masks are text of the user.
+    # The other masks are the only special tokens that are the user's text.
     shown = [
         own
         for i, own in enumerate([*ids[:place], token, *ids[place + 1 :]])

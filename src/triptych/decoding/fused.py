@@ -177,7 +177,7 @@ class FusedAttention(nn.Module):
         return self._by_kernel(rows, k, v, added)
 
     def _output(self, mixed: Tensor, x: Tensor, kept: Kept) -> LayerOutput:
-        """Of the layer, from the heads' outputs, in whichever shape."""
+        """The output of the layer, from the heads' outputs, in whichever shape."""
         batch, length, _ = x.shape
         if self.gate is not None:
             mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
@@ -274,7 +274,7 @@ class FusedAttention(nn.Module):
             weights = F.pad(weights, (0, 0, 0, missing))
         if not is_even or key_len <= EVEN_KEYS:
             return torch.bmm(weights, v)[:, :count]
-        # Of each part of the keys by itself: how a long sum is split depends on its length.
+        # Each part of the keys is summed by itself: how a long sum is split depends on its length.
         parts = key_len // EVEN_KEYS
         apart = (
             weights.view(groups, -1, parts, EVEN_KEYS).transpose(1, 2).reshape(groups * parts, -1, EVEN_KEYS)
@@ -305,7 +305,7 @@ def _keeps_once(weights: AttentionWeights) -> bool:
 def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     """The same layer with what keys and values have in common as both of them, as `Latent` absorbs it.
 
-    Of keys `c U^K` and values `c U^V` only c is cached: U^K goes to the queries, and U^V to the output. A
+    If keys are `c U^K` and values `c U^V`, only c is cached: U^K goes to the queries, U^V to the output. A
     bias of the keys adds the same to all scores of a query and is left out. Layers without such a map stay as
     they are; so do layers where something is between queries and keys, or depends on a whole score.
     """

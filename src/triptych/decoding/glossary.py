@@ -32,7 +32,7 @@ class Glossary:
     """Terms of the source language, and how each is translated.
 
     A term occurs in a text as whole words, spelled as in the glossary; only its first letter may be of the
-    other case. Of terms that overlap, the longest of those that begin first counts.
+    other case. Where terms overlap, the longest of those that begin first counts.
     """
 
     def __init__(self, terms: Mapping[str, str], tokenizer: SentenceTokenizer) -> None:
@@ -58,7 +58,7 @@ class Glossary:
 
 @lru_cache(maxsize=8)
 def _lengthening(tokenizer: SentenceTokenizer) -> bytes:
-    """For every token, 1 if it goes on with the word before it."""
+    """1 for every token that goes on with the word before it, else 0."""
     (before,) = _encoded(["a"], tokenizer)
     texts = tokenizer.decode([[*before, token] for token in range(tokenizer.vocab_size)])
     return bytes(re.match(f"a{_LETTER}", text.strip()) is not None for text in texts)

@@ -99,7 +99,7 @@ def score_continuations(
     max_tokens: int,
     batch_rows: int = 16,
 ) -> list[tuple[float, bool]]:
-    """Of each pair of a context and a continuation, the continuation's log-probability in nats."""
+    """The log-probability of each continuation after its context, in nats."""
     texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
     found = [(0.0, True)] * len(pairs)
     order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i]))

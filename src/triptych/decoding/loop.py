@@ -123,7 +123,7 @@ class Loop:
     """
 
     def __init__(self, engine: Any, *, most_rows: int | None = None, most_tokens: int | None = None) -> None:
-        """With room for this number of rows, and of tokens: texts times the size of the longest."""
+        """Make room for this number of rows, and of tokens: texts times the size of the longest."""
         self.waiting: deque[Text] = deque()
         self.batches: list[DecodingBatch[Any]] = []  # of each kind, the last is the one that is joined
         self._engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens

@@ -49,7 +49,7 @@ class Maps:
     """
 
     def __init__(self, precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> None:
-        """For a model of this dtype: "fp32" leaves it as it is, and shares its memory where it can."""
+        """Make maps for a model of this dtype: "fp32" leaves it as it is, and shares memory where it can."""
         self.dtype = torch.bfloat16 if precision == "bf16" else dtype
         self.packed, self._is_int8 = packed or precision == "int8", precision == "int8"
 

@@ -32,7 +32,7 @@ class PlainEngine(DecodingEngine):
     """An encoder-decoder, token by token through its own layers, in their own dtype."""
 
     def __init__(self, model: EncoderDecoder, never: Sequence[int] = ()) -> None:
-        """For a model; logits of the tokens in `never` are −inf."""
+        """Run a model; logits of the tokens in `never` are −inf."""
         self.model = model.eval()
         self.device, self.pad_id = model.decoder.embeddings.table.weight.device, model.pad_id
         self.max_tokens = model.max_target_tokens

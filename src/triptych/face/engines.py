@@ -303,7 +303,7 @@ class CTranslate2Generator(OtherEngine):
         if options.beam_size > 1:
             return [self._beam_search(ids, options) for ids in prompts]
         found: list[list[Hypothesis]] = [[] for _ in prompts]
-        # Of prompts of several lengths CTranslate2 takes the ends of the longer ones for tokens that it made.
+        # Given prompts of several lengths, CTranslate2 takes the ends of the longer ones for its own tokens.
         for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
             grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
             for i in batch:

@@ -120,22 +120,22 @@ class Head:
 
     @property
     def W_Q(self) -> Float[Tensor, "d_model d_k"]:
-        """To the query: `[d_model, d_k]`."""
+        """The map to the query, `[d_model, d_k]`."""
         return self._map("q").weight[0]
 
     @property
     def W_K(self) -> Float[Tensor, "d_memory d_k"]:
-        """To the key: `[d_model, d_k]`; that of its group, where heads share one."""
+        """The map to the key, `[d_model, d_k]`; its group's, where heads share one."""
         return self._map("k").weight[0]
 
     @property
     def W_V(self) -> Float[Tensor, "d_memory d_v"]:
-        """To the value: `[d_model, d_v]`; that of its group, where heads share one."""
+        """The map to the value, `[d_model, d_v]`; its group's, where heads share one."""
         return self._map("v").weight[0]
 
     @property
     def W_O(self) -> Float[Tensor, "d_v d_model"]:
-        """From what the head mixed to the residual stream: `[d_v, d_model]`."""
+        """The map from what the head mixed to the residual stream, `[d_v, d_model]`."""
         return self._map("o").weight[0]
 
     @property
@@ -335,7 +335,7 @@ class Layer:
 
     @property
     def W_O(self) -> Float[Tensor, "num_heads d_v d_model"]:
-        """Of every head, `[num_heads, d_v, d_model]`."""
+        """W_O of every head, `[num_heads, d_v, d_model]`."""
         return self.weights.W_O
 
     @property

@@ -135,7 +135,7 @@ class Opened:
 
     @property
     def num_parameters(self) -> int:
-        """Of all tensors of the files, or of the module."""
+        """The number of parameters in all tensors of the files, or of the module."""
         source = self.attention
         if isinstance(source, Checkpoint):
             return sum(torch.Size(info.shape).numel() for info in source.tensors.infos.values())

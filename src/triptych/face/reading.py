@@ -52,7 +52,7 @@ class ReadableModel(ABC):
 
     @property
     def num_parameters(self) -> int:
-        """Of all tensors of the files."""
+        """The number of parameters in all tensors of the files."""
         return self._opened.num_parameters
 
     @cached_property

@@ -84,7 +84,7 @@ class Run:
         row: int,
         graph: Mapping[str, Mapping[Activation, Tensor]] | None = None,
     ) -> None:
-        """Of one row of a recording; `order` has the site of each of the face's layers."""
+        """The run of one row of a recording; `order` has the site of each of the face's layers."""
         self.model, self._places, self._order, self._graph = reader.name, places, order, graph
         self._text, self._row, self._recording = text, row, recording
         self.ids, self.tokens = text.ids, tuple(reader.tokenizer.pieces(text.ids))

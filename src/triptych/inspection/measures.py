@@ -104,13 +104,13 @@ def _of_pair(pair: str) -> Iterator[Measure]:
         (
             "cosine",
             f"cosine of {both}",
-            "Of the entries. Training chose the basis within the head, which its function does not see: "
-            "compare this with nothing but itself.",
+            "Cosine of the entries. Training chose the basis within the head, which its function does not "
+            "see: compare this with nothing but itself.",
         ),
         (
             "procrustes",
             f"cosine of {both} after rotation",
-            "Of the entries after the best rotation of one of them, 0 to 1; lengths still count.",
+            "Cosine of the entries after the best rotation of one of them, 0 to 1; lengths still count.",
         ),
         ("cka", f"CKA of {both}", "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1."),
     ):

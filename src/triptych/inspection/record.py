@@ -301,7 +301,7 @@ _BY_BASIS = "depends on the basis"
 
 
 def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """For each pair of maps: its name, the mean overlap over chance, and the heads above chance."""
+    """The name of each pair of maps, the mean overlap over chance, and the heads above chance."""
     for pair, both in _PAIRS.items():
         times = _distinct(inspection, pair, "times_chance", "subspaces")
         if times:
@@ -348,7 +348,7 @@ def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, boo
 
 
 def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """For each form: its name, the mean effective rank, and that of random forms."""
+    """The name of each form, the mean effective rank, and that of random forms."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
             spectra = [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
@@ -359,7 +359,7 @@ def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
 
 
 def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
-    """For each form, the rank that keeps 95 % of the energy in half of the heads."""
+    """The rank that keeps 95 % of the energy in half of the heads, for each form."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
             ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]

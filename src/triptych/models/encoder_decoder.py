@@ -117,7 +117,7 @@ class EncoderDecoder(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Of both, the encoder's first."""
+        """The blocks of both stacks, the encoder's first."""
         return [*self.encoder.blocks, *self.decoder.blocks]
 
     @property

@@ -98,7 +98,7 @@ class BlockStreams(nn.Module):
         x: Float[Tensor, "batch length streams d_model"],
         added: Float[Tensor, "batch length d_model"],
     ) -> Float[Tensor, "batch length streams d_model"]:
-        """With something added to all streams but the first."""
+        """The streams with something added to all but the first."""
         return torch.cat([x[:, :, :1], x[:, :, 1:] + added[:, :, None]], dim=2)
 
     def scaled(self, x: Float[Tensor, "batch length streams d_model"]) -> Tensor:

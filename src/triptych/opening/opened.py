@@ -61,7 +61,7 @@ class OpenedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of what the model reads and predicts; of an encoder-decoder the target's."""
+        """The tokenizer of what the model reads and predicts; an encoder-decoder's is the target's."""
         if isinstance(self._tokenizers, DataError):
             raise self._tokenizers
         return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers

@@ -92,7 +92,7 @@ class LayerCall:
     def steps(self, row: int | None = None) -> LayerSteps:
         """Every value of the call, computed again; the layer's tap acts as it did.
 
-        Of a layer without a tap, `row` leaves out all queries but that one.
+        In a layer without a tap, `row` leaves out all queries but that one.
         """
         return self.layer.steps(self.x, row=row, **self._given)
 
@@ -188,7 +188,7 @@ class Reader(TextModel):
 
     @property
     def source_tokenizer(self) -> Tokenizer:
-        """Of what the first stack reads."""
+        """The tokenizer of what the first stack reads."""
         opened = self.opened
         return opened.tokenizers.source if opened.is_searched else opened.tokenizer
 

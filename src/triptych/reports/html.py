@@ -19,7 +19,7 @@ from triptych.printable import printable
 from triptych.reports.charts import Spec, bar_chart, learning_charts, plot
 from triptych.reports.records import BarChart, Plot, Report, Table, TranslationSample
 
-# In the head of every page, so that one is known again.
+# A line in the head of every page by which one is recognised.
 GENERATOR = '<meta name="generator" content="triptych">'
 
 _HERE = Path(__file__).parent

@@ -135,7 +135,7 @@ class Interval:
     low: float
     high: float
     name: str = ""
-    """Of a dot, or of an estimate."""
+    """The name of a dot, or of an estimate."""
     x: float = 0.0
     """The place of a dot, or of a point of a curve."""
 

@@ -64,7 +64,7 @@ def open_original(folder: Path, text: Path | None) -> Original | str:
         return Original(model, windows)
     except NotFiniteError:
         raise
-    # Of a family that is not run, or of a kind that takes no tokens (pictures, speech). Any other error is a
+    # Families that are not run, and kinds that take no tokens (pictures, speech). Any other error is a
     # fault of ours, which must not pass for a property of the model.
     except TriptychError as error:
         if text is not None:

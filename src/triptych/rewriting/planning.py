@@ -101,7 +101,7 @@ class Costs(NamedTuple):
 
     @property
     def unpadded(self) -> Cost | None:
-        """That of the maps, where it is not what is written."""
+        """The cost of the maps, where it is not what is written."""
         return None if self.maps == self.after else self.maps
 
 

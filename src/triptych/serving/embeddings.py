@@ -66,7 +66,7 @@ class Embedding(JobOfEach):
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """As float32, little end first."""
+    """The numbers as float32, little end first."""
     return base64.b64encode(torch.tensor(vector).numpy().astype("<f4").tobytes()).decode()
 
 

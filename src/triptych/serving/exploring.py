@@ -228,7 +228,7 @@ class Explorer:
     def row(self, asked: Shown, layer: str, head: int, query: int) -> dict[str, Any]:
         """One row of a head's attention step by step, and what the changes do to the next token.
 
-        Of more than 32 keys it has those with the largest weights.
+        If there are more than 32 keys, it has those with the largest weights.
         """
         steps = self._attention(asked).steps(layer, head, query)
         record = steps.record()
@@ -283,7 +283,7 @@ class Explorer:
         }
 
     def _loss(self, text: str, run: Run) -> float | None:
-        """In nats per token: of a translation, or of the text without its continuation."""
+        """The loss of a translation, or of the text without its continuation, in nats per token."""
         losses = run.losses
         if not self.reads_pairs:
             losses = losses[: max(1, len(self.model.reader.encode([text])[0].ids) - 1)]

@@ -242,7 +242,7 @@ class Asking(JobOfEach):
 
 
 class Scored(NamedTuple):
-    """Of every token but the first: its log-probability, and the most probable tokens in its place."""
+    """The log-probability of every token but the first, and the most probable tokens in its place."""
 
     log_probs: tuple[float, ...]
     tops: tuple[tuple[tuple[int, float], ...], ...]

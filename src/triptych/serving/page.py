@@ -68,7 +68,7 @@ def _json_response(found: Any) -> Response:
     return Response(text, media_type="application/json")
 
 
-# By the last part of the path: what is asked of an `Explorer`, and a line for /spec.
+# What is asked of an `Explorer`, and a line for /spec, by the last part of the path.
 QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
     "write": (
         lambda of, given: of.write(given.text("text"), _changes(given), given.number("count", 1, 64)),

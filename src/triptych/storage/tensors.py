@@ -34,7 +34,7 @@ from triptych.storage.untrusted import (
     stays_in_folder,
 )
 
-# By their names in a safetensors header.
+# Dtypes by their names in a safetensors header.
 STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -53,7 +53,7 @@ STORED_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-# As the format's own reader has it.
+# The limit of the format's own reader.
 _LONGEST_HEADER = 100_000_000
 # What torch can hold, and more than any checkpoint has.
 _MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48

@@ -25,7 +25,7 @@ LONGEST_METRICS = 1 << 30
 _BLOCK = 1 << 20
 # A part of a file with fewer bytes is read, not mapped; so are tensors that begin at odd places.
 _LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
-# Of a file, on most systems.
+# The longest name of a file on most systems.
 _LONGEST_NAME = 255
 
 _Record = TypeVar("_Record", bound=BaseModel)

@@ -44,7 +44,7 @@ class Solved:
     missed: float  # `amount` over the budget, minus 1
 
     def describe(self, what: str) -> str:
-        """In words."""
+        """The budget in words."""
         chosen = "" if self.key is None else f"{self.key} = {self.value:,}: "
         return f"{chosen}{in_words(what, self.amount)} ({self.missed:+.2%})"
 
@@ -83,7 +83,7 @@ def _build_on_meta(recipe: AnyRecipe, vocabulary: VocabularySizes) -> EncoderDec
 
 
 def _forward_flops(model: EncoderDecoder | LanguageModel) -> float:
-    """Of the matrix products of one pass, a token of the target."""
+    """Operations of the matrix products of one pass, for each token of the target."""
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         if isinstance(model, EncoderDecoder):

@@ -265,7 +265,7 @@ _TIMING = {
 
 
 def _steps_a_second(job: StudyJob) -> float:
-    """Of the second half of a run, by the median step."""
+    """Steps a second in the second half of a run, by the median step."""
     records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "tokens_per_second" in r]
     tokens = [after - earlier for earlier, after in pairwise([0, *(r["tokens"] for r in records)])]
     seconds = [n / r["tokens_per_second"] for n, r in zip(tokens, records, strict=True)]

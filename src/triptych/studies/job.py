@@ -63,7 +63,7 @@ class StudyJob(BaseModel):
 
     @property
     def name(self) -> str:
-        """Of the run: variant and seed, for people; also the name of its files."""
+        """The name of the run: variant and seed, for people; also the name of its files."""
         return self.folder.name
 
 
@@ -149,7 +149,7 @@ def _measure_model(job: StudyJob) -> dict[str, Any]:
 
 
 def _validation_figures(folder: Path) -> dict[str, float]:
-    """Of the model that the run chose: the best validation, or the average of the last ones."""
+    """Figures of the model that the run chose: the best validation, or the average of the last ones."""
     records = read_metrics(folder / "metrics.jsonl")
     (last,) = [r for r in records if "average_valid_loss" in r][-1:]
     validations = [r for r in records if "valid_loss" in r]

@@ -36,7 +36,7 @@ class StudyProgress:
     done: dict[str, Result] = field(default_factory=dict)
     earlier: frozenset[str] = frozenset()  # names of those
     failed: dict[str, str] = field(default_factory=dict)  # by name, what went wrong
-    # By name, the share of its steps that a run has made.
+    # The share of its steps that a run has made, by its name.
     running: dict[str, float] = field(default_factory=dict)
     seconds_left: float | None = None  # an estimate; None before the first steps
 
@@ -78,7 +78,7 @@ def run_all(
 
 
 def own_places(workers: int) -> range:
-    """Which of the runs at a time of this machine this process makes."""
+    """The runs that this process makes of those that this machine makes at a time."""
     number, count = place_on_machine(), num_on_machine()
     return range(workers * number // count, workers * (number + 1) // count)
 

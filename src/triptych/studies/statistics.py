@@ -16,9 +16,9 @@ from typing import final
 import numpy as np
 from jaxtyping import Float
 
-# Of every interval, and of every test after correction.
+# The confidence of every interval, and of every test after correction.
 CONFIDENCE = 0.95
-# With which a difference would be found again.
+# The power with which a difference would be found again.
 _POWER = 0.8
 _MOST_SEEDS = 10_000
 # All sign flips of at most this many differences; as many drawn ones of more.
@@ -110,7 +110,7 @@ def compare(
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
-    """Of a two-sided t-test that their mean is 0; NaN for fewer than two, 0 for equal ones that are not 0."""
+    """The p of a two-sided t-test of a mean of 0; NaN for fewer than two, 0 for equal ones that are not 0."""
     from scipy.stats import t
 
     found = estimate(differences)
@@ -123,10 +123,10 @@ def paired_p_value(differences: Sequence[float]) -> float:
 
 
 def exact_p_value(differences: Sequence[float]) -> float:
-    """Of a sign-flip test that differences are symmetric about 0, two-sided; NaN for fewer than two of them.
+    """The p of a two-sided sign-flip test that differences are symmetric about 0; NaN for fewer than two.
 
     p is the share of all 2ⁿ ways to flip their signs that give a sum at least as far from 0. It is at least
-    2/2ⁿ. Of more than 16 differences, 65,536 ways are drawn, the same ones every time.
+    2/2ⁿ. For more than 16 differences, 65,536 ways are drawn, the same ones every time.
 
     Source: Fisher 1935, The Design of Experiments, section 21.
     """
@@ -141,7 +141,7 @@ def least_seeds(num_tests: int) -> int:
 
 
 def too_few(seeds: int, num_tests: int) -> str:
-    """That no difference can be seen with these seeds; empty if one can."""
+    """A warning that no difference can be seen with these seeds; empty if one can."""
     needed = least_seeds(num_tests)
     if seeds >= needed:
         return ""
@@ -152,7 +152,7 @@ def too_few(seeds: int, num_tests: int) -> str:
 
 
 def _share_as_far(samples: Float[np.ndarray, "count studies"]) -> Float[np.ndarray, " studies"]:
-    """Of each column, the share of sign flips whose sum is as far from 0 as the column's own."""
+    """The share of sign flips whose sum is as far from 0 as the column's own, for each column."""
     sums = np.abs(_flips(len(samples)) @ samples)
     # Sums that are equal on paper differ by rounding.
     far_enough = sums[0] - 1e-12 * np.abs(samples).sum(axis=0)
@@ -162,7 +162,7 @@ def _share_as_far(samples: Float[np.ndarray, "count studies"]) -> Float[np.ndarr
 
 @lru_cache(maxsize=4)
 def _flips(count: int) -> Float[np.ndarray, "flips count"]:
-    """Ways to flip signs; the first changes none. Of two opposite ways, only one is among them."""
+    """Ways to flip signs; the first changes none. Only one of two opposite ways is among them."""
     if count <= _ALL_FLIPS:
         ways = np.arange(2 ** (count - 1))[:, None]
         return 1.0 - 2.0 * (ways >> np.arange(count) & 1)[:, ::-1]

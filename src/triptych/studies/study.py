@@ -105,7 +105,7 @@ class SweepConfig(_Section):
     # the whole runs want.
     steps_share: float = Field(1.0, gt=0, le=1)
     seeds: int = Field(1, ge=1)  # how many runs each rate has; the mean of their losses decides
-    # Of the first of these runs, and of no other run; that of the next is one higher.
+    # The seed of the first of these runs, and of no other run; the next has one more.
     seed: int = Field(1_000_003, ge=0, lt=2**62)
 
     @field_validator("learning_rates")

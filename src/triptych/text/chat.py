@@ -10,7 +10,7 @@ from typing import Any
 from triptych.errors import DataError, UsageError
 
 _SCRIPT = Path(__file__).with_name("chat_rendering.py")
-# Of the clock: the process starts in a tenth of a second, but the machine may be busy. Its own limit is on
+# By the clock: the process starts in a tenth of a second, but the machine may be busy. Its own limit is on
 # the time that it computes.
 _SECONDS = 60.0
 # Names under which the reasoning of an answer is given; templates read the first, some the second.

@@ -87,7 +87,7 @@ class Masking:
 
 
 def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:
-    """For each token, whether it can continue the word of the token before it, and be continued itself."""
+    """Whether each token can continue the word of the token before it, and be continued itself."""
     # A word is a run of letters and digits, or what the vocabulary marks as one ("##").
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
     special = tokenizer.special_ids

@@ -37,7 +37,7 @@ class LanguageBatch:
 
     @property
     def mask(self) -> Bool[Tensor, "batch 1 context context"] | None:
-        """Which tokens are of one document; None for attention across documents. Causality is the model's."""
+        """Pairs of tokens of one document; None for attention across documents. Causality is the model's."""
         if self.starts is None:
             return None
         return (self.starts[:, :, None] == self.starts[:, None, :])[:, None]

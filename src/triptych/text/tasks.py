@@ -61,9 +61,9 @@ def _draw_modular_addition(rng: Random) -> TextPair:
     return f"{one} {other}", str((one + other) % _MODULUS)
 
 
-# As a recipe names them; a test compares the two.
+# The names that a recipe uses; a test compares the two.
 Task = Literal["copy", "reverse", "sort", "recall", "ring", "modular-addition"]
-# By name, what draws a pair.
+# What draws a pair, by name.
 TASKS: Mapping[str, Callable[[Random], TextPair]] = {
     "copy": _of_letters(list),
     "reverse": _of_letters(reversed),

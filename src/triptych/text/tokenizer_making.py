@@ -84,7 +84,7 @@ class TokenizerClass:
     # What surrounds a text, "$A"; None for what `tokenizer.json` says.
     around: Callable[[Making], Sequence[str]] | None = None
     keeps_surrounding: bool = False  # whether what `tokenizer.json` puts around a text goes before the class
-    # Of named special tokens that the files give as plain text or not at all.
+    # Flags of named special tokens that the files give as plain text or not at all.
     flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     # Further special tokens where the files do not speak of any.
     extra: Callable[[TokenizerSettings], Sequence[Token]] = lambda settings: ()

@@ -37,7 +37,7 @@ from triptych.training.progress import Display
 from triptych.training.state import RUN_FILES, save_or_explain
 
 _TOKENIZER_JSON = "tokenizer.json"
-# Of a run that is gone on with, these say nothing of the new one.
+# Files of the original run that say nothing of the new one.
 _NOT_TAKEN = {*RUN_FILES["."], CERTIFICATE} - {_TOKENIZER_JSON}
 _DTYPE = ("dtype", "torch_dtype")
 

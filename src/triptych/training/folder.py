@@ -89,7 +89,7 @@ class Prepared:
     # Hashes of what must not change before a run is resumed, by the words that name it.
     fingerprints: Callable[[], dict[str, str]]
     publish: Publish = publish_weights  # writes `model.safetensors`
-    # By parameter, the word vectors that it begins with.
+    # The word vectors that each parameter begins with.
     vectors: Mapping[str, WordVectors] = field(default_factory=dict)
 
 

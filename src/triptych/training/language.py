@@ -142,7 +142,7 @@ class TextOfRun:
                 return
 
     def fingerprints(self) -> tuple[str, str]:
-        """Of the training and the validation text."""
+        """Fingerprints of the training and the validation text."""
         data = self._data
         train = fingerprint(data.train, base=self._base)
         if data.valid is None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of the batch that is timed on a CPU: enough for its usual rate, and over in seconds with any model.
+# The batch that is timed on a CPU: enough for its usual rate, and over in seconds with any model.
 _TIMED_TOKENS = 1024
 _DAY = 86400.0  # seconds
 
@@ -105,7 +105,7 @@ class Trainer:
         self._states: ShardedStates | None = None  # of several processes, once the run begins
         self._saved_step = -1
         self._last_figures: dict[str, float] | None = None
-        # Of a target token, and of this machine a second; known once a plan has been made.
+        # For a target token, and by this machine in a second; known once a plan has been made.
         self.operations_per_token: float | None = None
         self.peak: float | None = None
 
@@ -220,7 +220,7 @@ class Trainer:
                 stops_early = 0 < config.early_stopping <= counters.validations_since_best
                 if counters.step >= config.max_steps or stops_early:
                     return
-                # Of what is used, not of what is made: a resumed run goes on from here.
+                # What is used counts, not what is made: a resumed run goes on from here.
                 counters.epoch, counters.batch = epoch, used
                 yield batches
         if config.max_epochs is not None and counters.epoch < config.max_epochs:

@@ -109,7 +109,7 @@ def in_any_order() -> Iterator[None]:
 
 
 _aten = torch.ops.aten
-# Of the matrices that are multiplied: large enough for the full rate, and over in some 50 ms on a CPU.
+# Sizes of the matrices that are multiplied: enough for the full rate, and over in some 50 ms on a CPU.
 _SIZE = {"cpu": 768, "cuda": 8192}
 _TIMES = 4
 

@@ -14,7 +14,7 @@ from triptych.training.progress import Display, LineDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, read_recipe, resolve, value_at
 from triptych.training.runs import prepare
 
-# What a person changes first. Of every other key the default is good, or follows from these.
+# What a person changes first. The defaults of all other keys are good, or follow from these.
 _OF_TRANSLATION = """
 data.valid_share tokenizer.kind tokenizer.vocab_size model.d_model model.d_ff model.num_heads
 model.encoder.num_layers model.decoder.num_layers model.norm model.dropout training.max_steps

@@ -482,7 +482,7 @@ class Step:
         """Bytes kept before the blocks, until the backward pass ends, and after them, which it uses first."""
         stacks = [*model.stacks.values()]
         norms = [norm for stack in stacks for norm in (stack.final_norm, stack.embeddings.norm)]
-        # Of an encoder-decoder, the memory too.
+        # An encoder-decoder keeps the memory too.
         kept = len(stacks) - 1 + sum(stack.embeddings.dropout.p > 0 for stack in stacks)
         before = kept * self._stream
         # The gradients of the loss are computed with it.

@@ -25,7 +25,7 @@ class Moment:
     loss: float
     learning_rate: float
     tokens_per_second: float
-    # Of the operations a second that the machine reaches in matrix products alone; None if not measured.
+    # Share of the operations a second that the machine reaches in matrix products; None if not measured.
     peak_share: float | None = None
 
 

@@ -84,7 +84,7 @@ class _AnyRecipe(Section):
 
     @property
     def order_seed(self) -> int:
-        """Of the order of the text and of what is masked."""
+        """The seed of the order of the text and of what is masked."""
         return self.seed if self.data_seed is None else self.data_seed
 
     def filled(self: RecipeT, choices: dict[str, Any]) -> RecipeT:
@@ -181,7 +181,7 @@ class TextRecipe(_AnyRecipe):
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:
-        """Of the model."""
+        """The kind of the model."""
         return "decoder" if self.task == "language-model" else "encoder"
 
     @model_validator(mode="after")

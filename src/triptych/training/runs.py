@@ -38,7 +38,7 @@ from triptych.training.state import Counters, find_state, own_files, read_counte
 from triptych.training.translation import prepare_translation
 from triptych.user_code import use_code
 
-# Of a resumed run: where it ends, how processes share the work, and what they keep of it.
+# What a resumed run may change: its end, how processes share the work, and what they keep of it.
 _MAY_CHANGE = {
     "training.activation_checkpointing",
     "training.early_stopping",
@@ -305,7 +305,7 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
 
 
 def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredInit | None]:
-    """With a model whose values are made later; with one that is mapped from its files if it is read."""
+    """Make the objective; its model gets its values later, or maps its files if it is read."""
     if isinstance(prepared.recipe, ContinuedRecipe):
         return prepared.objective(), None
     with DeferredInit() as deferred:
@@ -313,7 +313,7 @@ def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredIn
 
 
 def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
-    """With a model that has its first values, in memory of its own."""
+    """Make the objective with the first values of its model, in memory of its own."""
     objective, by_name = prepared.objective(), _seed_by_name(prepared.recipe)
     if by_name is not None:
         with DeferredInit() as deferred:
@@ -334,7 +334,7 @@ def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
 
 
 def _seed_by_name(recipe: AnyRecipe) -> int | None:
-    """Of values that depend on names; None if they are drawn one after the other, or read."""
+    """The seed of values that depend on names; None if they are drawn one after the other, or read."""
     if isinstance(recipe, ContinuedRecipe) or recipe.initial_values != "by_name":
         return None
     return recipe.seed

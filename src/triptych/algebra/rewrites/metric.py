@@ -77,7 +77,7 @@ class FormMetric(Metric):
     of the heads of a group one below the other, of its keys, and of its heads' mixed values z = p v, in the
     mean. Σ_i E(q_i kᵀ − q̂_i k̂ᵀ)² over the heads i of a group and all queries and keys of the text is
     Σ_{j>r} S_j², the least that r common key channels can do; and Σ_i E‖(z_i − ẑ_i) W_O,i‖² where a head has
-    its values for itself. Of a group, each W_O,i is then fitted to its own head's moments: the least error
+    its values for itself. In a group, each W_O,i is then fitted to its own head's moments: the least error
     for these value channels, though others might do better.
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.

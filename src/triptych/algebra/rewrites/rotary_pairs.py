@@ -114,7 +114,7 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
 def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights:
     """The nearest writing with that many key heads: each pair of a group on one line of its own.
 
-    Of v_j, the keys of the group's heads in a pair, the common one is the first left singular vector v of
+    The common key of v_j, the keys of the group's heads in a pair, is the first left singular vector v of
     [√w_1 v_1 … √w_n v_n], w_j = Σ ‖u_i‖² of the queries that read j: then v_j ≈ c_j v, and u_i → u_i c_j*. It
     is the least Σ ‖ΔZ‖² there is, and nothing if the v_j are complex multiples of one. Channels that are
     not turned get the basis that serves all heads best.

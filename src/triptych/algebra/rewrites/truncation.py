@@ -114,7 +114,7 @@ class Truncate(LayerRewrite):
     def _ranks_that_keep(
         self, energy: float, layer: LayerToRewrite, form: Form, spectrum: Tensor
     ) -> list[int]:
-        """For each group the lowest rank with which all its heads keep a share of their energy."""
+        """The lowest rank of each group with which all its heads keep a share of their energy."""
         low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
         high, first = [spectrum.shape[1]] * len(spectrum), True
         while low != high:

@@ -47,7 +47,7 @@ class HeadMap(ABC):
         return None
 
     def matrices(self, stored: Stored) -> tuple[Tensor, Tensor | None]:
-        """Those matrices, `[copies, written, read]`, and biases, `[copies, d_out]`."""
+        """The matrices of `channels`, `[copies, written, read]`, and biases, `[copies, d_out]`."""
         raise NotImplementedError
 
 
@@ -286,7 +286,7 @@ class LinkMap(HeadMap):
 
     @classmethod
     def from_link(cls, link: Link) -> "LinkMap":
-        """For a link of a writing; which of its channels pass is read off its numbers."""
+        """Make the map for a link of a writing; its numbers say which of its channels pass."""
         read, passed = _passing(link)
         parts = {} if link.norm is None else link.norm.tensors()
         bare = None if link.norm is None else replace(link.norm, weight=None, bias=None)
