@@ -40,8 +40,8 @@ from triptych.studies import compare_study as compare_study
 from triptych.studies import read_study as read_study
 from triptych.training import Recipe as Recipe
 from triptych.training import read_recipe as read_recipe
+from triptych.training.layouts import Cluster as Cluster
 from triptych.training.new import new_recipe as new_recipe
-from triptych.training.planning import Cluster as Cluster
 from triptych.training.planning import plan as plan
 from triptych.training.runs import resume as resume
 from triptych.training.runs import train as train

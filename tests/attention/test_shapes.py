@@ -11,7 +11,7 @@ CODE = """
 import sys, triptych
 from triptych.costing import CostSpec
 from triptych.training import read_recipe
-from triptych.training.planning import Cluster
+from triptych.training.layouts import Cluster
 triptych.cost(CostSpec(d_model=16, num_heads=2))
 triptych.plan(read_recipe("demo"), Cluster(1, device_memory=10**9))
 print(sorted({"torch._dynamo", "torch.fx.experimental.symbolic_shapes"} & {*sys.modules}))
