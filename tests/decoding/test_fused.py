@@ -270,6 +270,17 @@ def test_latents_are_kept_where_no_bias_of_values_is_weighed(part: str, biased: 
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
 
 
+@torch.no_grad()
+def test_groups_with_a_latent_each_keep_their_latents_alone() -> None:
+    weights, latent = make_layer("grouped", biased=False).weights("causal"), Link(drawn(2, 24, 5) / 5)
+    model = model_with(replace(weights, k=(latent, Link(drawn(2, 5, 6))), v=(latent, Link(drawn(2, 5, 6)))))
+    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
+    fused = quick.blocks[0].self_attention
+    assert (fused.groups, fused.width, fused.same) == (2, 5, True)
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+
+
 @pytest.mark.parametrize("written", ["key_value", "shared"])
 @torch.no_grad()
 def test_queries_alone_are_normalised_where_keys_are_the_values(written: str) -> None:

@@ -319,7 +319,7 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     ordered = weights.k[: len(common)] == tuple(common) == weights.v[: len(common)]
     if weights.tied("k", "v") or between or not (common and ordered and rest_k and rest_v):
         return weights
-    if any(link.copies > 1 or link.norm is not None for link in common):
+    if any(link.norm is not None for link in common):
         return weights
     up_k, up_v = (
         replace(weights, k=chain).multiplied("k").repeat(weights.num_heads) for chain in (rest_k, rest_v)
