@@ -115,6 +115,8 @@ def test_texts_past_the_limit_lose_their_beginning(checkpoint: Path) -> None:
     assert score_continuations(opened.model, [([1], [])], 64) == [(0.0, True)]
     (longer,) = score_continuations(opened.model, [([1], before)], 64)
     assert longer[0] == pytest.approx(plain(opened.model, before[-65:-64], before[-64:])[0], rel=1e-5)
+    ((exact, _),) = score_continuations(opened.model.double(), [([1], after)], 64)
+    assert exact == pytest.approx(plain(opened.model, [1], after)[0], rel=1e-12)
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
