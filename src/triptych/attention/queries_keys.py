@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from triptych.algebra.semantics import Semantics
 from triptych.attention.written_out import slice_broadcast, to_scores, to_weights
 
-# Weights that are computed at a time.
+# Bytes of the weights that are computed at a time.
 BLOCK_BYTES = 1 << 24
 
 
