@@ -141,11 +141,12 @@ def sweep_table(outcome: Outcome) -> Table:
         if one.swept
     ]
     sweep = outcome.study.sweep
+    seeds = "one seed" if sweep.seeds == 1 else f"mean of {sweep.seeds} seeds"
     return Table(
         "Choosing the learning rate",
         ("variant", *(f"{rate:g}" for rate in rates), "chosen", ""),
         tuple(rows),
-        f"Validation loss at each rate: mean of {sweep.seeds} seeds that no other run uses, "
+        f"Validation loss at each rate: {seeds} that no other run uses, "
         f"{sweep.steps_share:.0%} of the steps.",
         numeric=tuple(range(1, len(rates) + 2)),
     )
