@@ -27,7 +27,7 @@ from triptych.decoding.engine import Engine
 from triptych.decoding.generation import GenerationOptions, generate_tokens
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
-from triptych.models.configuration import AttentionConfig
+from triptych.models.site_configuration import AttentionConfig
 from triptych.text.tokenizers import OutputRules
 
 D, H, WIDTH, N = 24, 4, 6, 7

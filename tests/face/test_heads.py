@@ -11,7 +11,7 @@ from checkpoints.test_families import made
 from small_checkpoints import byte_tokenizer
 from triptych import Model, TriptychError, UsageError, load
 from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.models.configuration import AttentionConfig, PositionsConfig
+from triptych.models.site_configuration import AttentionConfig, PositionsConfig
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")

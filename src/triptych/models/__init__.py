@@ -7,14 +7,14 @@ Start with `architecture.py`.
 """
 
 from triptych.models.configuration import PRESETS as PRESETS
-from triptych.models.configuration import AttentionConfig as AttentionConfig
 from triptych.models.configuration import DecoderConfig as DecoderConfig
 from triptych.models.configuration import EncoderConfig as EncoderConfig
 from triptych.models.configuration import LanguageModelConfig as LanguageModelConfig
 from triptych.models.configuration import ModelConfig as ModelConfig
-from triptych.models.configuration import PositionsConfig as PositionsConfig
 from triptych.models.encoder_decoder import EncoderDecoder as EncoderDecoder
 from triptych.models.language_model import LanguageModel as LanguageModel
+from triptych.models.site_configuration import AttentionConfig as AttentionConfig
+from triptych.models.site_configuration import PositionsConfig as PositionsConfig
 from triptych.models.sites import attention_sites as attention_sites
 from triptych.models.sites import attention_weights as attention_weights
 from triptych.models.sites import with_attention as with_attention

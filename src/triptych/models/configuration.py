@@ -2,40 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from triptych import user_code
-from triptych.attention import (
-    AlibiPositions,
-    AttentionPositions,
-    MultiHeadAttention,
-    Parameterisation,
-    RotaryPositions,
-    ScaledOutside,
-    ScalePlace,
-    check_qk_norm,
-    check_sizes,
-    parameterisation,
-    parameterisation_class,
-    scores_class,
-    scores_name,
-)
-from triptych.errors import nearest
 from triptych.models.architecture import (
     BlockConfig,
-    EmbeddingsConfig,
     EncoderDecoderArchitecture,
     FeedForwardConfig,
     HeadConfig,
@@ -43,214 +15,18 @@ from triptych.models.architecture import (
     NormConfig,
     SublayerConfig,
 )
+from triptych.models.site_configuration import (
+    LONGEST,
+    MOST_LAYERS,
+    WIDEST,
+    AttentionConfig,
+    PositionsConfig,
+    StoredTable,
+    option_types,
+)
 
 Width = int | None
-# Nobody trains such models. Every layer is looked at while a configuration is checked, and the bytes of a map
-# are counted in 64 bits.
-_MOST_LAYERS, _WIDEST, _LONGEST = 10_000, 1 << 24, 10**9
-Option = int | bool | None
 StackName = Literal["encoder", "decoder", "cross"]
-
-
-class _Config(BaseModel):
-    """A table that is stored without the options that older runs do not have, where they are not used.
-
-    What a run is resumed by must stay the same.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    newer: ClassVar[tuple[str, ...]] = ()
-
-    @model_serializer(mode="wrap")
-    def _without_newer(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        usual = {name: type(self).model_fields[name].default for name in self.newer}
-        unused = {name for name, value in usual.items() if getattr(self, name) == value}
-        return {name: value for name, value in handler(self).items() if name not in unused}
-
-
-class AttentionConfig(_Config):
-    """One attention site. Sizes left out are the model's.
-
-    Attributes:
-        projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
-            your own (docs/how-to/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the
-            fields of its class) are keys of this table too.
-        scores: how queries and keys are compared: "dot", their product over √d_k; "cosine", their cosine
-            times √d_k and a learned number of each head; "additive", `v · tanh(q + k)` with a learned vector
-            of each head; or `FILE.py:CLASS` for scores of your own (docs/how-to/own-attention.md).
-        scale: where 1/√d_k is applied: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
-        num_heads: number of query heads.
-        dropout: probability that an attention weight is dropped while training.
-        qk_norm: whether queries and keys are normalised before they meet; of language models only.
-        output_gate: whether the output of each head is multiplied by a learned gate of its token, between 0
-            and 1; of language models only.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    newer = ("scores", "scale")
-    projections: str = "factored"
-    scores: str = "dot"
-    scale: ScalePlace = "inside"
-    num_heads: int | None = Field(None, ge=1, le=_WIDEST, strict=True)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    qk_norm: bool = False
-    output_gate: bool = False
-
-    @model_validator(mode="after")
-    def _options_are_its_own(self) -> "AttentionConfig":
-        own = _option_types(self.projections)
-        for name, value in (self.__pydantic_extra__ or {}).items():
-            if name not in own:
-                known = [*type(self).model_fields, *own]
-                close = nearest(name, known)
-                hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
-                raise PydanticCustomError(
-                    "unknown_option",
-                    "{projections} has no {key}: {hint}",
-                    {"projections": repr(self.projections), "key": name, "hint": hint},
-                )
-            try:
-                TypeAdapter(own[name]).validate_python(value, strict=True)
-            except ValidationError as error:
-                raise ValueError(f"{name}: {error.errors()[0]['msg']}, not {value!r}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _scores_fit(self) -> "AttentionConfig":
-        if self.scores not in ("dot", "cosine"):
-            scores_class(self.scores)
-        if self.scale == "outside" and self.scores != "dot":
-            raise ValueError(
-                f"scale is 'outside', but scores = {self.scores!r} are no products: leave it out"
-            )
-        if self.scores == "cosine" and self.qk_norm:
-            raise ValueError("qk_norm is true, but cosine scores normalise queries and keys: leave it out")
-        return self
-
-    @classmethod
-    def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
-        """The configuration that gives such a layer."""
-        chosen, semantics = layer.parameterisation, layer.semantics
-        scores = scores_name(semantics)
-        others: dict[str, Any] = {
-            "scores": scores,
-            "qk_norm": semantics.qk_norm and scores != "cosine",
-            "output_gate": semantics.gate is not None and not semantics.gate.whole,
-        }
-        if isinstance(chosen, ScaledOutside):
-            chosen, others["scale"] = chosen.inner, "outside"
-        if user_code.is_in_file(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
-            raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
-        options = {
-            field.name: getattr(chosen, field.name)
-            for field in dataclasses.fields(chosen)
-            if getattr(chosen, field.name) != field.default
-        }
-        return cls.model_validate(
-            {
-                "projections": chosen.name,
-                "num_heads": layer.num_heads,
-                "dropout": layer.dropout,
-                **others,
-                **options,
-            }
-        )
-
-    @property
-    def options(self) -> dict[str, Option]:
-        """The parameterisation's own options, as far as given."""
-        return dict(self.__pydantic_extra__ or {})
-
-    def parameterisation(self) -> Parameterisation:
-        """The projections to build."""
-        return parameterisation(self.projections, **self.options)
-
-    def layer(
-        self, d_model: int, num_heads: int, positions: AttentionPositions | None = None
-    ) -> MultiHeadAttention:
-        """A layer with fresh weights."""
-        return MultiHeadAttention(
-            d_model,
-            self.num_heads or num_heads,
-            self.parameterisation(),
-            dropout=self.dropout,
-            positions=positions,
-            qk_norm=self.qk_norm,
-            output_gate=self.output_gate,
-            scores=self.scores,
-            scale=self.scale,
-        )
-
-    def check(self, d_model: int, num_heads: int, positions: AttentionPositions | None) -> None:
-        """Check that such a layer could be built."""
-        chosen = self.parameterisation()
-        check_sizes(d_model, self.num_heads or num_heads, chosen, positions, self.scores)
-        if self.qk_norm or self.scores == "cosine":
-            check_qk_norm(chosen)
-
-
-def _option_types(projections: str) -> dict[str, Any]:
-    """The options of a parameterisation, with their types."""
-    cls = parameterisation_class(projections)
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-class PositionsConfig(BaseModel):
-    """How positions are encoded.
-
-    Attributes:
-        scheme: "sinusoidal" (the paper) and "learned" are added to the embeddings; "rotary" and
-            "alibi" work inside self-attention; cross-attention and "none" have nothing of the kind.
-        sinusoidal_layout: sines on even and cosines on odd channels as the paper ("interleaved"), or
-            all sines before all cosines ("halves").
-        max_tokens: longest text of "learned" positions, on either side.
-        rotary_dim: channels of a head that are turned; all if None.
-        rotary_pairing: which channels form a pair: i and i + rotary_dim / 2 ("halves"), or 2i and
-            2i + 1 ("interleaved").
-        rotary_base: the slowest pair turns by about 1 / base a position.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    scheme: Literal["none", "sinusoidal", "learned", "rotary", "alibi"] = "sinusoidal"
-    sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
-    max_tokens: int = Field(512, ge=1, le=_LONGEST)
-    rotary_dim: int | None = Field(None, ge=2)
-    rotary_pairing: Literal["halves", "interleaved"] = "halves"
-    rotary_base: float = Field(10_000.0, gt=1, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _rotary_options_are_for_rotary(self) -> "PositionsConfig":
-        if self.rotary_dim is not None and self.scheme != "rotary":
-            raise ValueError(
-                f"rotary_dim is {self.rotary_dim}, but the scheme is {self.scheme!r}: nothing turns"
-            )
-        return self
-
-    def in_attention(self) -> AttentionPositions | None:
-        """What self-attention holds; None for schemes outside it."""
-        match self.scheme:
-            case "rotary":
-                return RotaryPositions(self.rotary_dim, self.rotary_pairing, self.rotary_base)
-            case "alibi":
-                return AlibiPositions()
-            case _:
-                return None
-
-    def embeddings(self, vocab_size: int, scale: float, dropout: float) -> EmbeddingsConfig:
-        """Embeddings of a vocabulary of this size, with what is added to them for positions."""
-        scheme = self.scheme
-        return EmbeddingsConfig(
-            vocab_size,
-            scale=scale,
-            positions=scheme if scheme in ("learned", "sinusoidal") else "none",
-            num_positions=self.max_tokens if scheme == "learned" else 0,
-            sinusoidal_layout=self.sinusoidal_layout,
-            dropout=dropout,
-        )
 
 
 class VectorsConfig(BaseModel):
@@ -292,7 +68,7 @@ class EncoderConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
+    num_layers: int = Field(6, ge=1, le=MOST_LAYERS)
     attention: AttentionConfig = AttentionConfig()
     attention_in_layer: dict[int, AttentionConfig] = {}
 
@@ -310,14 +86,14 @@ class DecoderConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
+    num_layers: int = Field(6, ge=1, le=MOST_LAYERS)
     attention: AttentionConfig = AttentionConfig()
     cross_attention: AttentionConfig = AttentionConfig()
     attention_in_layer: dict[int, AttentionConfig] = {}
     cross_attention_in_layer: dict[int, AttentionConfig] = {}
 
 
-class ModelConfig(_Config):
+class ModelConfig(StoredTable):
     """An encoder-decoder Transformer; the defaults are the paper's base model.
 
     Attributes:
@@ -343,18 +119,18 @@ class ModelConfig(_Config):
 
     newer = ("embeddings",)
 
-    d_model: int = Field(512, ge=2, le=_WIDEST)
-    d_ff: int = Field(2048, ge=1, le=_WIDEST)
-    num_heads: int = Field(8, ge=1, le=_WIDEST)
-    d_k: Width = Field(None, ge=1, le=_WIDEST, strict=True)
-    d_v: Width = Field(None, ge=1, le=_WIDEST, strict=True)
+    d_model: int = Field(512, ge=2, le=WIDEST)
+    d_ff: int = Field(2048, ge=1, le=WIDEST)
+    num_heads: int = Field(8, ge=1, le=WIDEST)
+    d_k: Width = Field(None, ge=1, le=WIDEST, strict=True)
+    d_v: Width = Field(None, ge=1, le=WIDEST, strict=True)
     dropout: float = Field(0.1, ge=0, lt=1)
     activation_dropout: float = Field(0.0, ge=0, lt=1)
     activation: Literal["relu", "gelu", "swish"] = "relu"
     norm: Literal["post", "pre"] = "post"
     tie_embeddings: Literal["all", "target", "none"] = "all"
     output_bias: bool = False
-    max_source_tokens: int = Field(256, ge=1, le=_LONGEST)
+    max_source_tokens: int = Field(256, ge=1, le=LONGEST)
     positions: PositionsConfig = PositionsConfig()
     encoder: EncoderConfig = EncoderConfig()
     decoder: DecoderConfig = DecoderConfig()
@@ -426,7 +202,7 @@ class ModelConfig(_Config):
         return BlockConfig(frame, feed_forward, frame, frame if cross else None)
 
 
-class LanguageModelConfig(_Config):
+class LanguageModelConfig(StoredTable):
     """A decoder-only model that predicts the next token, or an encoder-only one that predicts masked tokens.
 
     Attributes:
@@ -457,12 +233,12 @@ class LanguageModelConfig(_Config):
 
     newer = ("embeddings",)
 
-    num_layers: int = Field(6, ge=1, le=_MOST_LAYERS)
-    d_model: int = Field(384, ge=2, le=_WIDEST)
-    d_ff: int | None = Field(None, ge=1, le=_WIDEST)
-    num_heads: int = Field(6, ge=1, le=_WIDEST)
-    d_k: Width = Field(None, ge=1, le=_WIDEST, strict=True)
-    d_v: Width = Field(None, ge=1, le=_WIDEST, strict=True)
+    num_layers: int = Field(6, ge=1, le=MOST_LAYERS)
+    d_model: int = Field(384, ge=2, le=WIDEST)
+    d_ff: int | None = Field(None, ge=1, le=WIDEST)
+    num_heads: int = Field(6, ge=1, le=WIDEST)
+    d_k: Width = Field(None, ge=1, le=WIDEST, strict=True)
+    d_v: Width = Field(None, ge=1, le=WIDEST, strict=True)
     dropout: float = Field(0.0, ge=0, lt=1)
     activation_dropout: float = Field(0.0, ge=0, lt=1)
     activation: Literal["relu", "gelu", "gelu_tanh", "swish", "relu_squared"] = "gelu"
@@ -472,10 +248,10 @@ class LanguageModelConfig(_Config):
     norm_eps: float = Field(1e-5, gt=0)
     bias: bool = True
     tie_embeddings: bool = True
-    context: int = Field(256, ge=1, le=_LONGEST)
+    context: int = Field(256, ge=1, le=LONGEST)
     positions: PositionsConfig = PositionsConfig(scheme="rotary")
     attention: AttentionConfig = AttentionConfig()
-    attention_in_layer: dict[int, AttentionConfig] = {}
+    attention_in_layer: dict[int, AttentionConfig] = Field({})
     embeddings: VectorsConfig = VectorsConfig()
 
     @model_validator(mode="after")
@@ -519,7 +295,7 @@ class LanguageModelConfig(_Config):
 
 def _filled_in(attention: AttentionConfig, model: ModelConfig | LanguageModelConfig) -> AttentionConfig:
     """An attention site with the sizes that it left out, as far as it has such sizes."""
-    own = ("num_heads", *_option_types(attention.projections))
+    own = ("num_heads", *option_types(attention.projections))
     sizes = {"num_heads": model.num_heads, "d_k": model.d_k, "d_v": model.d_v}
     filled = {name: size for name, size in sizes.items() if name in own and size is not None}
     return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})

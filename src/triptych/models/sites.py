@@ -15,9 +15,10 @@ from triptych.attention import MultiHeadAttention
 from triptych.attention.projections import fit_parameterisation
 from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
-from triptych.models.configuration import AttentionConfig, LanguageModelConfig, ModelConfig
+from triptych.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.models.encoder_decoder import EncoderDecoder
 from triptych.models.language_model import LanguageModel
+from triptych.models.site_configuration import AttentionConfig
 
 AnyModel = EncoderDecoder | LanguageModel
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
