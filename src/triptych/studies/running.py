@@ -164,7 +164,7 @@ class _Process:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches us, and we tell them
+                process_group=0,  # Ctrl-C reaches us, and we tell them
             )
 
     def share_done(self) -> float:
