@@ -90,6 +90,8 @@ def use(folder: Path) -> None:
         ("bart", {"activation_function": ["relu"]}),
         ("bart", {"pad_token_id": 10**30}),
         ("roberta", {"pad_token_id": 10**9}),
+        ("albert", {"num_hidden_layers": 10**9}),
+        ("albert", {"num_hidden_layers": -1}),
         ("gemma3, text", {"layer_types": [["full_attention"]] * 6}),
         ("gemma3, text", {"query_pre_attn_scalar": -1}),
         ("gemma3, text", {"sliding_window": 10**30}),

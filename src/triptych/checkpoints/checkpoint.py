@@ -36,7 +36,7 @@ from triptych.storage.untrusted import shown
 
 _BORROWS = "maps of a layer that uses keys and values of an earlier one"
 _LONGEST_SAID = 1 << 40
-_MOST_LAYERS = 10_000  # that a configuration may say before the tensors are asked
+MOST_LAYERS = 10_000  # that a configuration may say where no tensor of each is asked for
 _ATTENTION = "attention"  # the word of `AttentionSpec.mixers` for layers that have it
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
@@ -194,7 +194,7 @@ class Checkpoint(AttentionSource):
             if settings is None or not settings.holds(spec.when):
                 continue
             layers = settings.count(spec.layers)
-            require_known_kinds(spec, settings, min(layers, _MOST_LAYERS))
+            require_known_kinds(spec, settings, min(layers, MOST_LAYERS))
             mixers = self._mixers(spec, settings, layers)
             first = next((layer for layer, mixer in enumerate(mixers) if mixer == _ATTENTION), 0)
             prefix = self._prefix(spec, first)
@@ -243,9 +243,9 @@ class Checkpoint(AttentionSource):
         """What each layer mixes tokens with, in words; none where all have attention."""
         if not spec.mixers:
             return []
-        if layers > _MOST_LAYERS:
+        if layers > MOST_LAYERS:
             raise DataError(
-                f"{settings.where}: {spec.layers} is {layers:,}: at most {_MOST_LAYERS:,} are read"
+                f"{settings.where}: {spec.layers} is {layers:,}: at most {MOST_LAYERS:,} are read"
             )
         found = []
         for layer in range(layers):

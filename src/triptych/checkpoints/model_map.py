@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar, final
 
-from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.checkpoints.checkpoint import MOST_LAYERS, Checkpoint
 from triptych.checkpoints.fields import list_names, not_understood_of_model
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
@@ -231,6 +231,11 @@ class _Mapping:
         if uses == 1:
             return ()
         layers = round(uses * len(self.sites) / inner)
+        if not 1 <= layers <= MOST_LAYERS:
+            raise DataError(
+                f"{place.settings.where}: {spec.uses} is {uses:g}, which makes {layers:,} layers: "
+                f"at least 1 and at most {MOST_LAYERS:,} are run"
+            )
         return tuple(int(layer / uses) * inner + number for layer in range(layers) for number in range(inner))
 
     @cached_property
