@@ -141,6 +141,11 @@ def test_the_name_of_a_folder_reaches_no_page_message_or_card_as_it_is(
         (["generate", "{runs}", "a", "--max-new-tokens", "9" * 20], "at most 1,000,000,000"),
         (["generate", "{runs}", "a", "--temperature", "1e-308"], "at least 1e-06"),
         (["attend", "{runs}", "a", "--max-new-tokens", "9" * 20], "max_new_tokens is 9999"),
+        (["attend", "{runs}", "a", "--writes", "-1"], "-1 tokens of what a head writes"),
+        (["attend", "{runs}", "a", "--top", "0", "--json"], "the 0 largest weights"),
+        (["inspect", "{gpt2}", "--compare", "a--b"], "no name on the Hub"),
+        (["verify", "{rewritten}", "--text", "/dev/full"], "byte 1 is NUL"),
+        (["new", "new.toml", "--tsv", f"{NOT_UTF8}.tsv"], "the name is not UTF-8"),
         (["attend", "{runs}", "--over", "loop"], "loop"),
         (["attend", "{runs}", "a", "--html", "loop"], "loop: Too many levels"),
         (["inspect", "{gpt2}", "--html", "loop"], "loop: Too many levels"),
@@ -168,13 +173,10 @@ def test_the_name_of_a_folder_reaches_no_page_message_or_card_as_it_is(
 def test_what_cannot_be_done_is_one_line(
     arguments: list[str],
     said: str,
-    sound: Path,
-    small_run: Path,
+    folders: dict[str, Path],
     home: Path,
     triptych: Command,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folders = {"run": small_run, "runs": sound / "runs", "gpt2": sound / "gpt2"}
     stdin = None if "closed" in said else b""
     answer = triptych(*(word.format(**folders) for word in arguments), stdin=stdin)
     assert fault(answer) == ""

@@ -138,7 +138,7 @@ def test_a_changed_certificate_is_one_line(triptych: Command, place: Path) -> No
         (["source"], 2, "certificate.json"),
         (["nothing"], 2, "nothing"),
         (["out", "--against", "nothing"], 1, "nothing"),
-        (["out", "--against", "source", "--text", "no.txt"], 2, "no.txt: No such file"),
+        (["out", "--against", "source", "--text", "no.txt"], 2, "no.txt does not exist"),
         (["out", "--family", "no.toml"], 2, "no.toml: No such file"),
     ],
 )

@@ -126,6 +126,11 @@ def test_a_value_out_of_range_is_refused_with_path_and_value(override: str, path
     assert value in message
 
 
+def test_a_value_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(UsageError, match="a recipe is UTF-8"):
+        resolve({"data": {"train": {"file": "\udcff.txt"}}})
+
+
 def test_several_faults_are_counted() -> None:
     assert "(and 1 more)" in refusal("training.max_steps=0", "seed=-1")
 

@@ -262,6 +262,8 @@ class Attention:
         self, heads: str | Sequence[str] = "*", top: int | None = None, writes: int | None = None
     ) -> Saved:
         """What a file has of the text; `writes` is how many tokens it has of what each head writes."""
+        if top is not None and top < 1:
+            raise UsageError(f"the {top} largest weights: at least 1 is needed")
         record: dict[str, Any] = {
             "model": self.model,
             "tokens": self.tokens,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from triptych.attending.layers import LayerAttention, Part, stack_ids
 from triptych.attending.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.opening import LayerCall, Reader
 
@@ -75,7 +76,9 @@ class TokenWriter:
     """
 
     def __init__(self, reader: Reader, count: int = NEAREST) -> None:
-        """Read what the heads of a model write."""
+        """Read what the heads of a model write, `count` tokens of each."""
+        if count < 1:
+            raise UsageError(f"{count} tokens of what a head writes: at least 1 is needed")
         self._reader, self._count = reader, count
 
     def of(self, part: Part, head: int) -> tuple[tuple[str, ...], ...] | None:

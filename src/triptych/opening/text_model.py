@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
+from triptych.text.lines import iterate_blocks, iterate_file
 
 WINDOW_TOKENS = 128
 RANDOM_WINDOWS, RANDOM_TOKENS = 4, 32
@@ -129,7 +130,7 @@ def _up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
 
 def read_tab_pairs(path: Path) -> Iterator[tuple[str, str]]:
     """The lines of a text, each a source, a tab and a target."""
-    for number, line in enumerate(read_whole_text(path).splitlines(), start=1):
+    for number, line in enumerate(iterate_file(path), start=1):
         source, tab, target = line.partition("\t")
         if not tab:
             raise UsageError(f"{path}, line {number}: expected a source, a tab and a target")
@@ -137,9 +138,5 @@ def read_tab_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_whole_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: it is not UTF-8: {error.reason} at byte {error.start}") from None
+    """The text of a plain, .gz or .zst file; every line ends at a line feed."""
+    return "".join(iterate_blocks(path)).replace("\r\n", "\n").replace("\r", "\n")

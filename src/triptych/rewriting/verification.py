@@ -62,8 +62,8 @@ def verify(
         calibration: the calibration text of the rewrite. The steps that used it are repeated.
 
     Raises:
-        DataError: there is no certificate, or it was changed after it was written.
-        UsageError: `text` is given without an original, cannot be read, or is not the text that the models
+        DataError: there is no certificate, it was changed after it was written, or a text is not UTF-8.
+        UsageError: `text` is given without an original, does not exist, or is not the text that the models
             were compared on; the original cannot be run on it; the same for `calibration`.
     """
     folder, text = Path(folder), None if text is None else Path(text)

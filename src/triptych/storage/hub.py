@@ -21,6 +21,7 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HFValidationError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -30,6 +31,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     filter_repo_objects,
     http_stream_backoff,
     tqdm,
+    validate_repo_id,
 )
 
 from triptych.errors import DataError, near_path
@@ -74,15 +76,27 @@ _OTHER_FORMATS = ("onnx", "openvino", "coreml", "original", "mlx")
 
 def is_hub_id(text: str) -> bool:
     """Whether a string has the form of a Hub id."""
-    return _ID.fullmatch(text) is not None
+    return _parts(text) is not None
 
 
 def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False) -> "Repository":
     """Open one commit of a repository on the Hub."""
+    parts = _parts(hub_id)
+    if parts is None:
+        raise DataError(f"{hub_id} is neither a path nor a name on the Hub (owner/name)")
+    return Repository(*parts, endpoint, offline or constants.HF_HUB_OFFLINE)
+
+
+def _parts(hub_id: str) -> tuple[str, str | None] | None:
+    """The repository and the revision; None for a string that is no Hub id."""
     match = _ID.fullmatch(hub_id)
     if match is None:
-        raise DataError(f"{hub_id} is neither a path nor a name on the Hub (owner/name)")
-    return Repository(match["repo"], match["revision"], endpoint, offline or constants.HF_HUB_OFFLINE)
+        return None
+    try:
+        validate_repo_id(match["repo"])
+    except HFValidationError:
+        return None
+    return match["repo"], match["revision"]
 
 
 @final

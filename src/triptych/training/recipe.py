@@ -299,6 +299,8 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         return kind.model_validate(tree)
     except ValidationError as error:
         raise UsageError(f"{origin}: {explain_invalid(error, kind)}") from None
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{origin}: a recipe is UTF-8, and this is not: {error.object!r}") from None
 
 
 def _recipe_type(tree: dict[str, Any], origin: str) -> _Kind:
