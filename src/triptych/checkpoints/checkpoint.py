@@ -27,6 +27,7 @@ from triptych.checkpoints.unknown import LOOKS_LIKE_ATTENTION, refuse_unknown
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.architecture import EmbeddingsConfig
+from triptych.models.site_configuration import MOST_LAYERS
 from triptych.models.sites import attention_sites, attention_weights, input_norms
 from triptych.models.storage import read_own_model, stored_parameters
 from triptych.storage.quantised import dequantised
@@ -36,7 +37,6 @@ from triptych.storage.untrusted import shown
 
 _BORROWS = "maps of a layer that uses keys and values of an earlier one"
 _LONGEST_SAID = 1 << 40
-MOST_LAYERS = 10_000  # that a configuration may say where no tensor of each is asked for
 _ATTENTION = "attention"  # the word of `AttentionSpec.mixers` for layers that have it
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"

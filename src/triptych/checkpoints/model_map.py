@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar, final
 
-from triptych.checkpoints.checkpoint import MOST_LAYERS, Checkpoint
+from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.checkpoints.fields import list_names, not_understood_of_model
 from triptych.checkpoints.layer import Place, Site
 from triptych.checkpoints.layer_map import LayerMap
@@ -31,6 +31,7 @@ from triptych.models.architecture import (
     StreamsConfig,
     SublayerConfig,
 )
+from triptych.models.site_configuration import MOST_LAYERS
 
 _Architecture = TypeVar("_Architecture", LanguageModelArchitecture, EncoderDecoderArchitecture)
 
