@@ -207,7 +207,7 @@ def test_what_is_wrong_with_a_rewritten_variant_is_said_in_a_line(
         (CUT.replace("variants.cut", "variants.again"), "variants cut and again are equal"),
         ("baseline", "baseline is 'cut', which is rewritten from another: it is one of factored, shared"),
         ("free_of", "free_of names 'cut', which is no trained variant"),
-        ("calibration", r"variant cut: rewrite: .*gone\.txt: No such file"),
+        ("calibration", r"variant cut: rewrite: .*gone\.txt does not exist"),
     ],
 )
 def test_a_rewritten_variant_is_no_baseline_and_has_no_budget(place: Path, more: str, message: str) -> None:
