@@ -145,7 +145,7 @@ def test_the_name_of_a_folder_reaches_no_page_message_or_card_as_it_is(
         (["attend", "{runs}", "a", "--top", "0", "--json"], "the 0 largest weights"),
         (["inspect", "{gpt2}", "--compare", "a--b"], "no name on the Hub"),
         (["verify", "{rewritten}", "--text", "/dev/full"], "byte 1 is NUL"),
-        (["new", "new.toml", "--tsv", f"{NOT_UTF8}.tsv"], "the name is not UTF-8"),
+        (["new", "new.toml", "--tsv", f"{NOT_UTF8}.tsv"], "is not UTF-8, as recipes are"),
         (["attend", "{runs}", "--over", "loop"], "loop"),
         (["attend", "{runs}", "a", "--html", "loop"], "loop: Too many levels"),
         (["inspect", "{gpt2}", "--html", "loop"], "loop: Too many levels"),

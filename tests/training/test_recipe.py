@@ -126,9 +126,10 @@ def test_a_value_out_of_range_is_refused_with_path_and_value(override: str, path
     assert value in message
 
 
-def test_a_value_that_is_not_utf8_is_refused() -> None:
-    with pytest.raises(UsageError, match="a recipe is UTF-8"):
-        resolve({"data": {"train": {"file": "\udcff.txt"}}})
+@pytest.mark.parametrize("key", ["file", "files"])
+def test_a_name_that_is_not_utf8_is_refused(key: str) -> None:
+    with pytest.raises(UsageError, match="txt is not UTF-8, as recipes are"):
+        resolve({"data": {"train": {key: "\udcff.txt"}}})
 
 
 def test_several_faults_are_counted() -> None:

@@ -162,8 +162,8 @@ class Attention:
             k: number of tokens, the nearest first.
 
         Raises:
-            UsageError: no such layer or head, or no table that reads what they write (the encoder of an
-                encoder-decoder, embeddings of another width).
+            UsageError: no such layer or head, k below 1, or no table that reads what they write (the encoder
+                of an encoder-decoder, embeddings of another width).
         """
         stack, found, _ = self._place((layer, head))
         nearest = TokenWriter(self._reader, k).of(Part(stack, found, (head,)), head)
@@ -242,8 +242,8 @@ class Attention:
             top: the weights of each query that are written, the largest; all if None.
 
         Raises:
-            UsageError: another ending, heads that are not there, more weights than a file may have, or a
-                picture of more than one head.
+            UsageError: another ending, heads that are not there, top below 1, more weights than a file may
+                have, or a picture of more than one head.
         """
         path, saved = Path(path), self.saved(heads, top)
         match path.suffix:

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from triptych.errors import UsageError
 from triptych.files import write_text
-from triptych.text.lines import SURROGATE
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, read_recipe, resolve, value_at
 from triptych.training.runs import prepare
@@ -71,9 +70,6 @@ def new_recipe(
         raise UsageError(
             "give --source and --target, or --tsv with both sides, or --text for a language model"
         )
-    for given in (source, target, tsv, text):
-        if given is not None and SURROGATE.search(str(given)):
-            raise UsageError(f"{given}: the name is not UTF-8, as recipes are: rename it")
     corpus = {"files": str(text)} if text is not None else {"file": str(tsv)}
     if pair is not None:
         corpus = {"source": str(source), "target": str(target)}

@@ -4,6 +4,7 @@ A recipe is TOML. A key it does not know is an error that names its path and the
 `--set a.b=value` overrides; what comes out (every default written down) is stored with the run.
 """
 
+import json
 import re
 import shlex
 import tomllib
@@ -35,6 +36,8 @@ from triptych.training.sections import (
 RecipeT = TypeVar("RecipeT", bound="_AnyRecipe")
 
 _SHIPPED = Path(__file__).parents[1] / "recipes"
+# A string of JSON that holds half of a surrogate pair, as which Python reads bytes that are not UTF-8.
+_NOT_UTF8 = re.compile('"([^"]*[\ud800-\udfff][^"]*)"')
 
 
 def shipped_recipes() -> list[str]:
@@ -295,12 +298,12 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
     if "code" not in tree and user_code.named_files(tree):
         user_code.use_named(tree)
         tree = {**tree, "code": user_code.file_digests(tree)}
+    if wrong := _NOT_UTF8.search(json.dumps(tree, ensure_ascii=False, default=str)):
+        raise UsageError(f"{origin}: {wrong[1]} is not UTF-8, as recipes are: rename it")
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise UsageError(f"{origin}: {explain_invalid(error, kind)}") from None
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{origin}: a recipe is UTF-8, and this is not: {error.object!r}") from None
 
 
 def _recipe_type(tree: dict[str, Any], origin: str) -> _Kind:
