@@ -279,6 +279,21 @@ def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
                         assert torch.equal(found.bias[0], whole.bias[copy])
 
 
+def test_a_layer_is_used_as_often_as_the_model_uses_it(tmp_path: Path) -> None:
+    config = TINY["albert in groups"].configured(num_hidden_layers=7, num_hidden_groups=3)
+    model = transformers.AlbertModel(config).eval()
+    model.save_pretrained(tmp_path)
+    used: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith(".attention"):
+            module.register_forward_hook(lambda *_, name=name: used.append(name))
+    model(torch.tensor([[5, 6, 7]]))
+    checkpoint = open_checkpoint(tmp_path)
+    assert isinstance(checkpoint, Checkpoint)
+    times = [used.count(site.module) for site in checkpoint.sites]
+    assert [checkpoint.read(site).uses for site in checkpoint.sites] == times == [3, 3, 2, 2, 2, 2]
+
+
 def test_every_family_has_a_tiny_model() -> None:
     tried = {tiny.config.model_type for tiny in TINY.values()}
     for family in families():
