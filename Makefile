@@ -15,6 +15,9 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 TABLE ?= all
 
+# Tests start many commands, and each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo lines test test-all install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
@@ -64,14 +64,18 @@ def half_of(family: Family, half: str) -> Family:
     return Family.model_validate({**record, **below_half})
 
 
+@lru_cache(maxsize=128)
 def family_of(model_type: str) -> Family | None:
     """The family that knows a configuration's `model_type`; None if there is none."""
-    return next((family for family in families() if model_type in family.model_types), None)
+    # Reading all of them takes longer than to make a small model: only files that have its name are parsed.
+    named = f'"{model_type}"'
+    found = (_read(name, text) for name, text in _files() if named in text)
+    return next((family for family in found if model_type in family.model_types), None)
 
 
 @cache
 def families() -> tuple[Family, ...]:
-    return tuple(_read_all())
+    return tuple(_read(name, text) for name, text in _files())
 
 
 def read_family(path: str | Path) -> Family:
@@ -93,12 +97,14 @@ def read_family(path: str | Path) -> Family:
         raise UsageError(str(error)) from None
 
 
-def _read_all() -> Iterator[Family]:
+def _files() -> Iterator[tuple[str, str]]:
     for entry in sorted(_FOLDER.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".toml"):
-            yield Family.model_validate(
-                _expanded(tomllib.loads(entry.read_text(encoding="utf-8")), entry.name)
-            )
+            yield entry.name, entry.read_text(encoding="utf-8")
+
+
+def _read(name: str, text: str) -> Family:
+    return Family.model_validate(_expanded(tomllib.loads(text), name))
 
 
 def _try_names(spec: AttentionSpec) -> None:

@@ -1,5 +1,6 @@
 """The commands for typer, made of the functions that carry them out."""
 
+import gc
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -102,6 +103,9 @@ def add_verb(app: typer.Typer, name: str) -> None:
         for path in given.pop("code") or ():
             use_code(path)
         carry_out = import_module(f"triptych.cli.{name}").__dict__[name]
+        if not gc.isenabled():  # a process of its own: what is imported stays to its end
+            gc.freeze()
+            gc.enable()
         with cleaned_up():
             carry_out(**_arguments_by_group(verb, given))
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sacrebleu.metrics.bleu import BLEU
-from sacrebleu.metrics.chrf import CHRF
 
 from triptych.decoding.maps import Precision
 from triptych.decoding.search import SearchOptions
@@ -43,11 +41,17 @@ def score_translations(
         raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
     if not hypotheses:
         raise DataError("there are no lines to score")
-    return [_score(metric, hypotheses, references, num_resamples, seed) for metric in (BLEU(), CHRF())]
+    return [_score(metric, hypotheses, references, num_resamples, seed) for metric in _metrics()]
+
+
+def _metrics() -> tuple[Any, Any]:
+    import sacrebleu  # takes a fifth of a second, which every command would wait for
+
+    return sacrebleu.BLEU(), sacrebleu.CHRF()
 
 
 def _score(
-    metric: BLEU | CHRF, hypotheses: Sequence[str], references: Sequence[str], num_resamples: int, seed: int
+    metric: Any, hypotheses: Sequence[str], references: Sequence[str], num_resamples: int, seed: int
 ) -> CorpusScore:
     whole = metric.corpus_score(list(hypotheses), [list(references)])
     statistics = np.array(
@@ -70,12 +74,13 @@ def score_bleu(
     seed: int = 12345,
 ) -> CorpusScore:
     """BLEU alone, as `score_translations` has it."""
-    return _score(BLEU(), as_lines(hypotheses), as_lines(references), num_resamples, seed)
+    return _score(_metrics()[0], as_lines(hypotheses), as_lines(references), num_resamples, seed)
 
 
 def measure_bleu(hypotheses: str | Sequence[str], references: str | Sequence[str]) -> float:
     """Corpus BLEU alone, quickly; a string is one translation."""
-    return float(BLEU().corpus_score(list(as_lines(hypotheses)), [list(as_lines(references))]).score)
+    bleu, _ = _metrics()
+    return float(bleu.corpus_score(list(as_lines(hypotheses)), [list(as_lines(references))]).score)
 
 
 _LINES_AT_A_TIME = 256

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from sacrebleu.metrics.bleu import BLEU
 
 from triptych.decoding import Translator, measure_bleu
 from triptych.errors import UsageError
@@ -196,7 +195,9 @@ def _write_student(
     """Write the student's text and its recipe; what is said of them in the record."""
     kept = translations
     if interpolate:
-        metric = BLEU(effective_order=True)
+        import sacrebleu  # slow to import
+
+        metric = sacrebleu.BLEU(effective_order=True)
         kept = [
             [max(of, key=lambda text: metric.sentence_score(text, [reference]).score)]
             for of, reference in zip(translations, train.target, strict=True)
