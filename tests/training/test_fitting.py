@@ -40,10 +40,18 @@ def fitted(num_tokens: int, device: str = "cpu", **sections: Any) -> Recipe:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_recipes_that_come_along_leave_nothing_to_be_chosen(path: Path, device: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_recipes_that_come_along_leave_only_their_precision_to_be_chosen(
+    path: Path, device: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.training.fitting.has_fast_bf16", lambda kind: precision == "bf16")
     recipe = read_recipe(path)
-    assert fit(recipe, 500_000, device) == recipe
-    assert choices(recipe, fit(recipe, 500_000, device)) == []
+    chosen = fit(recipe, 500_000, device)
+    if recipe.training.precision != "auto":
+        assert (chosen, choices(recipe, chosen)) == (recipe, [])
+        return
+    assert choices(recipe, chosen) == [f"training.precision = {precision}"]
+    assert chosen == read_recipe(path, [f"training.precision={precision}"])
 
 
 @pytest.mark.parametrize(

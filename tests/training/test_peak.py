@@ -31,5 +31,6 @@ def test_the_attention_of_a_cpu_is_counted_forward_and_backward() -> None:
     assert count_operations(work) == (2 + 5) * product  # the scores are made again for their gradient
 
 
-def test_the_rate_of_products_is_that_of_this_machine() -> None:
-    assert 1e8 < measure_peak(torch.device("cpu"), torch.float32) < 1e14
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rate_of_products_is_that_of_this_machine(dtype: torch.dtype) -> None:
+    assert 1e8 < measure_peak(torch.device("cpu"), dtype) < 1e14

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import triptych
+from tiny_recipe import tiny_recipe
 from training.ranks import language
 from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.training import read_recipe, resolve
 from triptych.training.computing import Whole
 from triptych.training.losses import output_loss
 from triptych.training.precision import NarrowTwin
@@ -163,3 +166,30 @@ def test_compiled_blocks_compute_the_same(narrow: bool) -> None:
     of_loss, of_gradient = map(float, ran.stdout.split())
     assert of_loss < (2e-2 if narrow else 1e-6)
     assert of_gradient < (5e-2 if narrow else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_fast", "computed"),
+    [
+        ("auto", True, "bf16"),
+        ("auto", False, "fp32"),
+        ("bf16", True, "bf16"),
+        ("bf16", False, "bf16"),
+    ],
+)
+def test_a_run_computes_in_what_its_processor_has_or_says_that_it_is_slow(
+    asked: str,
+    is_fast: bool,
+    computed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for place in ("fitting", "runs"):
+        monkeypatch.setattr(f"triptych.training.{place}.has_fast_bf16", lambda kind: is_fast)
+    recipe = resolve(tiny_recipe(training={"max_steps": 1, "precision": asked, "threads": 1}))
+    triptych.train(recipe, tmp_path / "run")
+    said = capsys.readouterr().err
+    assert f"threads, {computed}, cpu" in said
+    assert ("no products in bfloat16" in said) == (computed == "bf16" and not is_fast)
+    assert read_recipe(tmp_path / "run" / "recipe.toml").training.precision == computed

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych import thresholds
+from triptych.models.device import has_fast_bf16
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
 
@@ -111,7 +112,7 @@ class PackedLinear(nn.Module):
         if device.type != "cpu" or not known or platform.machine().lower() not in ("x86_64", "amd64"):
             return False
         if dtype == torch.bfloat16:
-            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+            return has_fast_bf16(device.type)
         return dtype == torch.float32 and torch._C._has_mkldnn
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:

@@ -15,6 +15,16 @@ def to_device(model: ModelT, device: torch.device) -> ModelT:
     return model if any(weight.is_meta for weight in model.parameters()) else model.to(device)
 
 
+def has_fast_bf16(kind: str) -> bool:
+    """Whether a kind of device, "cpu" or "cuda", has products in bfloat16 of its own.
+
+    CPUs without AVX-512 compute them many times slower than in float32.
+    """
+    if kind == "cuda":  # a plan may be for GPUs that are not here
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def find_device(name: str) -> torch.device:
     """The device of a name: cpu, cuda or cuda:N; auto is a GPU if there is one."""
     if name == "auto":

@@ -3,7 +3,8 @@
 A key that is given always wins. What is chosen here is printed before training and stored in the run's
 `recipe.toml`, so a resumed run does not choose again. Chosen are the size of the vocabulary, the preset of
 the model, how long it is trained and in which batches, the warm-up (a tenth of the steps) and how often it
-is validated. A recipe that gives `warmup_steps` keeps the paper's schedule.
+is validated. A recipe that gives `warmup_steps` keeps the paper's schedule. A precision of
+"auto" is settled by the device.
 
 The figures come from the recipes that come along: about seven passes over 29,000 pairs, four over 160,000.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from triptych.models import PRESETS
+from triptych.models.device import has_fast_bf16
 from triptych.training.progress import Display
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe, TextRecipe
 
@@ -68,7 +70,7 @@ def fit_training(
     recipe: Recipe, num_tokens: int, device: str, steps_per_epoch: Callable[[Recipe], int]
 ) -> Recipe:
     """Choose model and schedule."""
-    limits = _limits(device)
+    recipe, limits = _settled(recipe, device), _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
     total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
@@ -129,12 +131,21 @@ def fit_continued_training(
 
 def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:
     """Choose batches, steps, warm-up and learning rate for a number of tokens in all."""
-    limits, context = _limits(device), recipe.model.context
+    recipe, limits, context = _settled(recipe, device), _limits(device), recipe.model.context
     recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
     of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches
     recipe, steps = _with_steps(recipe, total / of_update, max(math.ceil(num_tokens / of_update), 1))
     schedule = {"warmup_steps": min(max(steps // 20, 1), 1000), "learning_rate": float(f"{peak:.2g}")}
     return recipe.filled({"training": schedule, "validation": {"every_steps": _validate_every(steps)}})
+
+
+def _settled(recipe: _OfAny, device: str) -> _OfAny:
+    """The recipe with a precision that is not "auto"."""
+    if recipe.training.precision != "auto":
+        return recipe
+    precision = "bf16" if has_fast_bf16(device) else "fp32"
+    training = recipe.training.model_copy(update={"precision": precision})
+    return recipe.model_copy(update={"training": training})
 
 
 def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, int]:
@@ -164,7 +175,7 @@ def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
         "model": ("d_model", "d_ff", "num_heads", "norm", *language),
         "training": (
             *("max_steps", "batch_tokens", "batch_size"),
-            *("warmup_steps", "learning_rate", "schedule", "clip_norm"),
+            *("warmup_steps", "learning_rate", "schedule", "clip_norm", "precision"),
         ),
         "validation": ("every_steps",),
     }
@@ -172,12 +183,12 @@ def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
     for section, keys in told.items():
         if not hasattr(before, section):
             continue
-        given = getattr(before, section).model_fields_set
-        chosen = getattr(after, section)
+        given, chosen = getattr(before, section), getattr(after, section)
         found += [
             f"{section}.{key} = {getattr(chosen, key)}"
             for key in keys
-            if key not in given and key in chosen.model_fields_set
+            if key in chosen.model_fields_set
+            and (key not in given.model_fields_set or getattr(given, key) == "auto")
         ]
     if not (isinstance(before, Recipe) and isinstance(after, Recipe)):
         return found

@@ -18,6 +18,7 @@ from jaxtyping import Int64
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.models.blocks import recompute_activations
+from triptych.models.device import has_fast_bf16
 from triptych.models.storage import OwnModel, model_tensors, read_tensors
 from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, Whole, rows_of_rank
 from triptych.training.machine import (
@@ -207,9 +208,10 @@ class Trainer:
         told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {duration(seconds)}"
         if seconds <= _DAY:
             return told
+        narrower = ", training.precision = 'bf16'" if has_fast_bf16(self.device.type) else ""
         return (
-            f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model.preset, "
-            "training.precision = 'bf16' or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
+            f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model.preset"
+            f"{narrower} or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
         )
 
     def _updates(self) -> Generator[Sequence[TrainingBatch], None, None]:

@@ -12,7 +12,7 @@ import torch
 from triptych.errors import UsageError
 from triptych.files import NewFolder, hold_folder, write_json, write_text
 from triptych.launch import num_restarts
-from triptych.models.device import find_device, to_device
+from triptych.models.device import find_device, has_fast_bf16, to_device
 from triptych.models.initial import DeferredInit
 from triptych.models.storage import OwnModel, read_own_model
 from triptych.storage.copying import CERTIFICATE
@@ -347,6 +347,8 @@ def _run_trainer(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summa
         f"model: {num_parameters:,} parameters; padding {waste:.1%} of the batches; "
         f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"
     )
+    if recipe.training.precision == "bf16" and not has_fast_bf16(trainer.device.type):
+        display.say("this device has no products in bfloat16: training.precision = 'fp32' is faster here")
     if plan := trainer.describe_plan():
         display.say(plan)
     summary = Summary(trainer.run(display), num_parameters, waste, recipe.task)

@@ -58,7 +58,8 @@ class OptimisationConfig(Section):
         adam_beta2: decay of Adam's mean of their squares.
         adam_epsilon: added to Adam's denominator.
         clip_norm: gradients are clipped to this norm; 0 turns it off.
-        precision: "bf16" computes in bfloat16; the trained weights stay float32.
+        precision: "bf16" computes in bfloat16; the trained weights stay float32. "auto" is "bf16" where the
+            device has products in bfloat16 (GPUs, CPUs with AVX-512), and "fp32" elsewhere.
         activation_checkpointing: keep only the input of each block and recompute the rest for the gradients.
             It saves memory and costs one more forward pass; the gradients are the same.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
@@ -92,7 +93,7 @@ class OptimisationConfig(Section):
     adam_beta2: float = Field(0.98, ge=0, lt=1)
     adam_epsilon: float = Field(1e-9, gt=0)
     clip_norm: float = Field(0.0, ge=0)
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
     activation_checkpointing: bool = False
     compile: bool = False
     average_last: int = Field(5, ge=1)
