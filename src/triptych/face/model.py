@@ -89,9 +89,9 @@ def load(
         engine: the library that translates and generates: triptych, ctranslate2 (faster in int8 on CPUs;
             needs the extra of that name), or auto: ctranslate2 for translation on a CPU where it is installed
             and computes the same model, otherwise triptych. A line says which.
-        precision: type of the maps when text is translated or generated: fp32, or bf16 and int8 (CPU only),
-            which are faster and change some texts. On x86-64 CPUs no text depends on the others of its
-            batch; docs/how-to/generating.md has the exceptions.
+        precision: type of the maps when text is translated or generated: fp32; int8 (CPU only) and bf16 (on
+            GPUs and CPUs with AVX-512) are faster and change some texts. On x86-64 CPUs no text depends on
+            the others of its batch; docs/how-to/generating.md has the exceptions.
         offline: read models of the Hub only from the cache on this machine; HF_HUB_OFFLINE=1 does the same.
         family: a family file that describes the checkpoint, where its configuration does not say enough.
         shortlist: for a translator, a file that `triptych shortlist` wrote: the output layer computes only
