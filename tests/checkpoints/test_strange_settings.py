@@ -106,6 +106,8 @@ def use(folder: Path) -> None:
         ("t5, far", {"relative_attention_max_distance": -1}),
         ("t5, far", {"relative_attention_max_distance": 2}),
         ("phi3, stretched", {"rope_parameters": {"short_factor": [[], 1.0, 1.0]}}),
+        ("llama4, stretched", {"rope_parameters": {"mscale_all_dim": math.inf}}),
+        ("llama4, stretched", {"rope_parameters": {"attention_factor": 0}}),
     ],
 )
 def test_a_setting_of_the_wrong_kind_or_size_is_refused_by_its_name(

@@ -109,25 +109,26 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
     low, high = max(low, 0.0), min(high, width - 1.0)
     high = high + 0.001 if high == low else high
     slowed = ((torch.arange(len(plain), dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        one, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention_factor = (
-            yarn_magnitude(factor, float(one)) / yarn_magnitude(factor, float(all_dim))
-            if one and all_dim
-            else yarn_magnitude(factor)
-        )
-    return Frequencies(slowed * plain / factor + (1 - slowed) * plain, float(attention_factor))
+    one, all_dim = (_number(scaling, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    both = one and all_dim
+    usual = yarn_magnitude(factor, one) / yarn_magnitude(factor, all_dim) if both else yarn_magnitude(factor)
+    return Frequencies(slowed * plain / factor + (1 - slowed) * plain, _attention_factor(scaling, usual))
 
 
 def _longrope(scaling: Mapping[str, Any], plain: Tensor, max_positions: float) -> Frequencies:
     first = _number(scaling, "original_max_position_embeddings", max_positions)
     factor = _number(scaling, "factor", max_positions / first)
     short, long = (_divided(plain, scaling, name) for name in ("short_factor", "long_factor"))
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(first))
-    return Frequencies(short, float(attention_factor), OtherFrequencies(int(first), long))
+    is_given = scaling.get("attention_factor") is not None
+    usual = 1.0 if is_given or factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(first))
+    return Frequencies(short, _attention_factor(scaling, usual), OtherFrequencies(int(first), long))
+
+
+def _attention_factor(scaling: Mapping[str, Any], usual: float) -> float:
+    found = _number(scaling, "attention_factor", usual)
+    if not found:
+        raise ValueError("their attention_factor is 0")
+    return found
 
 
 def _divided(plain: Tensor, scaling: Mapping[str, Any], name: str) -> Tensor:
