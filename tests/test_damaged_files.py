@@ -50,7 +50,7 @@ from triptych.training.progress import LineDisplay
 from triptych.training.state import read_state
 
 SECONDS, BYTES = 20, 2 * 10**9
-MANY, FEW = 500, 20
+MANY, FEW = 500, 8
 LONGEST = 2000  # characters of a message
 
 

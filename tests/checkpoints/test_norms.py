@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.test_families import made
 from checkpoints.test_writing import assert_models_agree, loaded, opened
-from checkpoints.tiny_models import TINY, Tiny, a_third, most
+from checkpoints.tiny_models import TINY, Tiny, a_sixth, most
 from triptych.algebra.rewrites import FoldNorm, FoldOtherNorms, Rewrite, RewriteRefusedError
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of, read_family
@@ -200,7 +200,7 @@ def as_expected(norm: NormRecord) -> tuple[str, str]:
     return key, next(short for short, reason in REASONS.items() if reason in step.refused)
 
 
-@pytest.mark.parametrize("name", a_third(1))
+@pytest.mark.parametrize("name", a_sixth(2))
 def test_all_norms_folded_leave_the_model_as_it_was(name: str, tmp_path: Path) -> None:
     model, source = in_double(name, tmp_path)
     found = folded(source, tmp_path / "out")

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from checkpoints.oracle import has_experts
 from checkpoints.test_families import inputs, made, running
-from checkpoints.tiny_models import TINY, a_third, most
+from checkpoints.tiny_models import TINY, a_sixth, most
 from heads import with_semantics
 from triptych.algebra.function import run_layer
 from triptych.algebra.rewrites import (
@@ -166,7 +166,7 @@ def refuses_all(checkpoint: Checkpoint) -> bool:
     return bool(spec.why_kept) and not spec.unwritten
 
 
-@pytest.mark.parametrize("name", a_third(2))
+@pytest.mark.parametrize("name", a_sixth(4))
 def test_every_exact_rewrite_written_back_leaves_the_model_as_it_was(
     name: str, saved: Callable[[str], tuple[Any, Path]], tmp_path: Path
 ) -> None:

@@ -675,9 +675,9 @@ _VARIANTS = {
 }
 
 
-def a_third(first: int) -> list[Any]:
-    """Names of tiny models as parameters, every third in every run and the others in the slow run alone."""
-    return [pytest.param(n, marks=pytest.mark.slow if (i - first) % 3 else ()) for i, n in enumerate(TINY)]
+def a_sixth(first: int) -> list[Any]:
+    """Names of tiny models as parameters, every sixth in every run and the others in the slow run alone."""
+    return [pytest.param(n, marks=pytest.mark.slow if (i - first) % 6 else ()) for i, n in enumerate(TINY)]
 
 
 def most(names: Iterable[str] = TINY) -> list[Any]:

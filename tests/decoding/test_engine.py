@@ -85,8 +85,14 @@ def assert_alike(fast: list[list[Hypothesis]], slow: list[list[Hypothesis]]) -> 
             assert one.score == pytest.approx(other.score, rel=1e-5)
 
 
-@pytest.mark.parametrize("beam_size", [1, 4])
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize(
+    ("norm", "beam_size"),
+    [
+        ("post", 4),
+        ("pre", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("post", 1), ("pre", 4))),
+    ],
+)
 @pytest.mark.parametrize("projections", sorted(PARAMETERISATIONS))
 def test_every_parameterisation_is_searched_as_by_its_modules(
     projections: str, norm: str, beam_size: int
@@ -156,7 +162,7 @@ def test_int8_is_for_cpus() -> None:
 # Steps that are always the same work, as a GPU replays them
 
 
-@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     ("projections", "positions"),
     [

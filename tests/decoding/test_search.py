@@ -136,7 +136,7 @@ def by_score(
 
 
 @pytest.mark.parametrize("end_bonus", [0.0, 2.0])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_beam_of_one_is_the_step_by_step_argmax(way: str, seed: int, end_bonus: float) -> None:
     model = make_model(seed=seed)
@@ -174,7 +174,7 @@ def test_an_output_that_ends_gives_its_place_in_the_beam_to_the_next(
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_a_beam_larger_than_the_search_space_finds_every_output_once_and_in_order(
     seed: int, alpha: float
 ) -> None:
