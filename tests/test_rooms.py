@@ -145,6 +145,7 @@ OPTIONAL = {
     "pyarrow",
     "scipy",
     "prometheus_client",
+    "sacrebleu",  # not optional, but slow to import and needed by scores alone
     "sentencepiece",
     "starlette",
     "tensorboard",
