@@ -20,7 +20,7 @@ from triptych.algebra.function import run_layer
 from triptych.algebra.weights import SIDES
 from triptych.attention import MultiHeadAttention
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.family import families
+from triptych.checkpoints.family import families, family_of
 from triptych.checkpoints.layer import Site
 from triptych.checkpoints.reading import LayerReader
 
@@ -298,3 +298,4 @@ def test_every_family_has_a_tiny_model() -> None:
     tried = {tiny.config.model_type for tiny in TINY.values()}
     for family in families():
         assert tried & set(family.model_types) or not family.attention or family.remote, family.name
+        assert all(family_of(model_type) == family for model_type in family.model_types)
