@@ -29,8 +29,8 @@ from triptych.text import OutputRules
 
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
 WAYS = {
-    "greedy": GenerationOptions(max_new_tokens=12),
-    "sampled": GenerationOptions(12, SamplingOptions(temperature=1.0, top_p=0.9), seed=3, num_samples=2),
+    "greedy": GenerationOptions(max_new_tokens=24),
+    "sampled": GenerationOptions(24, SamplingOptions(temperature=1.0, top_p=0.9), seed=3, num_samples=2),
     "beam": GenerationOptions(max_new_tokens=12, beam_size=4, num_samples=4),
 }
 GROUPED = {"projections": "grouped", "num_kv_heads": 2}

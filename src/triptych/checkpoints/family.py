@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, final
@@ -64,10 +64,10 @@ def half_of(family: Family, half: str) -> Family:
     return Family.model_validate({**record, **below_half})
 
 
-@lru_cache(maxsize=128)
+@cache
 def family_of(model_type: str) -> Family | None:
     """The family that knows a configuration's `model_type`; None if there is none."""
-    # Reading all of them takes longer than to make a small model: only files that have its name are parsed.
+    # Parsing all files takes longer than making a small model.
     named = f'"{model_type}"'
     found = (_read(name, text) for name, text in _files() if named in text)
     return next((family for family in found if model_type in family.model_types), None)

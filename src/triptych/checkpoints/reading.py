@@ -76,9 +76,7 @@ class LayerReader:
     def _uses(self) -> int:
         """How often the model applies the layer: some groups more often, if they do not share equally."""
         uses = self.place.number(self.place.spec.uses)
-        first, after = (
-            math.ceil(round(uses * group, 9)) for group in (self.place.layer, self.place.layer + 1)
-        )
+        first, after = (math.ceil(round(uses * (self.place.layer + more), 9)) for more in (0, 1))
         return max(1, after - first)
 
     def read_map(self, side: Side, head: int) -> Link | None:
