@@ -59,7 +59,7 @@ def saved(model_class: Any, configure: Callable[[], Any], folder: Path, leave: s
                 if not leave or leave not in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             for name, buffer in model.named_buffers():
-                if name.endswith(("final_logits_bias", "layer_scalar")):
+                if name.endswith(("final_logits_bias", "layer_scalar", "correction_bias")):
                     buffer.add_(torch.randn_like(buffer))
         model.save_pretrained(folder)
     return model

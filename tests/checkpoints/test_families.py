@@ -131,8 +131,10 @@ def renamed(name: str) -> Iterator[str]:
     new = new.replace("attention.output.dense", "attention.o_proj")
     yield new
     yield new.replace("encoder.layer.", "layers.")
-    new = name.replace("encoder.layers.", "layers.").replace("attn.out_proj", "self_attn.o_proj")
-    yield new.replace("attn.Wqkv", "self_attn.q_proj")
+    new = name.replace("encoder.layers.", "layers.").replace("mixer.", "attn.")
+    yield new.replace("attn.out_proj", "self_attn.o_proj").replace("attn.Wqkv", "self_attn.q_proj")
+    new = name.replace("encoder.layer.", "layers.").replace("attention.", "self_attn.")
+    yield new.replace("qkv_proj", "q_proj")
 
 
 def module_of(model: nn.Module, name: str) -> nn.Module:

@@ -41,7 +41,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike(
         "bert | bert with cross-attention | roberta | electra | deberta-v2 | "
         "deberta-v2, maps of its own | longformer | mpnet | roformer | "
-        "roformer with cross-attention | deberta | deberta, learned",
+        "roformer with cross-attention | deberta | deberta, learned | data2vec-text | ernie",
         {"LayerNorm": "! post"},
     ),
     "distilbert": {"output_layer_norm": "! post"},
@@ -57,7 +57,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike("codegen | gptj", {"ln_f": "lm_head"}),
     "opt": {"final_layer_norm": "fc1", "decoder.final_layer_norm": "! tied"},
     **alike(
-        "opt, narrow embeddings | bart | marian | wav2vec2 | blenderbot-small | led",
+        "opt, narrow embeddings | bart | plbart | mvp | marian | wav2vec2 | blenderbot-small | led",
         {"final_layer_norm": "! post"},
     ),
     **alike(
@@ -72,24 +72,35 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike(
         "llama | llama 3 | llama, biases | mistral | qwen2 | qwen3 | granite | ministral | "
         "seed_oss | ministral3 | llama4, text | llama4, stretched | llama4 | helium | deepseek_v2 | "
-        "deepseek_v2, queries whole | deepseek_v2, stretched | hunyuan_v1_dense",
+        "deepseek_v2, queries whole | deepseek_v2, stretched | hunyuan_v1_dense | cwm | "
+        "hyperclovax, no norms after | qwen2_moe | dots1 | exaone_moe | mellum | hy_v3 | eurobert | "
+        "deepseek_v32 | glm_moe_dsa | glm4_moe_lite",
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
     ),
     "apertus": {"feedforward_layernorm": "up_proj", "norm": "lm_head"},
     "mixtral": {"post_attention_layernorm": "gate w1 w3", "norm": "lm_head"},
-    **alike("qwen3_moe | olmoe", {"post_attention_layernorm": "gate gate_proj up_proj", "norm": "lm_head"}),
+    "minimax_m2": {"post_attention_layernorm": "gate w1 w3", "norm": "lm_head"},
+    "hunyuan_v1_moe": {"post_attention_layernorm": "gate_proj up_proj wg", "norm": "lm_head"},
+    "granitemoe_swa": {"post_attention_layernorm": "gate_up_proj input_linear router", "norm": "lm_head"},
+    "arcee": {"post_attention_layernorm": "up_proj", "norm": "lm_head"},
+    "minimax": {"post_attention_layernorm": "! post", "norm": "lm_head"},
+    "kimi_linear": {"post_attention_layernorm": "gate gate_proj up_proj w1 w3", "norm": "lm_head"},
+    **alike("qwen3_moe | olmoe | solar_open", {"post_attention_layernorm": "gate gate_proj up_proj", "norm": "lm_head"}),
     **alike(
         "granitemoe | granitemoeshared", {"post_attention_layernorm": "input_linear layer", "norm": "lm_head"}
     ),
     **alike("glm | phi3 | phi3, stretched", {"post_attention_layernorm": "gate_up_proj", "norm": "lm_head"}),
-    "glm4": {"post_attention_layernorm": "! sandwich", "norm": "lm_head"},
-    "nemotron": {"post_attention_layernorm": "up_proj", "norm": "! no slot"},
+    **alike("glm4 | hyperclovax", {"post_attention_layernorm": "! sandwich", "norm": "lm_head"}),
+    "afmoe": {"pre_mlp_layernorm": "! sandwich", "norm": "lm_head"},
+    **alike("nemotron | jais2", {"post_attention_layernorm": "up_proj", "norm": "! no slot"}),
+    "persimmon": {"post_attention_layernorm": "dense_h_to_4h", "final_layernorm": "! no slot"},
     **alike(
-        "exaone4 | exaone4, all turned | olmo2 | olmo3",
+        "exaone4 | exaone4, all turned | olmo2 | olmo3 | flex_olmo | olmo_hybrid",
         {"post_feedforward_layernorm": "! post", "norm": "lm_head"},
     ),
     **alike(
-        "mistral3 | mistral3, ministral | gemma | ernie4_5 | smollm3",
+        "mistral3 | mistral3, ministral | gemma | ernie4_5 | smollm3 | youtu | ernie4_5_moe | "
+        "granite_swa | minicpm3",
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
     ),
     **alike(
@@ -109,14 +120,16 @@ EXPECTED: dict[str, dict[str, str]] = {
     "starcoder2": {"post_attention_layernorm": "c_fc", "norm": "! tied"},
     **alike("olmo | olmo, clipped", {"none": "! none"}),
     **alike("cohere | cohere2", {"input_layernorm": "gate_proj up_proj", "norm": "! tied"}),
-    "qwen3_next": {
-        "post_attention_layernorm": "gate gate_proj shared_expert_gate up_proj",
-        "norm": "lm_head",
-    },
+    "vaultgemma": {"pre_feedforward_layernorm": "gate_proj up_proj", "norm": "! tied"},
+    **alike(
+        "qwen3_next | qwen3_5_moe",
+        {"post_attention_layernorm": "gate gate_proj shared_expert_gate up_proj", "norm": "lm_head"},
+    ),
     "qwen3_5": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
     "granitemoehybrid": {"post_attention_layernorm": "input_linear layer", "norm": "lm_head"},
     "granitemoehybrid, all attention": {"post_attention_layernorm": "input_linear", "norm": "lm_head"},
     "nanochat": {"none": "! none"},
+    "lfm2_moe": {"ffn_norm": "gate w1 w3", "embedding_norm": "! tied"},
     "lfm2": {"ffn_norm": "w1 w3", "embedding_norm": "! tied"},
     **alike("falcon_h1 | bamba", {"pre_ff_layernorm": "gate_proj up_proj", "final_layernorm": "lm_head"}),
     "jamba": {"pre_ff_layernorm": "gate_proj router up_proj", "final_layernorm": "lm_head"},
@@ -146,9 +159,13 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike("clip | siglip | siglip2, vision", {"layer_norm2": "fc1"}),
     "dinov2": {"norm2": "fc1"},
     "perceiver": {"layernorm": "dense1"},
-    **alike("modernbert | modernbert, biases", {"mlp_norm": "Wi"}),
-    "nomic_bert": {"norm2": "! post"},
-    **alike("esm | esm, rotary", {"LayerNorm": "dense"}),
+    **alike("modernbert | modernbert, biases | modernbert-decoder", {"mlp_norm": "Wi"}),
+    **alike("nomic_bert | jina_embeddings_v3", {"norm2": "! post"}),
+    "gte": {"mlp_ln": "! post"},
+    **alike(
+        "esm | esm, rotary | roberta-prelayernorm | xlm-roberta-xl", {"LayerNorm": "dense"}
+    ),
+    "megatron-bert": {"ln": "dense"},
     "dinov3": {"norm2": "up_proj"},
     "dinov3, gated": {"norm2": "gate_proj up_proj"},
 }

@@ -27,8 +27,8 @@ class Tiny(NamedTuple):
         return self.config(**{**self.settings, **changes})
 
 
-def tiny(model: str, base: Mapping[str, Any] | None = None, /, **settings: Any) -> Tiny:
-    return Tiny(model, {**(base or {}), **settings})
+def tiny(model: str, *bases: Mapping[str, Any], **settings: Any) -> Tiny:
+    return Tiny(model, {name: value for base in (*bases, settings) for name, value in base.items()})
 
 
 _COMMON: dict[str, Any] = {
@@ -74,14 +74,17 @@ _PICTURES: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
-_LATENT: dict[str, Any] = {
-    **_COMMON,
+_LATENT_SIZES = {
     "num_key_value_heads": 4,
     "q_lora_rank": 14,
     "kv_lora_rank": 12,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 5,
+}
+_LATENT: dict[str, Any] = {
+    **_COMMON,
+    **_LATENT_SIZES,
     "n_routed_experts": 2,
     "num_experts_per_tok": 1,
     "first_k_dense_replace": 1,
@@ -101,6 +104,7 @@ _XGLM: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+_FEW_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 _T5: dict[str, Any] = {
     "d_model": 24,
     "d_kv": 7,
@@ -193,6 +197,14 @@ TINY: dict[str, Tiny] = {
     "deberta-v2, maps of its own": tiny(
         "DebertaV2Model", _DEBERTA, pos_att_type=["c2p"], share_att_key=False, max_relative_positions=6
     ),
+    "data2vec-text": tiny("Data2VecTextModel", _COMMON),
+    "ernie": tiny("ErnieModel", _COMMON),
+    "megatron-bert": tiny("MegatronBertModel", _COMMON),
+    "roberta-prelayernorm": tiny("RobertaPreLayerNormModel", _COMMON),
+    "xlm-roberta-xl": tiny("XLMRobertaXLModel", _COMMON),
+    "eurobert": tiny("EuroBertForMaskedLM", _GROUPED),
+    "jina_embeddings_v3": tiny("JinaEmbeddingsV3Model", _COMMON),
+    "gte": tiny("GteModel", _COMMON),
     "gpt2": tiny("GPT2LMHeadModel", _GPT),
     "gpt_bigcode": tiny("GPTBigCodeForCausalLM", _GPT),
     "gpt_bigcode, a key each": tiny("GPTBigCodeForCausalLM", _GPT, multi_query=False),
@@ -265,6 +277,94 @@ TINY: dict[str, Tiny] = {
         use_sliding_window=True,
         sliding_window=4,
     ),
+    "arcee": tiny("ArceeForCausalLM", _GROUPED, attention_bias=True, mlp_bias=True),
+    "jais2": tiny("Jais2ForCausalLM", _GROUPED),
+    "vaultgemma": tiny(
+        "VaultGemmaForCausalLM",
+        _NARROW,
+        sliding_window=4,
+        query_pre_attn_scalar=7,
+        attn_logit_softcapping=0.02,
+    ),
+    "cwm": tiny(
+        "CwmForCausalLM",
+        _NARROW,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=_LLAMA3,
+    ),
+    "youtu": tiny(
+        "YoutuForCausalLM",
+        _COMMON, **_LATENT_SIZES,
+    ),
+    "hyperclovax": tiny(
+        "HyperCLOVAXForCausalLM", _GROUPED, residual_multiplier=0.3, logits_scaling=2.0
+    ),
+    "hyperclovax, no norms after": tiny(
+        "HyperCLOVAXForCausalLM", _GROUPED, use_post_norm=False, attention_multiplier=0.7
+    ),
+    "qwen2_moe": tiny(
+        "Qwen2MoeForCausalLM", _GROUPED, _FEW_EXPERTS, shared_expert_intermediate_size=12, mlp_only_layers=[0]
+    ),
+    "dots1": tiny(
+        "Dots1ForCausalLM",
+        _NARROW,
+        n_routed_experts=2,
+        n_shared_experts=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+        first_k_dense_replace=1,
+        sliding_window=4,
+        max_window_layers=1,
+    ),
+    "solar_open": tiny(
+        "SolarOpenForCausalLM", _NARROW, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=8
+    ),
+    "ernie4_5_moe": tiny(
+        "Ernie4_5_MoeForCausalLM",
+        _GROUPED,
+        moe_num_experts=2,
+        moe_k=1,
+        moe_intermediate_size=8,
+        use_bias=True,
+    ),
+    "minimax_m2": tiny("MiniMaxM2ForCausalLM", _GROUPED, **_TWO_EXPERTS, head_dim=12, rotary_dim=6),
+    "hunyuan_v1_moe": tiny("HunYuanMoEV1ForCausalLM", _NARROW, num_experts=2, moe_topk=[1, 1]),
+    "flex_olmo": tiny("FlexOlmoForCausalLM", _GROUPED, num_experts=2, num_experts_per_tok=1),
+    "exaone_moe": tiny(
+        "ExaoneMoeForCausalLM",
+        _GROUPED,
+        _FEW_EXPERTS,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "mellum": tiny(
+        "MellumForCausalLM",
+        _NARROW,
+        _FEW_EXPERTS,
+        sliding_window=4,
+        layer_types=["full_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse"],
+    ),
+    "hy_v3": tiny("HYV3ForCausalLM", _NARROW, _FEW_EXPERTS),
+    "granite_swa": tiny(
+        "GraniteSWAForCausalLM",
+        _GROUPED,
+        num_hidden_layers=3,
+        sliding_window=4,
+        layer_rope_theta=[0, 200.0, 5000.0],
+        attention_multiplier=0.7,
+        residual_multiplier=0.3,
+    ),
+    "granitemoe_swa": tiny(
+        "GraniteMoeSWAForCausalLM",
+        _GROUPED,
+        **_TWO_EXPERTS,
+        sliding_window=4,
+        shared_intermediate_size=8,
+        logits_scaling=2.0,
+    ),
+    "persimmon": tiny("PersimmonForCausalLM", _COMMON, hidden_size=64),
     "seed_oss": tiny("SeedOssForCausalLM", _NARROW, attention_out_bias=True, mlp_bias=True),
     "granite": tiny(
         "GraniteForCausalLM", _GROUPED, attention_multiplier=0.7, residual_multiplier=0.3, logits_scaling=2.0
@@ -486,6 +586,56 @@ TINY: dict[str, Tiny] = {
         head_dim=16,
         layer_types=["full_attention", "linear_attention"],
     ),
+    "qwen3_5_moe": tiny(
+        "Qwen3_5MoeForCausalLM",
+        _GROUPED,
+        _DELTA_NET,
+        _FEW_EXPERTS,
+        head_dim=16,
+        shared_expert_intermediate_size=8,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "lfm2_moe": tiny(
+        "Lfm2MoeForCausalLM",
+        _GROUPED,
+        _FEW_EXPERTS,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention"],
+    ),
+    "olmo_hybrid": tiny(
+        "OlmoHybridForCausalLM",
+        _GROUPED,
+        _DELTA_NET,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "minimax": tiny(
+        "MiniMaxForCausalLM",
+        _GROUPED,
+        _TWO_EXPERTS,
+        head_dim=6,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "kimi_linear": tiny(
+        "KimiLinearForCausalLM",
+        _COMMON,
+        _LATENT_SIZES,
+        _FEW_EXPERTS,
+        q_lora_rank=None,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_heads=2,
+        linear_head_dim=4,
+    ),
+    "minicpm3": tiny("MiniCPM3ForCausalLM", _COMMON, _LATENT_SIZES),
+    "deepseek_v32": tiny("DeepseekV32ForCausalLM", _LATENT, index_n_heads=2, index_head_dim=8),
+    "glm_moe_dsa": tiny("GlmMoeDsaForCausalLM", _LATENT, index_n_heads=2, index_head_dim=8),
+    "afmoe": tiny(
+        "AfmoeForCausalLM",
+        _NARROW,
+        _FEW_EXPERTS,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        mup_enabled=True,
+    ),
     "granitemoehybrid": tiny(
         "GraniteMoeHybridForCausalLM",
         _GROUPED,
@@ -546,6 +696,14 @@ TINY: dict[str, Tiny] = {
     "deepseek_v2": tiny("DeepseekV2ForCausalLM", _LATENT),
     "deepseek_v2, queries whole": tiny("DeepseekV2ForCausalLM", _LATENT, q_lora_rank=None),
     "deepseek_v3": tiny("DeepseekV3ForCausalLM", _LATENT),
+    "glm4_moe_lite": tiny(
+        "Glm4MoeLiteForCausalLM",
+        _COMMON,
+        **_LATENT_SIZES,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=8,
+    ),
     "deepseek_v3, halves": tiny("DeepseekV3ForCausalLM", _LATENT, rope_interleave=False),
     "deepseek_v2, stretched": tiny("DeepseekV2ForCausalLM", _LATENT, rope_parameters=_YARN),
     "deepseek_v3, stretched": tiny("DeepseekV3ForCausalLM", _LATENT, rope_parameters=_YARN),
@@ -555,6 +713,8 @@ TINY: dict[str, Tiny] = {
     ),
     "mt5": tiny("MT5ForConditionalGeneration", _T5),
     "bart": tiny("BartForConditionalGeneration", _TWO_STACKS),
+    "plbart": tiny("PLBartForConditionalGeneration", _TWO_STACKS),
+    "mvp": tiny("MvpForConditionalGeneration", _TWO_STACKS),
     "mbart": tiny("MBartForConditionalGeneration", _TWO_STACKS),
     "pegasus": tiny("PegasusForConditionalGeneration", _TWO_STACKS),
     "m2m_100": tiny("M2M100ForConditionalGeneration", _TWO_STACKS),
@@ -600,6 +760,9 @@ TINY: dict[str, Tiny] = {
     "modernbert": tiny("ModernBertModel", _COMMON, num_hidden_layers=4, local_attention=6),
     "modernbert, biases": tiny(
         "ModernBertModel", _COMMON, local_attention=5, attention_bias=True, norm_bias=True, mlp_bias=True
+    ),
+    "modernbert-decoder": tiny(
+        "ModernBertDecoderForCausalLM", _COMMON, num_hidden_layers=4, local_attention=6, attention_bias=True
     ),
     "nomic_bert": tiny("NomicBertModel", _COMMON, head_dim=10),
     "blenderbot": tiny("BlenderbotForConditionalGeneration", _TWO_STACKS),

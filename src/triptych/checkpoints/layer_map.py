@@ -207,6 +207,10 @@ def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
                 yield parts, stored.then(queries_and_gates(copies), head_rows(copies, copies))
             else:
                 yield (part,), stored.then(head_rows(copies))
+    if spec.gate:
+        rows = sizes.heads * sizes.value_width
+        for part, stored in module_map(place, tensors, "gate", spec.gate, (rows, None)):
+            yield (part,), stored.then(head_rows(sizes.heads))
 
 
 def _fused_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:

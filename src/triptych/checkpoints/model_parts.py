@@ -8,6 +8,7 @@ import torch
 from triptych.checkpoints.layer import Place
 from triptych.checkpoints.layer_map import (
     ONLY_ROW,
+    ONLY_ROW,
     STACK_ROWS,
     TRANSPOSED,
     Named,
@@ -177,9 +178,11 @@ class FeedForwardMap:
         if experts.router_bias:
             self._add((f"{ours}.router.bias",), (router_bias,), (count,))
         if experts.correction:
-            self._add((f"{ours}.router.correction",), (self._name(spec, experts.correction),), (count,))
+            self._correction(f"{ours}.router.correction", self._name(spec, experts.correction), count)
         if experts.expert_scale:
             self._add((f"{ours}.router.expert_scale",), (self._name(spec, experts.expert_scale),), (count,))
+        if experts.shared_gate:
+            self._add((f"{ours}.shared_gate",), (self._name(spec, experts.shared_gate),), (1, self.d_model))
         for part, name in zip(EXPERTS_NORMS, experts.norms, strict=False):
             self._add((f"{ours}.norms.{part}.weight",), (place.beside(name),), (self.d_model,))
         shared = experts.shared if experts.shared and place.holds(experts.shared.when) else None
@@ -191,7 +194,7 @@ class FeedForwardMap:
                 place.count(experts.top),
                 experts.scores,
                 place.holds(experts.normalised),
-                experts.min_sum,
+                place.number(experts.min_sum),
                 place.number(experts.times) if experts.times else 1.0,
                 experts.scale_input,
                 experts.router_bias,
@@ -203,9 +206,18 @@ class FeedForwardMap:
                 None if shared is None else self._layer(f"{ours}.shared", shared),
                 place.number(experts.eps) if experts.norms else None,
                 bool(experts.expert_scale),
+                bool(experts.shared_gate),
             )
         except ValueError as error:
             raise DataError(f"{place.settings.where}: {error}") from None
+
+    def _correction(self, ours: str, name: str, count: int) -> None:
+        """Numbers of experts: a vector, or the only row of a matrix."""
+        info = self.tensors.infos.get(name)
+        if info is not None and len(info.shape) == 2:
+            self._add((ours,), (name,), (1, count), (ONLY_ROW,))
+        else:
+            self._add((ours,), (name,), (count,))
 
     def _maps(self, ours: str, spec: FeedForwardSpec, config: FeedForwardConfig, experts: int | None) -> None:
         """The maps of a layer, or of all of its experts."""

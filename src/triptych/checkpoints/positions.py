@@ -6,6 +6,7 @@ Source: linear: Chen et al. 2023, arXiv 2306.15595; dynamic: see `GrowingBase`; 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -167,7 +168,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     if scaling and first is not None:
         scaling = {**scaling, _FIRST: first}
     longest, base = place.number("max_position_embeddings | 2048"), place.number(spec.base)
-    if "rope_theta" in spec.base and scaling.get("rope_theta") is not None:
+    if re.search(r"\brope_theta\b", spec.base) and scaling.get("rope_theta") is not None:
         base = Settings(scaling, where).number("rope_theta")  # a record takes another's place whole
     if spec.alpha and rope_type(scaling) == "dynamic" and scaling.get("alpha") and turned > 2:
         base *= Settings(scaling, where).positive("alpha") ** (turned / (turned - 2))

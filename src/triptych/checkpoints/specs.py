@@ -250,6 +250,7 @@ class AttentionSpec(Spec):
     # whether the map of queries has, after the rows of each head's queries, as many of gates, one for each
     # channel of what the head moves
     gated_queries: bool = False
+    gate: str = ""  # the map of such gates, where they have one; "" without
     # on what condition the map of keys makes values, too, before the norms of either
     key_value: Expression = "false"
     qkv: str = ""  # one map to all three instead
@@ -357,7 +358,7 @@ class ExpertsSpec(Spec):
     router_bias: bool = False
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalised: Expression = "false"  # on what condition weights are divided by their sum
-    min_sum: float = 0.0
+    min_sum: Expression = "0.0"
     times: Expression = ""  # what they are multiplied by
     scale_input: bool = False
     correction: str = ""  # tensor of the corrections; "" without
@@ -367,6 +368,7 @@ class ExpertsSpec(Spec):
     group_score: Literal["best", "two_best"] = "best"
     threshold: Expression = ""
     shared: FeedForwardSpec | None = None  # the layer that every token passes besides
+    shared_gate: str = ""  # tensor of the map to its gate; "" without
     norms: tuple[str, ...] = ()  # tensors of the norms within, as `EXPERTS_NORMS`; `eps` is below their roots
     eps: Expression = "rms_norm_eps | 1e-6"
     expert_scale: str = ""  # tensor of what each expert's weights are multiplied by; "" without

@@ -103,6 +103,8 @@ class ExpertsConfig:
     shared: FeedForwardConfig | None = None  # a layer that every token passes besides; None without
     norm_eps: float | None = None  # below the roots of the norms within; None without them
     weighted: bool = False  # whether every expert has a number that its weights are multiplied by
+    # whether what the shared layer gives is multiplied by a gate, a sigmoid of a map of its token
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

@@ -103,6 +103,7 @@ class Experts(nn.Module):
         self.gate = StackedLinear(count, d_model, expert.d_ff, expert.bias) if expert.gated else None
         self.outer = StackedLinear(count, expert.d_ff, d_model, expert.out_bias)
         self.shared = None if config.shared is None else FeedForward(config.shared, d_model)
+        self.shared_gate = nn.Parameter(torch.zeros(1, d_model)) if config.shared_gate else None
         self.norms = None
         if (eps := config.norm_eps) is not None:
             self.norms = nn.ModuleDict({name: nn.RMSNorm(d_model, eps) for name in EXPERTS_NORMS})
@@ -152,7 +153,11 @@ class Experts(nn.Module):
             shared = self.norms["shared_out"](self.shared(self.norms["shared"](x.reshape(tokens.shape))))
             total = self.norms["out"](total) + shared
         elif self.shared is not None:
-            total = total + self.shared(tokens)
+            shared = self.shared(tokens)
+            if self.shared_gate is not None:
+                opened = nn.functional.linear(tokens, self.shared_gate.to(tokens.dtype)).sigmoid()
+                shared = shared * opened
+            total = total + shared
         return total.view(x.shape)
 
     def _expert(self, x: Tensor, number: int) -> Tensor:
