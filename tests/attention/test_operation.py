@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.explained import explain_attention
 from made import Made
 from tolerances import assert_same
 from triptych import thresholds
 from triptych.attention import attention, causal_mask
-from triptych.attention.operation import explain_attention
 
 BATCH, KEY_LEN = 3, 6
 MASKS = ("none", "padding", "random", "with blind rows")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attention.explained import explain_attention
 from heads import with_semantics
 from made import Made
 from tolerances import assert_same
@@ -35,7 +36,6 @@ from triptych.attention import (
     Parameterisation,
     RotaryPositions,
     check_sizes,
-    explain_attention,
     parameterisation,
 )
 

@@ -168,10 +168,11 @@ RUNS: dict[str, Run] = {**{name: _decoder(name) for name in DECODERS}, **_OF_ENC
 ENCODERS, PAIRS = [*_OF_ENCODERS], [*_OF_PAIRS]
 # Learned positions and fused maps; grouped keys, gates; gains relative to 1; rotary pairs side by side, one
 # norm for two readers; ALiBi, a norm of embeddings; norms after sums; sandwiches, gate and inner map in one;
-# latents, experts in groups. Then ways to choose experts, encoders and encoder-decoders.
+# latents, experts in groups. Then ways to choose experts, a gate of each channel, a base of each layer;
+# encoders and encoder-decoders.
 IN_EVERY_RUN = (
     *("gpt2", "llama", "gemma", "gptj", "bloom", "openai-gpt", "glm4", "deepseek_v3"),
-    *("mixtral", "phimoe", "gpt_oss", "llama4, text"),
+    *("mixtral", "phimoe", "gpt_oss", "llama4, text", "qwen2_moe", "afmoe", "granite_swa"),
     *("bert", "roberta", "electra, discriminator", "albert in groups", "bart", "bart, untied", "t5, gated"),
 )
 FEW = tuple(name for name in IN_EVERY_RUN if name in ("gpt2", "llama") or name not in DECODERS)

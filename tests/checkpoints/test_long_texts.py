@@ -39,7 +39,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "proportional": {"factor": 2.0},
     "proportional, half": {"factor": 2.0, "partial_rotary_factor": 0.5},
 }
-ENCODERS = {"modernbert": "ModernBertForMaskedLM", "nomic_bert": "NomicBertForMaskedLM"}
+ENCODERS = {
+    "modernbert": "ModernBertForMaskedLM",
+    "nomic_bert": "NomicBertForMaskedLM",
+    "eurobert": "EuroBertForMaskedLM",
+    "jina_embeddings_v3": "JinaEmbeddingsV3ForMaskedLM",
+    "gte": "GteForMaskedLM",
+}
 # What is needed besides for a class to take a scaling, of the model and of its record.
 MORE: dict[str, dict[str, Any]] = {
     "mixtral": {"head_dim": 6},
@@ -53,7 +59,7 @@ MORE_OF_RECORD: dict[str, dict[str, Any]] = {
 }
 # `transformers` (5.23) does not run these.
 FAIL_THERE = {
-    **dict.fromkeys(("phi", "stablelm"), ("proportional", "proportional, half")),
+    **dict.fromkeys(("phi", "stablelm", "persimmon"), ("proportional", "proportional, half")),
     "phi3": ("linear", "dynamic", "llama3", "yarn", "proportional", "proportional, half"),
     **dict.fromkeys(("mistral3", "gemma4, text"), ("longrope",)),
 }

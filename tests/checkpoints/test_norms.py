@@ -85,7 +85,10 @@ EXPECTED: dict[str, dict[str, str]] = {
     "arcee": {"post_attention_layernorm": "up_proj", "norm": "lm_head"},
     "minimax": {"post_attention_layernorm": "! post", "norm": "lm_head"},
     "kimi_linear": {"post_attention_layernorm": "gate gate_proj up_proj w1 w3", "norm": "lm_head"},
-    **alike("qwen3_moe | olmoe | solar_open", {"post_attention_layernorm": "gate gate_proj up_proj", "norm": "lm_head"}),
+    **alike(
+        "qwen3_moe | olmoe | solar_open",
+        {"post_attention_layernorm": "gate gate_proj up_proj", "norm": "lm_head"},
+    ),
     **alike(
         "granitemoe | granitemoeshared", {"post_attention_layernorm": "input_linear layer", "norm": "lm_head"}
     ),
@@ -95,7 +98,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike("nemotron | jais2", {"post_attention_layernorm": "up_proj", "norm": "! no slot"}),
     "persimmon": {"post_attention_layernorm": "dense_h_to_4h", "final_layernorm": "! no slot"},
     **alike(
-        "exaone4 | exaone4, all turned | olmo2 | olmo3 | flex_olmo | olmo_hybrid",
+        "exaone4 | exaone4, all turned | olmo2 | olmo3 | flex_olmo | olmo_hybrid | olmo_hybrid, not turned",
         {"post_feedforward_layernorm": "! post", "norm": "lm_head"},
     ),
     **alike(
@@ -162,9 +165,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike("modernbert | modernbert, biases | modernbert-decoder", {"mlp_norm": "Wi"}),
     **alike("nomic_bert | jina_embeddings_v3", {"norm2": "! post"}),
     "gte": {"mlp_ln": "! post"},
-    **alike(
-        "esm | esm, rotary | roberta-prelayernorm | xlm-roberta-xl", {"LayerNorm": "dense"}
-    ),
+    **alike("esm | esm, rotary | roberta-prelayernorm | xlm-roberta-xl", {"LayerNorm": "dense"}),
     "megatron-bert": {"ln": "dense"},
     "dinov3": {"norm2": "up_proj"},
     "dinov3, gated": {"norm2": "gate_proj up_proj"},

@@ -295,13 +295,23 @@ TINY: dict[str, Tiny] = {
     ),
     "youtu": tiny(
         "YoutuForCausalLM",
-        _COMMON, **_LATENT_SIZES,
+        _COMMON,
+        _LATENT_SIZES,
+        pad_token_id=None,  # whose row `transformers` (5.23) makes zeros when it loads the model
     ),
     "hyperclovax": tiny(
-        "HyperCLOVAXForCausalLM", _GROUPED, residual_multiplier=0.3, logits_scaling=2.0
+        "HyperCLOVAXForCausalLM",
+        _GROUPED,
+        num_attention_heads=6,
+        residual_multiplier=0.3,
+        logits_scaling=2.0,
     ),
     "hyperclovax, no norms after": tiny(
-        "HyperCLOVAXForCausalLM", _GROUPED, use_post_norm=False, attention_multiplier=0.7
+        "HyperCLOVAXForCausalLM",
+        _GROUPED,
+        num_attention_heads=6,
+        use_post_norm=False,
+        attention_multiplier=0.7,
     ),
     "qwen2_moe": tiny(
         "Qwen2MoeForCausalLM", _GROUPED, _FEW_EXPERTS, shared_expert_intermediate_size=12, mlp_only_layers=[0]
@@ -608,6 +618,13 @@ TINY: dict[str, Tiny] = {
         _DELTA_NET,
         layer_types=["linear_attention", "full_attention"],
     ),
+    "olmo_hybrid, not turned": tiny(
+        "OlmoHybridForCausalLM",
+        _GROUPED,
+        _DELTA_NET,
+        layer_types=["linear_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
     "minimax": tiny(
         "MiniMaxForCausalLM",
         _GROUPED,
@@ -823,6 +840,8 @@ TINY: dict[str, Tiny] = {
 # They read and write what another tiny model of the same family does, with a difference in reading.
 _VARIANTS = {
     "exaone4, all turned",
+    "hyperclovax, no norms after",
+    "olmo_hybrid, not turned",
     "mistral3, ministral",
     "llama4, stretched",
     "olmo, clipped",

@@ -22,7 +22,6 @@ from triptych.attention.layer import LayerSteps as LayerSteps
 from triptych.attention.layer import MultiHeadAttention as MultiHeadAttention
 from triptych.attention.layer import Tap as Tap
 from triptych.attention.operation import attention as attention
-from triptych.attention.operation import explain_attention as explain_attention
 from triptych.attention.operation import four_way_attention as four_way_attention
 from triptych.attention.positions import AlibiPositions as AlibiPositions
 from triptych.attention.positions import AttentionPositions as AttentionPositions

@@ -5,7 +5,7 @@
 Both paths take the same arguments and give the same numbers and gradients (the tolerances are in
 `tests/tolerances.py`); only the written-out one can return the weights, drop some of them, cap the scores or
 have sinks. Written out in pieces, it holds few of the weights at a time.
-`planning` chooses between them; `explain_attention` puts what it chose into words.
+`planning` chooses between them; `explain_inputs` puts what it chose into words.
 """
 
 import math
@@ -130,35 +130,13 @@ def compute_attention(given: Inputs, need_weights: bool, path: Path) -> Attended
     return Attended(_restore(plan, output, given), None)
 
 
-def explain_attention(
-    q: Float[Tensor, "batch num_heads query_len d_k"],
-    k: Float[Tensor, "batch num_key_heads key_len d_k"],
-    v: Float[Tensor, "batch num_value_heads key_len d_v"],
-    *,
-    mask: Bool[Tensor, "..."] | None = None,
-    bias: Float[Tensor, "..."] | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    sinks: Float[Tensor, " heads"] | None = None,
-    dropout: float = 0.0,
-    need_weights: bool = False,
-    path: Path = "auto",
-) -> Explanation:
-    """What `attention` does when called with these arguments, without doing it.
+def explain_inputs(given: Inputs, need_weights: bool, path: Path) -> Explanation:
+    """What `compute_attention` does when called with these arguments, without doing it.
 
     The choice depends on the tensors' sizes, dtypes, devices and memory layout, and on whether
     gradients are recorded: ask under the conditions of the real call. The kernel is what torch
     itself answers for the tensors that it would be handed.
     """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    semantics = Semantics(scale, soft_cap=soft_cap, sinks=sinks)
-    given = Inputs(q, k, v, mask, bias, causal, semantics, dropout)
-    return explain_inputs(given, need_weights, path)
-
-
-def explain_inputs(given: Inputs, need_weights: bool, path: Path) -> Explanation:
-    """`explain_attention` of inputs that are put together already."""
     given.check()
     plan = make_plan(given, need_weights, path)
     kernel: Kernel = "batched products"

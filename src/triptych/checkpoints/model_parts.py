@@ -8,7 +8,6 @@ import torch
 from triptych.checkpoints.layer import Place
 from triptych.checkpoints.layer_map import (
     ONLY_ROW,
-    ONLY_ROW,
     STACK_ROWS,
     TRANSPOSED,
     Named,

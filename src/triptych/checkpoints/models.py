@@ -293,6 +293,10 @@ def _layer_tensors(place: Place, weights: AttentionWeights) -> dict[str, Tensor]
                 found[side] = numbers - norm.offset if norm.offset else numbers
             case (("q_norm" | "k_norm") as side, _, "bias"):
                 found[f"{side}.bias"] = numbers
+            case "gate", _, "weight":
+                found["gate"] = numbers.mT
+            case "gate", _, "bias":
+                found["gate.bias"] = numbers
             case _:
                 found[name] = numbers
     return {part: numbers.detach().cpu() for part, numbers in found.items()}

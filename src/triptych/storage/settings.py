@@ -9,6 +9,7 @@ layer_types[]                            the entry of this layer in a list, its 
                                          record has under its number
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        whether a field is there and not null
+rope_parameters.rope_theta is null       whether a field is there and null
 slow_but_exact and pretraining_tp >= 2   several conditions, all of which must hold
 layer % 2 == 1                           a condition on the layer's number; also (layer + 1) % 2, a field
                                          in place of 2 (pattern | 6), layer >= max_window_layers
@@ -25,7 +26,7 @@ from triptych.storage.untrusted import shown
 
 _MISSING = object()
 _LARGEST = 1e15
-_CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<|\sin\s)\s*(.+)")
+_CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<|\sin\s|\sis\s)\s*(.+)")
 _QUOTED = re.compile(r"'[^']*'")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -118,6 +119,8 @@ class Settings:
             left, sign, right = found.groups()
             number = self._of_number(left, layer)
             value = self.value(left, layer) if number is None else number
+            if sign.strip() == "is":
+                return self._field(left, layer) is None
             if sign.strip() == "in":
                 return isinstance(listed := self.value(right), list) and value in listed
             if right.strip() == "null" and sign in ("==", "!="):

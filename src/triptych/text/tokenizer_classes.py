@@ -146,12 +146,18 @@ RoFormer SeamlessM4T Siglip Siglip2 Speech2Text SpeechT5 Splinter Tapas Tipsv2 U
 Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XLM XLNet
 """
 _CLASS_OF_TYPE = {
-    **dict.fromkeys(("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(
+        ("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2", "jais2"), "GPT2Tokenizer"
+    ),
     **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "Qwen3_5Tokenizer"),
-    **dict.fromkeys(("bart", "longformer", "roberta", "roberta-prelayernorm"), "RobertaTokenizer"),
-    **dict.fromkeys(("bert", "distilbert", "electra", "ernie", "nomic_bert"), "BertTokenizer"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
+    **dict.fromkeys(
+        ("bart", "longformer", "roberta", "roberta-prelayernorm", "data2vec-text"), "RobertaTokenizer"
+    ),
+    **dict.fromkeys(
+        ("bert", "distilbert", "electra", "ernie", "megatron-bert", "nomic_bert"), "BertTokenizer"
+    ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("gemma3n", "gemma3n_text", "t5gemma"), "GemmaTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
@@ -164,17 +170,22 @@ _CLASS_OF_TYPE = {
     **{"mpnet": "MPNetTokenizer", "openai-gpt": "OpenAIGPTTokenizer", "pegasus": "PegasusTokenizer"},
     **{"perceiver": "PerceiverTokenizer", "roformer": "RoFormerTokenizer", "siglip": "SiglipTokenizer"},
     **{"siglip2": "Siglip2Tokenizer", "whisper": "WhisperTokenizer", "xglm": "XGLMTokenizer"},
-    **{"xlm-roberta": "XLMRobertaTokenizer", "xlnet": "XLNetTokenizer"},
+    **dict.fromkeys(("gte", "jina_embeddings_v3", "xlm-roberta"), "XLMRobertaTokenizer"),
+    **{"mvp": "MvpTokenizer", "plbart": "PLBartTokenizer", "xlnet": "XLNetTokenizer"},
     **dict.fromkeys(("hubert", "wav2vec2"), "Wav2Vec2CTCTokenizer"),
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "internlm2"), _WHOLE),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "jamba"), _WHOLE),
     **dict.fromkeys(("ministral", "ministral3", "mistral", "mistral3", "mixtral", "modernbert"), _WHOLE),
     **dict.fromkeys(("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE),
+    **dict.fromkeys(("ernie4_5_moe", "flex_olmo", "glm4_moe_lite", "hyperclovax", "kimi_linear"), _WHOLE),
+    **dict.fromkeys(("minicpm3", "minimax_m2", "modernbert-decoder", "olmo_hybrid", "persimmon"), _WHOLE),
+    "xlm-roberta-xl": _WHOLE,
 }
 # Types whose published files name a class that is not theirs.
 _MISTAKEN_TYPES = {
     *("ernie4_5", "internlm2", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2"),
-    *("qwen3_5", "siglip2"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "siglip2", "ernie4_5_moe", "hyperclovax"),
+    *("minicpm3", "minimax_m2", "modernbert-decoder"),
 }
 
 
