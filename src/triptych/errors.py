@@ -54,7 +54,7 @@ class ConfigurationWarning(UserWarning):
 
 
 class EngineNote(UserWarning):
-    """Which engine `engine="auto"` took, and why."""
+    """Which engine `engine="auto"` took and why, or that a precision is slow on the device."""
 
 
 def first_line(error: BaseException) -> str:

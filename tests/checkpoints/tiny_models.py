@@ -104,6 +104,7 @@ _XGLM: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _TWO_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+_ROUTED = {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 _FEW_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
 _T5: dict[str, Any] = {
     "d_model": 24,
@@ -167,6 +168,10 @@ _DELTA_NET = {
     "linear_key_head_dim": 4,
     "linear_value_head_dim": 6,
 }
+
+_WINDOW_FIRST = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_WINDOW_LAST = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
 TINY: dict[str, Tiny] = {
     "bert": tiny("BertModel", _COMMON),
@@ -286,13 +291,7 @@ TINY: dict[str, Tiny] = {
         query_pre_attn_scalar=7,
         attn_logit_softcapping=0.02,
     ),
-    "cwm": tiny(
-        "CwmForCausalLM",
-        _NARROW,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-        rope_parameters=_LLAMA3,
-    ),
+    "cwm": tiny("CwmForCausalLM", _NARROW, _WINDOW_FIRST, rope_parameters=_LLAMA3),
     "youtu": tiny(
         "YoutuForCausalLM",
         _COMMON,
@@ -300,11 +299,7 @@ TINY: dict[str, Tiny] = {
         pad_token_id=None,  # whose row `transformers` (5.23) makes zeros when it loads the model
     ),
     "hyperclovax": tiny(
-        "HyperCLOVAXForCausalLM",
-        _GROUPED,
-        num_attention_heads=6,
-        residual_multiplier=0.3,
-        logits_scaling=2.0,
+        "HyperCLOVAXForCausalLM", _GROUPED, num_attention_heads=6, residual_multiplier=0.3, logits_scaling=2.0
     ),
     "hyperclovax, no norms after": tiny(
         "HyperCLOVAXForCausalLM",
@@ -319,17 +314,13 @@ TINY: dict[str, Tiny] = {
     "dots1": tiny(
         "Dots1ForCausalLM",
         _NARROW,
-        n_routed_experts=2,
+        _ROUTED,
         n_shared_experts=1,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
         first_k_dense_replace=1,
         sliding_window=4,
         max_window_layers=1,
     ),
-    "solar_open": tiny(
-        "SolarOpenForCausalLM", _NARROW, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=8
-    ),
+    "solar_open": tiny("SolarOpenForCausalLM", _NARROW, _ROUTED),
     "ernie4_5_moe": tiny(
         "Ernie4_5_MoeForCausalLM",
         _GROUPED,
@@ -341,20 +332,9 @@ TINY: dict[str, Tiny] = {
     "minimax_m2": tiny("MiniMaxM2ForCausalLM", _GROUPED, **_TWO_EXPERTS, head_dim=12, rotary_dim=6),
     "hunyuan_v1_moe": tiny("HunYuanMoEV1ForCausalLM", _NARROW, num_experts=2, moe_topk=[1, 1]),
     "flex_olmo": tiny("FlexOlmoForCausalLM", _GROUPED, num_experts=2, num_experts_per_tok=1),
-    "exaone_moe": tiny(
-        "ExaoneMoeForCausalLM",
-        _GROUPED,
-        _FEW_EXPERTS,
-        sliding_window=4,
-        layer_types=["full_attention", "sliding_attention"],
-    ),
+    "exaone_moe": tiny("ExaoneMoeForCausalLM", _GROUPED, _FEW_EXPERTS, _WINDOW_LAST),
     "mellum": tiny(
-        "MellumForCausalLM",
-        _NARROW,
-        _FEW_EXPERTS,
-        sliding_window=4,
-        layer_types=["full_attention", "sliding_attention"],
-        mlp_layer_types=["dense", "sparse"],
+        "MellumForCausalLM", _NARROW, _FEW_EXPERTS, _WINDOW_LAST, mlp_layer_types=["dense", "sparse"]
     ),
     "hy_v3": tiny("HYV3ForCausalLM", _NARROW, _FEW_EXPERTS),
     "granite_swa": tiny(
@@ -424,9 +404,7 @@ TINY: dict[str, Tiny] = {
     "exaone4, all turned": tiny(
         "Exaone4ForCausalLM", _NARROW, sliding_window=None, layer_types=["full_attention"] * 2
     ),
-    "ministral": tiny(
-        "MinistralForCausalLM", _NARROW, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "ministral": tiny("MinistralForCausalLM", _NARROW, _WINDOW_FIRST),
     "ministral3": tiny("Ministral3ForCausalLM", _NARROW, **_TEMPERATURE),
     "mistral3": tiny(
         "Mistral3ForConditionalGeneration",
@@ -476,9 +454,8 @@ TINY: dict[str, Tiny] = {
     "gemma3n, two streams": tiny(
         "Gemma3nForCausalLM",
         _NARROW,
+        _WINDOW_FIRST,
         num_kv_shared_layers=0,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=4,
         hidden_size_per_layer_input=6,
         vocab_size_per_layer_input=40,
         laurel_rank=4,
@@ -502,8 +479,7 @@ TINY: dict[str, Tiny] = {
     "gemma4, experts": tiny(
         "Gemma4ForCausalLM",
         _NARROW,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=4,
+        _WINDOW_FIRST,
         global_head_dim=16,
         hidden_size_per_layer_input=0,
         enable_moe_block=True,
@@ -601,9 +577,9 @@ TINY: dict[str, Tiny] = {
         _GROUPED,
         _DELTA_NET,
         _FEW_EXPERTS,
+        _HYBRID,
         head_dim=16,
         shared_expert_intermediate_size=8,
-        layer_types=["linear_attention", "full_attention"],
     ),
     "lfm2_moe": tiny(
         "Lfm2MoeForCausalLM",
@@ -612,47 +588,29 @@ TINY: dict[str, Tiny] = {
         num_dense_layers=1,
         layer_types=["conv", "full_attention"],
     ),
-    "olmo_hybrid": tiny(
-        "OlmoHybridForCausalLM",
-        _GROUPED,
-        _DELTA_NET,
-        layer_types=["linear_attention", "full_attention"],
-    ),
+    "olmo_hybrid": tiny("OlmoHybridForCausalLM", _GROUPED, _DELTA_NET, _HYBRID),
     "olmo_hybrid, not turned": tiny(
         "OlmoHybridForCausalLM",
         _GROUPED,
         _DELTA_NET,
-        layer_types=["linear_attention", "full_attention"],
+        _HYBRID,
         rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
-    "minimax": tiny(
-        "MiniMaxForCausalLM",
-        _GROUPED,
-        _TWO_EXPERTS,
-        head_dim=6,
-        layer_types=["linear_attention", "full_attention"],
-    ),
+    "minimax": tiny("MiniMaxForCausalLM", _GROUPED, _TWO_EXPERTS, _HYBRID, head_dim=6),
     "kimi_linear": tiny(
         "KimiLinearForCausalLM",
         _COMMON,
         _LATENT_SIZES,
         _FEW_EXPERTS,
+        _HYBRID,
         q_lora_rank=None,
-        layer_types=["linear_attention", "full_attention"],
         linear_num_heads=2,
         linear_head_dim=4,
     ),
     "minicpm3": tiny("MiniCPM3ForCausalLM", _COMMON, _LATENT_SIZES),
     "deepseek_v32": tiny("DeepseekV32ForCausalLM", _LATENT, index_n_heads=2, index_head_dim=8),
     "glm_moe_dsa": tiny("GlmMoeDsaForCausalLM", _LATENT, index_n_heads=2, index_head_dim=8),
-    "afmoe": tiny(
-        "AfmoeForCausalLM",
-        _NARROW,
-        _FEW_EXPERTS,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-        mup_enabled=True,
-    ),
+    "afmoe": tiny("AfmoeForCausalLM", _NARROW, _FEW_EXPERTS, _WINDOW_FIRST, mup_enabled=True),
     "granitemoehybrid": tiny(
         "GraniteMoeHybridForCausalLM",
         _GROUPED,
@@ -713,14 +671,7 @@ TINY: dict[str, Tiny] = {
     "deepseek_v2": tiny("DeepseekV2ForCausalLM", _LATENT),
     "deepseek_v2, queries whole": tiny("DeepseekV2ForCausalLM", _LATENT, q_lora_rank=None),
     "deepseek_v3": tiny("DeepseekV3ForCausalLM", _LATENT),
-    "glm4_moe_lite": tiny(
-        "Glm4MoeLiteForCausalLM",
-        _COMMON,
-        **_LATENT_SIZES,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=8,
-    ),
+    "glm4_moe_lite": tiny("Glm4MoeLiteForCausalLM", _COMMON, _LATENT_SIZES, _ROUTED),
     "deepseek_v3, halves": tiny("DeepseekV3ForCausalLM", _LATENT, rope_interleave=False),
     "deepseek_v2, stretched": tiny("DeepseekV2ForCausalLM", _LATENT, rope_parameters=_YARN),
     "deepseek_v3, stretched": tiny("DeepseekV3ForCausalLM", _LATENT, rope_parameters=_YARN),

@@ -54,7 +54,7 @@ def test_what_is_written_is_what_training_would_have_chosen(text: dict[str, Path
     written = package.new_recipe("mine.toml", **text, display=SilentDisplay())
     assert isinstance(written, LanguageRecipe if "text" in text else Recipe)
     data = written.data.train.model_dump(mode="json", exclude_unset=True)
-    bare = {"task": written.task, "data": {"train": data}, "name": "mine"}
+    bare = {"task": written.task, "data": {"train": data}, "name": "mine", "training": {"precision": "auto"}}
     if "text" in text:
         bare["validation"] = {"sample_tokens": 50}
     (Path("bare.toml")).write_text(json_as_toml(bare))

@@ -1,13 +1,14 @@
 """CTranslate2 in the place of our own search: the same hypotheses, scores and options."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from triptych import load
-from triptych.decoding import SearchOptions, Stop, Translation, Translator
+from triptych.decoding import Precision, SearchOptions, Stop, Translation, Translator
 from triptych.errors import DataError, EngineNote, UsageError
 from triptych.face import engines as cache
 from triptych.face.engines import CTranslate2Searcher
@@ -161,6 +162,17 @@ def test_a_trained_checkpoint_translates_as_our_own_engine_does() -> None:
     rounded = load(MARIAN, device="cpu", engine="ctranslate2", precision="int8").translate(lines)
     assert sum(one.text == other.text for one, other in zip(ours, exact, strict=True)) >= 19
     assert sum(one.text == other.text for one, other in zip(ours, rounded, strict=True)) >= 14
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_precision_that_the_device_has_no_products_in_is_said_to_be_slow(
+    precision: Precision, is_fast: bool, run: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.face.engines.has_fast_bf16", lambda kind: is_fast)
+    with warnings.catch_warnings(record=True, action="always") as notes:
+        cache.make_translator(run, cache.Options("cpu", precision=precision))
+    assert len(notes) == (precision == "bf16" and not is_fast)
 
 
 def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(

@@ -19,6 +19,7 @@ from triptych.models.architecture import (
     SublayerConfig,
 )
 from triptych.models.experts import Experts
+from triptych.models.feed_forward import combined
 from triptych.models.language_model import LanguageModel
 
 D_MODEL, D_FF, COUNT = 12, 10, 8
@@ -39,9 +40,38 @@ CONFIGS = {
     "deepseek_v3": replace(
         GROUPED, scores="sigmoid", normalised=True, correction=True, group_score="two_best", min_sum=1e-20
     ),
+    "qwen2_moe": replace(TWO, shared=SHARED, shared_gate=True),
     "llama4": replace(TWO, scores="sigmoid", scale_input=True, shared=SWIGLU),
     "gemma4": replace(NORMALISED, shared=SHARED, norm_eps=1e-6, weighted=True),
 }
+
+
+def every_expert_on_every_token(layer: Experts, x: Tensor) -> Tensor:
+    config, tokens, norms = layer.config, x.flatten(0, -2), layer.norms or {}
+    read = norms["experts"](tokens) if norms else tokens
+    chosen, weights = layer.router(norms["router"](tokens) * D_MODEL**-0.5 if norms else tokens)
+
+    def expert(given: Tensor, number: int) -> Tensor:
+        inner = layer.inner(given, number)
+        if layer.gate is None:
+            return layer.outer(layer.activation(inner), number)
+        return layer.outer(
+            combined(config.expert, layer.activation, layer.gate(given, number), inner), number
+        )
+
+    total = torch.zeros_like(tokens)
+    for number in range(COUNT):
+        weight = (weights * (chosen == number)).sum(dim=-1, keepdim=True).to(x.dtype)
+        if config.scale_input:
+            total = total + expert(read * weight, number) * (chosen == number).any(dim=-1, keepdim=True)
+        else:
+            total = total + expert(read, number) * weight
+    if layer.shared is not None and norms:
+        total = norms["out"](total) + norms["shared_out"](layer.shared(norms["shared"](tokens)))
+    elif layer.shared is not None:
+        opened = 1.0 if layer.shared_gate is None else (tokens @ layer.shared_gate.mT).sigmoid()
+        total = total + layer.shared(tokens) * opened
+    return total.view(x.shape)
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -61,8 +91,7 @@ def test_tokens_gathered_for_each_expert_give_what_every_expert_on_every_token_g
     experts = made(CONFIGS[name])
     x = inputs().requires_grad_()
     outputs, gradients = [], []
-    for way in (experts, experts.reference):
-        output = way(x)
+    for output in (experts(x), every_expert_on_every_token(experts, x)):
         outputs.append(output)
         inner = torch.autograd.grad((output * output.detach().sin()).sum(), [x, *experts.parameters()])
         gradients.append(inner)

@@ -57,7 +57,7 @@ from triptych.extras import require_extra
 from triptych.files import cache_folder, write_folder
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
-from triptych.models.device import find_device
+from triptych.models.device import find_device, has_fast_bf16
 from triptych.opening import OpenedModel
 
 EngineName = Literal["triptych", "ctranslate2", "auto"]
@@ -436,6 +436,7 @@ def make_translator(
         warnings.warn(f"engine auto: {note}", EngineNote, stacklevel=3)
         return found
     if options.engine == "triptych":
+        _note_slow_precision(opened.encoder_decoder, options.precision)
         found = opened.translator(
             opened.search_options(stop=stop, **search), precision=options.precision, workers=workers
         )
@@ -448,6 +449,13 @@ def make_translator(
         searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
         found = Translator(opened.encoder_decoder, opened.tokenizers, wanted, searcher=searcher)
     return found if glossary is None else found.with_glossary(glossary)
+
+
+def _note_slow_precision(model: nn.Module, precision: Precision) -> None:
+    if precision == "bf16" and not has_fast_bf16(next(model.parameters()).device.type):
+        warnings.warn(
+            "this device has no products in bfloat16: fp32 is faster here", EngineNote, stacklevel=4
+        )
 
 
 def identify(translator: Translator, name: str, changes: Sequence[str], options: Options) -> dict[str, Any]:
@@ -467,6 +475,7 @@ def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
     if options.engine == "auto":
         warnings.warn("engine auto: triptych generates", EngineNote, stacklevel=3)
     if options.engine != "ctranslate2":
+        _note_slow_precision(opened.language_model, options.precision)
         return opened.generator(precision=options.precision)
     require_ctranslate2()
     model, tokenizer = opened.language_model, opened.tokenizer

@@ -111,11 +111,13 @@ class Experts(nn.Module):
         self.dropout = Dropout(expert.dropout)
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        tokens, chosen, weights = self._read(x)
+        tokens, norms = x.reshape(-1, x.shape[-1]), self.norms
+        routed = tokens if norms is None else norms["router"](tokens) * tokens.shape[-1] ** -0.5
+        chosen, weights = self.router(routed)
         order = chosen.flatten().argsort(stable=True)
         rows = order // self.config.top_k
         of_rows = weights.flatten()[order, None].to(x.dtype)
-        gathered = tokens[rows]
+        gathered = (tokens if norms is None else norms["experts"](tokens))[rows]
         if self.config.scale_input:
             gathered = gathered * of_rows
         counts = chosen.flatten().bincount(minlength=self.config.num_experts).tolist()
@@ -124,41 +126,19 @@ class Experts(nn.Module):
         if not self.config.scale_input:
             given = given * of_rows
         total = torch.zeros_like(tokens).index_add(0, rows, given.to(tokens.dtype))
-        return self._with_shared(total, tokens, x)
+        return self._with_shared(total, tokens).view(x.shape)
 
-    def reference(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        """The same with every expert applied to every token: slow, and for comparison."""
-        tokens, chosen, weights = self._read(x)
-        total = torch.zeros_like(tokens)
-        for number in range(self.config.num_experts):
-            weight = (weights * (chosen == number)).sum(dim=-1, keepdim=True).to(x.dtype)
-            if self.config.scale_input:
-                passed = (chosen == number).any(dim=-1, keepdim=True)
-                total = total + self._expert(tokens * weight, number) * passed
-            else:
-                total = total + self._expert(tokens, number) * weight
-        return self._with_shared(total, tokens, x)
-
-    def _read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the experts read, and the choice of each token."""
-        tokens = x.reshape(-1, x.shape[-1])
-        if self.norms is None:
-            return tokens, *self.router(tokens)
-        routed = self.norms["router"](tokens) * tokens.shape[-1] ** -0.5
-        return self.norms["experts"](tokens), *self.router(routed)
-
-    def _with_shared(self, total: Tensor, tokens: Tensor, x: Tensor) -> Tensor:
+    def _with_shared(self, total: Tensor, tokens: Tensor) -> Tensor:
         """The sum over experts with what the layer adds that every token passes."""
-        if self.shared is not None and self.norms is not None:
-            shared = self.norms["shared_out"](self.shared(self.norms["shared"](x.reshape(tokens.shape))))
-            total = self.norms["out"](total) + shared
-        elif self.shared is not None:
-            shared = self.shared(tokens)
-            if self.shared_gate is not None:
-                opened = nn.functional.linear(tokens, self.shared_gate.to(tokens.dtype)).sigmoid()
-                shared = shared * opened
-            total = total + shared
-        return total.view(x.shape)
+        if self.shared is None:
+            return total
+        if self.norms is not None:
+            shared = self.norms["shared_out"](self.shared(self.norms["shared"](tokens)))
+            return self.norms["out"](total) + shared  # type: ignore[no-any-return]
+        shared = self.shared(tokens)
+        if self.shared_gate is not None:
+            shared = shared * nn.functional.linear(tokens, self.shared_gate.to(tokens.dtype)).sigmoid()
+        return total + shared  # type: ignore[no-any-return]
 
     def _expert(self, x: Tensor, number: int) -> Tensor:
         if self.gate is None:

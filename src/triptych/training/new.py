@@ -73,7 +73,7 @@ def new_recipe(
     corpus = {"files": str(text)} if text is not None else {"file": str(tsv)}
     if pair is not None:
         corpus = {"source": str(source), "target": str(target)}
-    tree: dict[str, Any] = {"data": {"train": corpus}}
+    tree: dict[str, Any] = {"data": {"train": corpus}, "training": {"precision": "auto"}}
     if text is not None:
         tree |= {"task": "language-model", "validation": {"sample_tokens": _SAMPLE_TOKENS}}
     fitted = prepare(resolve(tree), Path.cwd(), display or LineDisplay()).recipe
