@@ -1,4 +1,4 @@
-"""Families that `transformers` has no class of: they have another family's layers by other names."""
+"""Families that `transformers` has no class of its own for: they have another family's layers."""
 
 import json
 from collections.abc import Callable
@@ -46,6 +46,15 @@ def internlm2(folder: Path) -> nn.Module:
         joined = by_group(state, f"model.layers.{layer}.self_attn")
         stored[f"model.layers.{layer}.attention.wqkv.weight"] = joined
     save(folder, stored, {**sizes, "model_type": "internlm2", "bias": False, "rms_norm_eps": 1e-5})
+    return model
+
+
+def internlm3(folder: Path) -> nn.Module:
+    sizes = {**SIZES, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 10, "rms_norm_eps": 1e-5}
+    config = transformers.LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)
+    model = transformers.LlamaForCausalLM(config)
+    save(folder, moved(model), {**sizes, "model_type": "internlm3", "qkv_bias": True, "bias": True})
     return model
 
 
@@ -118,7 +127,7 @@ def save(folder: Path, stored: dict[str, Tensor], record: dict[str, Any]) -> Non
     (folder / "config.json").write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize("make", [internlm2, openelm])
+@pytest.mark.parametrize("make", [internlm2, internlm3, openelm])
 @torch.no_grad()
 def test_its_logits_are_those_of_the_same_layers_by_other_names_and_it_is_written_back(
     make: Callable[[Path], nn.Module], tmp_path: Path

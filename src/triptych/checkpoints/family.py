@@ -30,7 +30,7 @@ class Unread(Spec):
 class Family(Spec):
     name: str
     model_types: tuple[str, ...] = ()
-    remote: bool = False  # whether its class comes with its checkpoints, and is not in `transformers`
+    remote: bool = False  # whether `transformers` has no class of its own for it
     refused: tuple[Choice, ...] = ()  # why its checkpoints cannot be read, on conditions of the configuration
     attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
     # what its models are made of besides; None where they can be read, and not run

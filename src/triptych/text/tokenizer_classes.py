@@ -179,13 +179,13 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE),
     **dict.fromkeys(("ernie4_5_moe", "flex_olmo", "glm4_moe_lite", "hyperclovax", "kimi_linear"), _WHOLE),
     **dict.fromkeys(("minicpm3", "minimax_m2", "modernbert-decoder", "olmo_hybrid", "persimmon"), _WHOLE),
-    "xlm-roberta-xl": _WHOLE,
+    **dict.fromkeys(("internlm3", "iquestcoder", "xlm-roberta-xl"), _WHOLE),
 }
 # Types whose published files name a class that is not theirs.
 _MISTAKEN_TYPES = {
     *("ernie4_5", "internlm2", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "siglip2", "ernie4_5_moe", "hyperclovax"),
-    *("minicpm3", "minimax_m2", "modernbert-decoder"),
+    *("internlm3", "iquestcoder", "minicpm3", "minimax_m2", "modernbert-decoder"),
 }
 
 
