@@ -22,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 HALVES = ("Encoder", "Decoder", "Stack")
 OTHER = {"encoder": "decoder", "decoder": "encoder"}
 # What is refused, and why.
-REFUSED = {"Llama4VisionModel": "its positions have two directions"}
+REFUSED = {
+    "Llama4VisionModel": "its positions have two directions",
+    "Qwen3VLVisionModel": "its positions are rows and columns",
+}
 # Its preprocessor, and not the model, makes the width of what is read.
 LEFT_OUT = ("PerceiverForImageClassificationLearned",)
 

@@ -125,6 +125,7 @@ def renamed(name: str) -> Iterator[str]:
     yield name.replace("language_model.model.", "model.language_model.")
     yield name.replace("backbone.", "model.")
     yield f"model.{name}"
+    yield name.replace("model.", "model.language_model.", 1)
     new = name.replace("attention.attention.query", "attention.q_proj").replace(
         "attention.attention.key", "attention.k_proj"
     )

@@ -61,7 +61,7 @@ MORE_OF_RECORD: dict[str, dict[str, Any]] = {
 FAIL_THERE = {
     **dict.fromkeys(("phi", "stablelm", "persimmon"), ("proportional", "proportional, half")),
     "phi3": ("linear", "dynamic", "llama3", "yarn", "proportional", "proportional, half"),
-    **dict.fromkeys(("mistral3", "gemma4, text"), ("longrope",)),
+    **dict.fromkeys(("mistral3", "gemma4, text", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("longrope",)),
 }
 # Refused here by name: its channels turn backwards.
 REFUSED_HERE = {"nanochat": ("dynamic",)}

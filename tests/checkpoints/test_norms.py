@@ -74,7 +74,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         "seed_oss | ministral3 | llama4, text | llama4, stretched | llama4 | helium | deepseek_v2 | "
         "deepseek_v2, queries whole | deepseek_v2, stretched | hunyuan_v1_dense | cwm | "
         "hyperclovax, no norms after | qwen2_moe | dots1 | exaone_moe | mellum | hy_v3 | eurobert | "
-        "deepseek_v32 | glm_moe_dsa | glm4_moe_lite",
+        "deepseek_v32 | glm_moe_dsa | glm4_moe_lite | qwen2_vl | qwen2_5_vl | qwen3_vl",
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
     ),
     "apertus": {"feedforward_layernorm": "up_proj", "norm": "lm_head"},

@@ -169,6 +169,8 @@ _DELTA_NET = {
     "linear_value_head_dim": 6,
 }
 
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_VISION: dict[str, Any] = {"depth": 1, "num_heads": 2, "patch_size": 4}
 _WINDOW_FIRST = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 _WINDOW_LAST = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
@@ -271,6 +273,27 @@ TINY: dict[str, Tiny] = {
     "mistral": tiny("MistralForCausalLM", _GROUPED, sliding_window=4),
     "mixtral": tiny("MixtralForCausalLM", _GROUPED, num_local_experts=2),
     "qwen2": tiny("Qwen2ForCausalLM", _GROUPED),
+    "qwen2_vl": tiny(
+        "Qwen2VLForConditionalGeneration",
+        text_config={**_GROUPED, "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 1]}},
+        vision_config={**_VISION, "embed_dim": 16, "hidden_size": 24},
+    ),
+    "qwen2_5_vl": tiny(
+        "Qwen2_5_VLForConditionalGeneration",
+        text_config={**_GROUPED, "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 1]}},
+        vision_config={**_VISION, "hidden_size": 16, "out_hidden_size": 24, "intermediate_size": 16},
+    ),
+    "qwen3_vl": tiny(
+        "Qwen3VLForConditionalGeneration",
+        text_config={**_NARROW, "rope_parameters": {**_MROPE, "mrope_section": [1, 2, 2]}},
+        vision_config={
+            **_VISION,
+            "hidden_size": 16,
+            "out_hidden_size": 24,
+            "intermediate_size": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
     "qwen3": tiny("Qwen3ForCausalLM", _NARROW),
     "qwen3_moe": tiny(
         "Qwen3MoeForCausalLM",
