@@ -8,6 +8,7 @@ from benchmarks.harness.command import Command
 from benchmarks.harness.page import Page, number, spread
 from benchmarks.harness.race import ALLOCATORS, Contender, Entry, Row, best_of, finalists
 from benchmarks.harness.workload import BATCH_TOKENS, TrainingText, prepare_training
+from triptych.models.device import has_fast_bf16
 
 OURS = "triptych"
 NARROW = " (bf16 weights)"
@@ -36,13 +37,21 @@ def _uncompiled(contender: Contender) -> Contender:
     )
 
 
+def _where_fast(contender: Contender) -> Contender:
+    """Without bfloat16 on CPUs that have no products in it: a round would take minutes."""
+    if has_fast_bf16("cpu"):
+        return contender
+    stages = (tuple(c for c in stage if "bf16" not in c.get("precision", "")) for stage in contender.stages)
+    return replace(contender, stages=tuple(stages))
+
+
 def _further(contender: Contender, tried: Sequence[Row]) -> list[Entry]:
     """Beside a peer's best setting: its best in plain float32, and its best with bfloat16 weights.
 
     The latter cost quality (see the curves); they are set as the best with float32 weights are.
     """
     best = best_of(tried, contender.name)
-    if best is None or contender.name == OURS:
+    if best is None or contender.name == OURS or not has_fast_bf16("cpu"):
         return []
     found = []
     plain = [row for row in tried if row.options.get("precision") == "fp32"]
@@ -76,7 +85,8 @@ def measure(command: Command) -> Page:
     tried: list[Row] = []
     entries: list[Entry] = []
     for contender in command.chosen(CONTENDERS):
-        found = race.screen(contender if command.compiled else _uncompiled(contender), {"batches": screened})
+        contender = _where_fast(contender if command.compiled else _uncompiled(contender))
+        found = race.screen(contender, {"batches": screened})
         tried += found
         entries += [*finalists(contender, found), *_further(contender, found)]
     ours = [entry for entry in entries if entry.contender.name == OURS]

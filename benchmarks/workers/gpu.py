@@ -24,7 +24,10 @@ from benchmarks.workers.pieces import Pieces
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
 from benchmarks.workers.training import LABEL_SMOOTHING, Learner, Text
 from benchmarks.workers.training_triptych import TrainerLearner
-from triptych.attention import attention, explain_attention
+from triptych.algebra.semantics import Semantics
+from triptych.attention import attention
+from triptych.attention.operation import explain_inputs
+from triptych.attention.planning import Inputs
 from triptych.decoding import Translator
 from triptych.models import PRESETS, ModelConfig
 from triptych.opening import open_translator
@@ -98,6 +101,7 @@ def _attention(device: torch.device, request: Options) -> Answer:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         return _waited_for(device, lambda: torch.autograd.grad(call(*inputs), inputs, upstream))
 
+    given = Inputs(q, k, v, None, None, causal, Semantics(q.shape[-1] ** -0.5), 0.0)
     passes = {"forward": forward, "forward + backward": both}
     return {
         "seconds": {
@@ -105,7 +109,7 @@ def _attention(device: torch.device, request: Options) -> Answer:
             for name, make in passes.items()
         },
         "largest_difference": apart,
-        "kernel": explain_attention(q, k, v, causal=causal).kernel,
+        "kernel": explain_inputs(given, need_weights=False, path="auto").kernel,
     }
 
 

@@ -51,11 +51,11 @@ def limit_spinning() -> None:
 
 def prepare_training() -> None:
     """Set how memory is kept while training; must be called before the first product in bfloat16."""
-    limit_kernel_cache(_KERNELS_KEPT)
+    limit_kernel_cache()
     keep_freed_memory()
 
 
-def limit_kernel_cache(kept: int) -> None:
+def limit_kernel_cache(kept: int = _KERNELS_KEPT) -> None:
     """Let oneDNN keep few compiled kernels; must be called before the first product.
 
     It compiles one for every shape of a matrix product and keeps 1,024 with their buffers. Batches of
