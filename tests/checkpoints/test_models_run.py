@@ -72,7 +72,10 @@ def test_outputs_and_attention_weights_are_those_of_transformers(name: str, pair
     calls.sort(key=lambda call: ("encoder", "decoder", "cross").index(call.kind))
     assert len(calls) == len(layers)
     for call, layer in zip(calls, layers, strict=True):
-        assert apart(call.queries_and_keys().weights(), layer) < TOLERANCE.get(name, 1e-10)
+        found = call.queries_and_keys().weights()
+        if name in ("granite_swa", "granitemoe_swa"):  # theirs are those before the sinks
+            found = found / found.sum(dim=-1, keepdim=True)
+        assert apart(found, layer) < TOLERANCE.get(name, 1e-10)
 
 
 @pytest.mark.parametrize("name", some(RUNS, FEW))
