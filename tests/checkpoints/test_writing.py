@@ -194,9 +194,8 @@ def test_every_exact_rewrite_written_back_leaves_the_model_as_it_was(
         assert write_layer(checkpoint, layer, layer.weights) == Unchanged()
         assert write_layer(checkpoint, layer, layer.weights.to(torch.float64)) == Unchanged()
         after, kept = exact(layer)
-        if (
-            name == "kimi_linear"
-        ):  # no positions keep its products of queries and keys from being factored anew
+        # No positions keep its products of queries and keys from being factored anew.
+        if name == "kimi_linear":
             with pytest.raises(RewriteRefusedError, match="through one latent and one rotary key"):
                 write_layer(checkpoint, layer, after, kept=kept)
             return write_layer(checkpoint, layer, layer.weights)
