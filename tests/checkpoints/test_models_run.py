@@ -320,19 +320,6 @@ def test_turned_channels_keep_their_factor_where_no_norm_takes_it_off(tmp_path: 
     assert apart(found, theirs(other, some_ids()).logits) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("name", "at"),
-    [("ernie4_5_moe", "model.mtp_block.0"), ("exaone_moe", "mtp.layers.0"), ("mellum", "mtp.layers.0")],
-)
-@torch.no_grad()
-def test_layers_that_predict_further_tokens_are_left_aside(name: str, at: str, tmp_path: Path) -> None:
-    other, ids = made(name, tmp_path), some_ids()
-    parts = ("self_attn.q_proj.weight", "mlp.up_proj.weight", "norm.weight")
-    changed(tmp_path, {f"{at}.{part}": torch.ones(2, 2) for part in parts}, {"num_nextn_predict_layers": 1})
-    found = load_language_model(tmp_path).model(ids).logits
-    assert apart(found, theirs(other, ids).logits) < 1e-10
-
-
 @pytest.fixture
 def gpt2(tmp_path: Path) -> Path:
     made("gpt2", tmp_path)

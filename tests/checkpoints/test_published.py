@@ -12,7 +12,7 @@ from torch import Tensor
 
 from small_checkpoints import HEADS, WIDTH, D, llama, read_all
 from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.errors import DataError
+from triptych.errors import ConfigurationWarning, DataError
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
@@ -135,7 +135,9 @@ def test_layers_that_predict_further_ahead_are_read_where_they_are(tmp_path: Pat
         "v_head_dim": 5,
     }
     config["num_nextn_predict_layers"] = 1
-    assert len(open_checkpoint(written(tmp_path / "all", tensors, config)).sites) == 2
+    folder = written(tmp_path / "all", tensors, config)
+    with pytest.warns(ConfigurationWarning, match=r"layers\.1\.self_attn predicts further tokens"):
+        assert len(open_checkpoint(folder).sites) == 2
     alone = {name: tensor for name, tensor in tensors.items() if "layers.0" in name}
     assert len(open_checkpoint(written(tmp_path / "alone", alone, config)).sites) == 1
 

@@ -264,15 +264,13 @@ class Checkpoint(AttentionSource):
         return found
 
     def _not_followed(self) -> tuple[str, ...]:
-        """Sentences on fields of the configuration that are set and change nothing."""
+        """Sentences on fields of the configuration that are set and change nothing, and on further layers."""
         found = {id(place.spec): place for place in self._places.values()}
-        return tuple(
-            dict.fromkeys(
-                said
-                for place in found.values()
-                for said in not_followed(self.family, place.spec, place.settings)
-            )
+        said = dict.fromkeys(
+            said for place in found.values() for said in not_followed(self.family, place.spec, place.settings)
         )
+        further = [place.site.module for place in self._places.values() if place.is_further]
+        return (*said, *(f"{module} predicts further tokens: it is read, and not run" for module in further))
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
         """How many layers, the last ones, have no keys and values of their own."""

@@ -201,6 +201,11 @@ class Place:
         return self.prefix + name.format(layer=self.layer, inner=self.inner, **numbers)
 
     @property
+    def is_further(self) -> bool:
+        """Whether it comes after the layers of the model, and predicts further tokens."""
+        return self.layer >= self.settings.count(self.spec.layers)
+
+    @property
     def norm(self) -> NormSpec | None:
         return self.first(self.spec.norm)
 

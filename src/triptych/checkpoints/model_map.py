@@ -66,7 +66,7 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
     mapping = _Mapping(checkpoint, spec, checkpoint.sites)
     architecture = mapping.architecture()
     entries = mapping.entries
-    found = ModelMap(architecture, checkpoint.sites, LayerMap(dict(entries.found)), entries.copies)
+    found = ModelMap(architecture, mapping.sites, LayerMap(dict(entries.found)), entries.copies)
     _account(checkpoint, found.tensors, (mapping,))
     return found
 
@@ -123,10 +123,9 @@ class _Mapping:
             self.entries.refuse(
                 f"{others[0].module} is no self-attention of its {spec.stack}: it cannot be run"
             )
-        further = [s for s in sites if (p := checkpoint.place(s)).layer >= p.settings.count(p.spec.layers)]
-        if further:
-            self.entries.refuse(f"{further[0].module} predicts further tokens: such layers cannot be run")
-        self.sites = sites
+        # Layers that predict further tokens are left aside, as `transformers` does.
+        self.further = tuple(site for site in sites if checkpoint.place(site).is_further)
+        self.sites = tuple(site for site in sites if site not in self.further)
         self.first = checkpoint.place(sites[0])
         self.settings = self.first.settings
         for choice in spec.refused:
@@ -402,6 +401,7 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     for mapping in mappings:
         used |= mapping.entries.copies.keys()
         patterns += mapping.spec.rest
+        patterns += [f"{site.module.rpartition('.')[0]}.*" for site in mapping.further]
     for site in checkpoint.sites:
         place = checkpoint.place(site)
         reader = LayerReader(place, tensors)

@@ -101,15 +101,15 @@ def say(message: str) -> None:
 def warnings_as_lines() -> Iterator[None]:
     """While entered, our warnings and notes are lines of their own, each printed once."""
     with warnings.catch_warnings():
-        as_before = warnings.showwarning
+        as_before, shown = warnings.showwarning, set[str]()
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
-            if issubclass(category, ConfigurationWarning):
-                say(f"triptych: warning: {message}")
-            elif issubclass(category, EngineNote):
-                say(f"triptych: {message}")
-            else:
+            if not issubclass(category, ConfigurationWarning | EngineNote):
                 as_before(message, category, *where, **how)
+            elif str(message) not in shown:  # it may come from several places
+                shown.add(str(message))
+                kind = "warning: " if issubclass(category, ConfigurationWarning) else ""
+                say(f"triptych: {kind}{message}")
 
         warnings.simplefilter("default", ConfigurationWarning)
         warnings.simplefilter("default", EngineNote)

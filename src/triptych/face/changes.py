@@ -54,9 +54,10 @@ class Change(ABC):
         return weights
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
-        """Change a copy of a model."""
-        for number in self.layers:
-            site = sites[number]
+        """Change a copy of a model; layers after those in `sites` are read and not run."""
+        for number, site in enumerate(sites):
+            if number not in self.layers:
+                continue
             new = MultiHeadAttention.from_weights(
                 self.of_weights(number, site.layer.weights(site.kind)), site.layer.dropout
             )
@@ -94,8 +95,10 @@ class ValueChange(Change):
         return f"it changes {self.what} while the model runs, which weights cannot express"
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
-        for number, edits in self.heads.items():
-            layer = sites[number].layer
+        for number, site in enumerate(sites):
+            if (edits := self.heads.get(number)) is None:
+                continue
+            layer = site.layer
             before = layer.tap.edits if isinstance(layer.tap, HeadTap) else ()
             layer.tap = HeadTap((*before, (self.what, edits)))
 

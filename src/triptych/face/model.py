@@ -334,8 +334,9 @@ class Model(RunnableModel):
             UsageError: there are not as many texts, or not as many tokens in a pair.
         """
         texts = [[one] if isinstance(one, str) else list(one) for one in (clean, corrupted)]
+        run = self._opened.sites_of(self.reader.model)
         return sweep_heads(
-            [f"{layer.name}.{head}" for layer in self.layers for head in range(layer.num_heads)],
+            [f"{layer.name}.{head}" for layer in self.layers[: len(run)] for head in range(layer.num_heads)],
             self.run,
             lambda head, run, text: self.patch(head, run, what).run(text),
             (texts[0], texts[1]),

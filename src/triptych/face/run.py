@@ -121,10 +121,7 @@ class Run:
             UsageError: there is no such place; the message says which there are.
         """
         number, head = self._places.find(place)
-        site = self._order[number]
-        if site not in self._calls:
-            raise UsageError(f"layer {self._places.names[number]} did not run on this text")
-        call = self._calls[site]
+        call = self._calls[self._site(number)]
         if head is not None and not 0 <= head < call.layer.num_heads:
             raise UsageError(
                 f"layer {self._places.names[number]} has no head {head}: its heads are 0 to "
@@ -169,9 +166,15 @@ class Run:
         if self._graph is None:
             raise UsageError("the run has no gradients: run(text, grad=True)")
         number, head = self._places.find(place)
-        kept = self._graph[self._order[number]][what]
+        kept = self._graph[self._site(number)][what]
         (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
         return found[0] if head is None else found[0, head]
+
+    def _site(self, number: int) -> str:
+        site = self._order.get(number, "")
+        if site not in self._calls:
+            raise UsageError(f"layer {self._places.names[number]} did not run on this text")
+        return site
 
     @cached_property
     def _calls(self) -> dict[str, LayerCall]:

@@ -327,13 +327,17 @@ class Reader(TextModel):
                 found.setdefault(name, []).append(Seen(call.x, call.memory))
         return found
 
+    def runs(self, site: Site) -> bool:
+        return next(self._layers_at(site), None) is not None
+
     def attention_module(self, site: Site) -> nn.Module:
+        return next(self._layers_at(site))
+
+    def _layers_at(self, site: Site) -> Iterator[nn.Module]:
         stack, _, number = _module_place(site).partition(".")
-        return next(
-            there.layer
-            for there in attention_sites(self.model)
-            if there.block == int(number) and (self.kind != "pairs" or there.stack == stack)
-        )
+        for there in attention_sites(self.model):
+            if there.block == int(number) and (self.kind != "pairs" or there.stack == stack):
+                yield there.layer
 
     def _longest(self) -> int:
         return WINDOW_TOKENS if self._longest_text is None else self._longest_text

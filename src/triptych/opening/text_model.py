@@ -82,6 +82,10 @@ class TextModel(ABC):
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
         """Run a window: the inputs of some attention layers by name, one for each use of a layer."""
 
+    def runs(self, site: Site) -> bool:
+        """Whether it runs an attention layer, and does not leave it aside."""
+        return True
+
     @abstractmethod
     def attention_module(self, site: Site) -> nn.Module:
         """The module of an attention layer."""
@@ -94,7 +98,7 @@ class TextModel(ABC):
             found.append((name, output if isinstance(output, Tensor) else output[0]))
 
         with ExitStack() as stack:
-            for site in source.sites:
+            for site in filter(self.runs, source.sites):
                 hook = partial(keep, name=site.name)
                 stack.callback(self.attention_module(site).register_forward_hook(hook).remove)
             self.outputs(window)

@@ -9,6 +9,7 @@ from triptych.attending.windows import cut_windows
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
 from triptych.attending.worth import measure_worth
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.errors import UsageError
 from triptych.opening import Reader, TextModel, open_model, open_text_model, read_tab_pairs, read_whole_text
 from triptych.rewriting.inputs import before_gain
 
@@ -45,6 +46,7 @@ def gather_moments(
             memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
             layers[site.name] = weights, norm, memory_norm, MomentsGatherer(served=served)
         model = model or open_text_model(folder)
+        _require_run(model, together)
         for window in model.windows(text, most_tokens):
             for name, uses in model.inputs(window, source, together).items():
                 weights, norm, memory_norm, gatherer = layers[name]
@@ -73,6 +75,12 @@ def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: i
         yield together
 
 
+def _require_run(model: TextModel, sites: Sequence[Site]) -> None:
+    for site in sites:
+        if not model.runs(site):
+            raise UsageError(f"{site.module} is not run on the calibration text: leave it out with layers")
+
+
 def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:
     """How much the loss of the original model rises without each head of layers, in nats per token."""
     reader = Reader(open_model(folder, "cpu"))
@@ -81,6 +89,7 @@ def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
     else:
         windows = cut_windows(reader, [read_whole_text(text)])
+    _require_run(reader, sites)
     worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_LOSSES), "zero")
     return {
         site.name: worth.of("cross" if site.kind == "cross" else site.stack, site.layer) for site in sites
