@@ -11,8 +11,9 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,12 +53,12 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def measure(setting: Setting, length: int, dtype: torch.dtype, backward: bool) -> dict[str, object]:
+def measure(setting: Setting, length: int, dtype: torch.dtype, backward: bool) -> dict[str, Any]:
     tensors = setting.tensors(length, dtype, backward)
     times: dict[str, list[float]] = {"reference": [], "fast": []}
     for repeat in range(REPEATS + 2):
         for path, found in times.items():
-            spent = seconds(lambda path=path: step(tensors, path, backward))
+            spent = seconds(partial(step, tensors, path, backward))
             if repeat >= 2:
                 found.append(spent)
     ratios = [fast / slow for fast, slow in zip(times["fast"], times["reference"], strict=True)]
@@ -88,7 +89,7 @@ def main() -> None:
             for length in LENGTHS:
                 row = measure(setting, length, dtype, backward)
                 rows.append(row)
-                low, high = row["ratio_range"]  # type: ignore[misc]
+                low, high = row["ratio_range"]
                 print(
                     f"{row['pass']:<20}{row['dtype']:<10}{length:>7}{row['written_out_ms']:>10.2f} ms"
                     f"{row['fused_ms']:>7.2f} ms  {row['ratio']:.2f} ({low:.2f} to {high:.2f})"

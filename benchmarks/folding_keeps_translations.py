@@ -55,7 +55,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run = open_translator(arguments.run, "cpu")
     lines = read_lines(arguments.source)
-    trained = run.model.eval()
+    trained = run.encoder_decoder.eval()
     outcome = rewrite(trained, fold)
     folded = outcome.result.eval()
     for site, (record,) in outcome.records.items():
@@ -83,7 +83,7 @@ def main() -> None:
         name: sum(p.numel() for p in model.parameters())
         for name, model in (("trained", trained), ("folded", folded))
     }
-    record = {
+    figures = {
         "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "triptych": version("triptych"),
@@ -94,9 +94,9 @@ def main() -> None:
         "spread": {name: [min(values), max(values)] for name, values in speeds.items()},
         "differing": differing,
     }
-    print(json.dumps(record, indent=2, ensure_ascii=False))
+    print(json.dumps(figures, indent=2, ensure_ascii=False))
     if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

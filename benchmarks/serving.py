@@ -260,7 +260,7 @@ def translated(model: str, source: Path, options: Sequence[str]) -> tuple[list[s
     return found, Rate((len(found) - first) / (times[-1] - times[first - 1]))
 
 
-def in_process(model: str, engine: str, lines: Sequence[str], *, together: bool) -> Rate | str:
+def in_process(model: str, engine: Any, lines: Sequence[str], *, together: bool) -> Rate | str:
     """One call for all lines, or as LibreTranslate does it one for each; or why there is none."""
     import triptych
 

@@ -112,7 +112,7 @@ class _Walk:
             if node.name != "__repr__":
                 inner = f"{scope}.{node.name}" if scope else node.name
                 if not isinstance(node, ast.ClassDef):
-                    for default in (*node.args.defaults, *node.args.kw_defaults):
+                    for default in filter(None, (*node.args.defaults, *node.args.kw_defaults)):
                         yield from self._expression(default, default, inner)
                 for statement in node.body:
                     yield from self._statement(statement, inner)
@@ -172,8 +172,8 @@ class _Walk:
             case ast.BinOp(left=left, right=right, op=op) if type(op) in _ARITHMETIC and not _is_text(node):
                 yield from self._between(left, right, *_ARITHMETIC[type(op)], within, scope)
             case ast.Compare(left=left, ops=ops, comparators=others):
-                for one, op, other in zip((left, *others), ops, others, strict=False):
-                    yield from self._between(one, other, *_COMPARISONS[type(op)], within, scope)
+                for one, sign, other in zip((left, *others), ops, others, strict=False):
+                    yield from self._between(one, other, *_COMPARISONS[type(sign)], within, scope)
             case ast.BoolOp(op=op, values=values):
                 swap = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
                 for one, other in pairwise(values):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -174,7 +175,8 @@ class EachMatrix(Rewrite):
     def apply(self, layer: LayerToRewrite) -> Rewritten:
         sides: tuple[Side, ...] = ("q", "k") if self.forms == ("qk",) else ("v", "o")
         weights = layer.weights
-        new = AttentionWeights(**{**vars(weights), **{side: (self._cut(weights, side),) for side in sides}})
+        cut: dict[str, Any] = {side: (self._cut(weights, side),) for side in sides}
+        new = replace(weights, **cut)
         return rewritten("each_matrix", "bounded", weights, new)
 
     def _cut(self, weights: AttentionWeights, side: Side) -> Any:

@@ -174,12 +174,14 @@ def _write(folder: Path, sizes: dict[str, int]) -> tuple[int, int]:
         "torch_dtype": "float16",
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    files = [{"decoder.embed_tokens.weight": (words, d), "decoder.embed_positions.weight": (2050, d)}]
+    files: list[dict[str, tuple[int, ...]]] = [
+        {"decoder.embed_tokens.weight": (words, d), "decoder.embed_positions.weight": (2050, d)}
+    ]
     files[0] |= {f"decoder.final_layer_norm.{part}": (d,) for part in ("weight", "bias")}
     files += [dict(_shapes(layer, d, sizes["ff"])) for layer in range(sizes["layers"])]
     generator = torch.Generator().manual_seed(0)
     block = (torch.randn(1 << 24, generator=generator) * 0.02).half().numpy().tobytes()
-    places = {}
+    places: dict[str, str] = {}
     for number, shapes in enumerate(files):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         _write_file(folder / name, {f"model.{tensor}": shape for tensor, shape in shapes.items()}, block)

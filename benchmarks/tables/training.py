@@ -1,6 +1,6 @@
 """Training: target tokens a second of whole steps, all contenders over the same batches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,15 +14,17 @@ OURS = "triptych"
 NARROW = " (bf16 weights)"
 
 
-def _peer(name: str, worker: str, *axes: tuple[dict[str, str], ...]) -> Contender:
+def _peer(name: str, worker: str, *axes: tuple[Mapping[str, Any], ...]) -> Contender:
     """A peer with float32 weights, and how its best setting is looked for.
 
     Precision and allocator depend on each other, so all pairs are tried; the axes of its own before
     that and again after it, since the best of them may depend on the precision.
     """
     precisions = ("fp32", "fp32 with bf16 products", "bf16 autocast")
-    pairs = tuple({"precision": p, "allocator": a} for p in precisions for a in ALLOCATORS)
-    stages = (
+    pairs: tuple[Mapping[str, Any], ...] = tuple(
+        {"precision": p, "allocator": a} for p in precisions for a in ALLOCATORS
+    )
+    stages: tuple[tuple[Mapping[str, Any], ...], ...] = (
         *(*axes, pairs, *axes),
         ({"optimizer": "fused"}, {"optimizer": "foreach"}),
         ({"compiled": False}, {"compiled": True}),
@@ -91,8 +93,8 @@ def measure(command: Command) -> Page:
         entries += [*finalists(contender, found), *_further(contender, found)]
     ours = [entry for entry in entries if entry.contender.name == OURS]
     theirs = [entry for entry in entries if entry.contender.name != OURS]
-    found = race.final(ours, theirs, {"steps": {"batches": batches}}, command.rounds)
-    return _page(found["steps"], tried, text, command)
+    raced = race.final(ours, theirs, {"steps": {"batches": batches}}, command.rounds)
+    return _page(raced["steps"], tried, text, command)
 
 
 def _page(rows: list[Row], tried: list[Row], text: TrainingText, command: Command) -> Page:

@@ -21,7 +21,7 @@ def build(options: Options) -> Engine:
         "stop": "certain" if off == STOP else "full",
     }
     if off == ORDER:
-        translator.Translator._batches = _as_they_come  # type: ignore[method-assign]
+        translator.Translator._batches = _as_they_come  # type: ignore[method-assign, assignment]
     return Ours(changed)
 
 

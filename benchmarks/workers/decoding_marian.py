@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import MarianMTModel
@@ -23,7 +24,7 @@ def load(options: Options) -> TranslateBatch:
     return translate_with(model, Pieces(folder))
 
 
-def translate_with(model: MarianMTModel, pieces: Pieces) -> TranslateBatch:
+def translate_with(model: Any, pieces: Pieces) -> TranslateBatch:
     """`generate` of a model, on its device."""
     pad_id, eos_id = model.config.pad_token_id, model.config.eos_token_id
 

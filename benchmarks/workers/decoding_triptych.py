@@ -31,7 +31,7 @@ class Ours(Engine):
         if self.translator is not None:
             self.translator.close()
         self.translator = Translator(
-            self.run.model,
+            self.run.encoder_decoder,
             self.run.tokenizers,
             # "full", the rule of CTranslate2, and nearly that of generate.
             self.run.search_options(beam_size=beam, stop=self.options.get("stop", "full")),

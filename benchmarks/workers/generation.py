@@ -26,7 +26,7 @@ class Engine(ABC):
 def prompts_of(vocab_size: int, batch: int, length: int) -> list[list[int]]:
     """The same random tokens for everybody."""
     draw = torch.Generator().manual_seed(batch)
-    return torch.randint(10, min(1000, vocab_size), (batch, length), generator=draw).tolist()  # type: ignore[no-any-return]
+    return torch.randint(10, min(1000, vocab_size), (batch, length), generator=draw).tolist()
 
 
 def prepare(options: Options, build: Callable[[Options], Engine]) -> Prepared:

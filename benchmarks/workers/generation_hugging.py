@@ -44,7 +44,7 @@ class Hugging(Engine):
             pad_token_id=0,
             cache_implementation=self.cache,
         )
-        return found[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+        return found[:, ids.shape[1] :].tolist()
 
 
 if __name__ == "__main__":

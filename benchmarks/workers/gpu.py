@@ -9,7 +9,10 @@ Everything in bfloat16. With `{"device": "cpu"}` it runs the same without a GPU,
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -80,11 +83,11 @@ def _attention(device: torch.device, request: Options) -> Answer:
     q, k, v = (torch.randn(shape, device=device).bfloat16().transpose(1, 2) for _ in range(3))
     upstream = torch.randn_like(q)
 
-    def ours(*inputs: torch.Tensor) -> torch.Tensor:
-        return attention(*inputs, causal=causal).output
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, causal=causal).output
 
-    def theirs(*inputs: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*inputs, is_causal=causal)
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     calls = {OURS: ours, PEERS["attention"]: theirs}
     with torch.no_grad():
@@ -119,9 +122,9 @@ def _training(device: torch.device, request: Options) -> Answer:
     config = PRESETS[request["preset"]].model_copy(update={"norm": "post"})
     text = Text([], [], _VOCAB_SIZE, 0, 1, 2)
     shape = request["batch"], request["length"]
-    sides = [torch.randint(3, _VOCAB_SIZE, shape) for _ in range(3)]
-    batch = Batch(*sides, tuple(range(1, shape[0] + 1)), sides[2].numel())
-    there = Batch(*(side.to(device) for side in sides), batch.line_numbers, batch.num_target_tokens)
+    src, tgt_in, tgt_out = (torch.randint(3, _VOCAB_SIZE, shape) for _ in range(3))
+    batch = Batch(src, tgt_in, tgt_out, tuple(range(1, shape[0] + 1)), tgt_out.numel())
+    there = replace(batch, src=src.to(device), tgt_in=tgt_in.to(device), tgt_out=tgt_out.to(device))
     if device.type == "cuda":
         batch = batch.pinned()  # as `triptych train` makes them
     settings = {"device": device.type, "compile": request["compile"], "compiled": request["compile"]}
@@ -157,19 +160,23 @@ def _sizes(config: ModelConfig) -> Options:
     }
 
 
+def _extend(outputs: list[Output], call: Callable[[], Sequence[Output]]) -> None:
+    outputs.extend(call())
+
+
 def _decoding(device: torch.device, request: Options) -> Answer:
     """The same lines by both, round by round; ours with its steps recorded as graphs."""
     folder = Path(request["checkpoint"])
     lines = Path(request["source"]).read_text(encoding="utf-8").splitlines()[: request["num_lines"]]
     run = open_translator(folder, device.type)
     translator = Translator(
-        run.model,
+        run.encoder_decoder,
         run.tokenizers,
         run.search_options(beam_size=request["beam"], stop="full"),
         batch_sentences=request["batch"],
         precision="bf16",
     )
-    model = MarianMTModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model: Any = MarianMTModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     translate = translate_with(model.to(device).eval(), Pieces(folder))
 
     def ours() -> list[Output]:
@@ -189,9 +196,7 @@ def _decoding(device: torch.device, request: Options) -> Answer:
     for number in range(request["rounds"] + 1):
         for name, call in calls.items():
             outputs: list[Output] = []
-            seconds = seconds_of(
-                _waited_for(device, lambda call=call, outputs=outputs: outputs.extend(call()))
-            )
+            seconds = seconds_of(_waited_for(device, partial(_extend, outputs, call)))
             if number:  # the first warms up
                 found[name].append({"seconds": seconds, "tokens": sum(output.tokens for output in outputs)})
     return {"rounds": found}

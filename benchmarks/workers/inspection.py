@@ -15,6 +15,7 @@ from torch import nn
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
 from triptych.algebra.measures import measure_heads
+from triptych.algebra.semantics import Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.inspection import inspect
@@ -59,7 +60,7 @@ def _weightwatcher(folder: Path) -> Answer:
     for site in checkpoint.sites:
         weights = checkpoint.read(site).weights
         for side in ("q", "k", "v", "o"):
-            link = weights.multiplied(side)  # type: ignore[arg-type]
+            link = weights.multiplied(side)
             joined = link.weight.flatten(0, 1) if side == "o" else link.weight.mT.flatten(0, 1)
             linear = nn.Linear(joined.shape[1], joined.shape[0], bias=False)
             linear.weight = nn.Parameter(joined.float())
@@ -72,7 +73,7 @@ def _weightwatcher(folder: Path) -> Answer:
 def _dense(folder: Path) -> Answer:
     checkpoint = open_checkpoint(folder)
     weights = checkpoint.read(checkpoint.sites[0]).weights
-    q, k, v, o = (weights.per_head(side)[0].float() for side in ("q", "k", "v", "o"))  # type: ignore[arg-type]
+    q, k, v, o = (weights.per_head(side)[0].float() for side in ("q", "k", "v", "o"))
     for product in (q @ k.mT, v @ o):
         torch.linalg.svdvals(product)
     return {"heads": 1, "of_heads": sum(checkpoint.read(s).weights.num_heads for s in checkpoint.sites)}
@@ -93,7 +94,7 @@ def _spectra(request: Options) -> Answer:
     maps = [Link(torch.randn(heads, d, d_k, dtype=dtype)) for _ in range(3)]
     output = Link(torch.randn(heads, d_k, d, dtype=dtype))
     q, k, v = ((link,) for link in maps)
-    weights = AttentionWeights(d_model=d, num_heads=heads, scale=1.0, q=q, k=k, v=v, o=(output,))
+    weights = AttentionWeights(d, heads, q, k, v, (output,), Semantics(1.0))
     found: list[torch.Tensor] = []
     # All the measures there are, not this spectrum alone.
     ours = seconds_of(lambda: found.append(measure_heads(weights).qk.values))

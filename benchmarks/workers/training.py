@@ -107,8 +107,7 @@ class LogitsLearner(Learner):
         self.logits = logits
         self.pad_id = text.pad_id
         self.loss = loss or self._cross_entropy
-        called = torch.compile(self.model, dynamic=True) if options.get("compiled") else self.model
-        self.called: nn.Module = called
+        self.called: Any = torch.compile(self.model, dynamic=True) if options.get("compiled") else self.model
         self.steps = 0
 
     def step(self, batch: Batch) -> float:

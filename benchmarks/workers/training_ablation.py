@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.workers import training
-from benchmarks.workers.protocol import Options, serve
+from benchmarks.workers.protocol import Options, Prepared, serve
 from benchmarks.workers.training import Text
 from benchmarks.workers.training_triptych import TrainerLearner
 from triptych import thresholds
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
 from triptych.text import Batch
 from triptych.training import objectives
+from triptych.training.computing import Whole
 from triptych.training.losses import Loss
 from triptych.training.machine import compile_blocks
 
@@ -29,15 +30,16 @@ _SHUFFLED_WITH = 0
 
 def _no_twin(learner: TrainerLearner) -> None:
     """Autocast instead: every weight is rounded anew at every use, what norms and sums give is float32."""
-    computing = learner.trainer.computing
-    computing._twin = None
-    loss = computing._loss
+    computing = Whole(learner.trainer.objective, "fp32")
+    loss: Any = computing._loss
 
-    def under_autocast(*given: Any) -> tuple[Tensor, Tensor]:
+    def under_autocast(*given: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return loss(*given)
 
-    computing._loss = under_autocast  # type: ignore[method-assign]
+    computing._loss = under_autocast  # type: ignore[assignment]
+    computing.set_mode(training=True)
+    learner.trainer.computing = computing
 
 
 def _plain_loss(learner: TrainerLearner) -> None:
@@ -48,7 +50,7 @@ def _plain_loss(learner: TrainerLearner) -> None:
         smoothed = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="sum")
         return Loss(smoothed, smoothed.detach())
 
-    objectives.output_loss = loss
+    vars(objectives)["output_loss"] = loss
 
 
 def _one_kernel(learner: TrainerLearner) -> None:
@@ -58,12 +60,13 @@ def _one_kernel(learner: TrainerLearner) -> None:
 
 
 def _plain_adam(learner: TrainerLearner) -> None:
-    for group in learner.trainer.optimizer.param_groups:
-        group["fused"], group["foreach"] = False, True
+    for part in learner.trainer.optimizer._parts:
+        for group in part.param_groups:
+            group["fused"], group["foreach"] = False, True
 
 
 def _compiled(learner: TrainerLearner) -> None:
-    compile_blocks(learner.trainer.computing.model)
+    compile_blocks(learner.trainer.objective.model.blocks, torch.device("cpu"))
 
 
 # What takes a lever away from a learner; those of the process and of the text are handled elsewhere.
@@ -116,7 +119,7 @@ def _padded(pairs: list[tuple[Tensor, ...]], pad_id: int) -> Batch:
     return Batch(src, tgt_in, tgt_out, numbers, sum(len(pair[2]) for pair in pairs))
 
 
-def _prepare(options: Options) -> training.Prepared:
+def _prepare(options: Options) -> Prepared:
     limit_kernel_cache()
     if options["off"] != MEMORY:
         keep_freed_memory()

@@ -72,10 +72,10 @@ def build(options: Options, text: Text) -> LogitsLearner:
             trg_mask=(moved[batch.tgt_out] != _PAD).unsqueeze(1),
         )
         # Judged by our ids: its output in our order.
-        return out if model.training else out[..., moved]  # type: ignore[no-any-return]
+        return out if model.training else out[..., moved]
 
     def own(found: Tensor, targets: Tensor) -> Tensor:
-        return model.loss_function(F.log_softmax(found, dim=-1), trg=moved[targets])  # type: ignore[no-any-return]
+        return model.loss_function(F.log_softmax(found, dim=-1), trg=moved[targets])
 
     def of_torch(found: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(
@@ -95,9 +95,9 @@ def _leave_inner_dropout_out(model: nn.Module) -> None:
     for module in model.modules():
         name = type(module).__name__
         if name == "MultiHeadedAttention":
-            module.dropout.p = 0.0  # type: ignore[union-attr, assignment]
+            module.dropout.p = 0.0  # type: ignore[union-attr]
         elif name == "PositionwiseFeedForward":
-            module.pwff_layer[2].p = 0.0  # type: ignore[index, union-attr, assignment]
+            module.pwff_layer[2].p = 0.0  # type: ignore[index, union-attr]
 
 
 def _moved_ids(text: Text) -> Tensor:

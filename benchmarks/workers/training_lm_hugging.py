@@ -20,22 +20,21 @@ class Hugging(Learner):
     """Logits by the model, torch's cross-entropy, AdamW."""
 
     def __init__(self, options: Options) -> None:
-        self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=options["vocab_size"],
-                n_positions=options["context"],
-                n_embd=options["d_model"],
-                n_layer=options["num_layers"],
-                n_head=options["num_heads"],
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                use_cache=False,
-                bos_token_id=0,
-                eos_token_id=0,
-                attn_implementation=options["attention"],
-            )
-        ).train()
+        settings: Options = {
+            "vocab_size": options["vocab_size"],
+            "n_positions": options["context"],
+            "n_embd": options["d_model"],
+            "n_layer": options["num_layers"],
+            "n_head": options["num_heads"],
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "use_cache": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "attn_implementation": options["attention"],
+        }
+        self.model = GPT2LMHeadModel(GPT2Config(**settings)).train()
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.called = torch.compile(self.model) if options.get("compiled") else self.model
         fused = options["optimizer"] == "fused"

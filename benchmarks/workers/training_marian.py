@@ -21,28 +21,29 @@ _SIZES = {
 
 def build(options: Options, text: Text) -> LogitsLearner:
     """The model, with attention as the setting says."""
-    config = MarianConfig(
-        vocab_size=text.vocab_size,
+    settings: Options = {
+        "vocab_size": text.vocab_size,
         **options.get("sizes", _SIZES),
-        activation_function="relu",
-        dropout=DROPOUT,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        scale_embedding=True,
-        max_position_embeddings=512,
-        pad_token_id=text.pad_id,
-        eos_token_id=text.eos_id,
-        bos_token_id=text.bos_id,
-        decoder_start_token_id=text.bos_id,
-        forced_eos_token_id=None,
-        use_cache=False,
-        attn_implementation=options["attention"],
-    )
+        "activation_function": "relu",
+        "dropout": DROPOUT,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "scale_embedding": True,
+        "max_position_embeddings": 512,
+        "pad_token_id": text.pad_id,
+        "eos_token_id": text.eos_id,
+        "bos_token_id": text.bos_id,
+        "decoder_start_token_id": text.bos_id,
+        "forced_eos_token_id": None,
+        "use_cache": False,
+        "attn_implementation": options["attention"],
+    }
+    config = MarianConfig(**settings)
 
     def logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         mask = (batch.src != text.pad_id).long()
         found = model(input_ids=batch.src, attention_mask=mask, decoder_input_ids=batch.tgt_in)
-        return found.logits  # type: ignore[no-any-return]
+        return found.logits
 
     return LogitsLearner(MarianMTModel(config), logits, options, text)
 

@@ -36,6 +36,9 @@ class Translator(nn.Module):
         self.register_buffer("positions", _sinusoids(), persistent=False)
         self.register_buffer("future", torch.ones(_LONGEST, _LONGEST).triu(1).bool(), persistent=False)
 
+    positions: Tensor
+    future: Tensor
+
     def forward(self, src: Tensor, tgt_in: Tensor) -> Tensor:
         """Logits at every target position; hidden is what a mask has True."""
         is_padding, length = src == self.pad_id, tgt_in.shape[1]
@@ -65,7 +68,7 @@ def build(options: Options, text: Text) -> LogitsLearner:
     """The model."""
 
     def logits(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch.src, batch.tgt_in)  # type: ignore[no-any-return]
+        return model(batch.src, batch.tgt_in)
 
     return LogitsLearner(Translator(text.vocab_size, text.pad_id), logits, options, text)
 

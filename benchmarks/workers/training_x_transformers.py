@@ -51,7 +51,7 @@ class Translator(nn.Module):
         """Logits at every target position."""
         mask = src != self.pad_id
         memory = self.encoder(src, mask=mask, return_embeddings=True)
-        return self.decoder(tgt_in, context=memory, context_mask=mask)  # type: ignore[no-any-return]
+        return self.decoder(tgt_in, context=memory, context_mask=mask)
 
 
 def build(options: Options, text: Text) -> LogitsLearner:
@@ -59,7 +59,7 @@ def build(options: Options, text: Text) -> LogitsLearner:
     model = Translator(text.vocab_size, text.pad_id, flash=options["attention"] == "flash")
 
     def logits(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch.src, batch.tgt_in)  # type: ignore[no-any-return]
+        return model(batch.src, batch.tgt_in)
 
     return LogitsLearner(model, logits, options, text)
 
