@@ -98,12 +98,13 @@ def test_rewrites_reach_them_and_texts_do_not(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{n * n % WORDS}" for n in range(200)))
     model = load(tmp_path / "one")
-    folded = model.rewrite("fold_norm", text=text, out=tmp_path / "folded").certificate
-    assert folded is not None
-    assert [layer.measured is not None for layer in folded.layers] == [True] * 3
-    assert [layer.measured_on_text is not None for layer in folded.layers] == [True, True, False]
-    claims = verify(tmp_path / "folded", tmp_path / "one", text)
-    assert [claim for claim in claims if claim.held is False] == []
+    for exact in ("fold_norm", "gauge_fix"):
+        done = model.rewrite(exact, text=text, out=tmp_path / exact).certificate
+        assert done is not None
+        assert [layer.measured is not None for layer in done.layers] == [True] * 3
+        assert [layer.measured_on_text is not None for layer in done.layers] == [True, True, False]
+        claims = verify(tmp_path / exact, tmp_path / "one", text)
+        assert [claim for claim in claims if claim.held is False] == []
     for step in (
         "truncate(rank=4, forms=['ov'], criterion='centred')",
         "prune_heads(number=2, by_loss=True)",
