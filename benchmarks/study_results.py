@@ -11,7 +11,7 @@ The first writes conclusions and tables of quality of every `docs/results/studie
 again, from the `runs.csv` there. The others print the first variant minus the second, paired by seed, with
 the exact and Student's p, not corrected; `+` pools the seeds of several studies. `--metric bleu` compares
 another figure. The last prints what each variant costs in each study, in % of perplexity, and how that
-changes with the number of parameters, all corrected together.
+changes with the number of parameters, all corrected together; `--picture FILE` draws it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import math
 import statistics
 from pathlib import Path
 
+from triptych.reports import Interval, IntervalChart, write_picture
 from triptych.studies import Outcome, read_study
 from triptych.studies.comparing import NOISE
 from triptych.studies.job import HEAD_MEASURES, Result
@@ -110,9 +111,19 @@ def main() -> None:
     parser.add_argument("places", nargs="*", metavar="STUDY/VARIANT")
     parser.add_argument("--metric", default="loss")
     parser.add_argument("--by-size", nargs="+", default=[], metavar="STUDY")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw what --by-size prints, as SVG")
     options = parser.parse_args()
     if options.by_size:
-        for name, found in by_size(options.by_size, options.metric).items():
+        compared = by_size(options.by_size, options.metric)
+        if options.picture:
+            means = {name: found.difference for name, found in compared.items()}
+            of_variant = sorted(means, key=lambda name: name.partition(",")[0])
+            intervals = [
+                Interval(means[name].mean, means[name].low, means[name].high, name) for name in of_variant
+            ]
+            label = "% of perplexity (lower is better), 95 % interval; slopes: for ten times the parameters"
+            write_picture(IntervalChart("cost by size", label, tuple(intervals)), options.picture)
+        for name, found in compared.items():
             mean = found.difference
             p_value = f"exact p {found.exact:.2g}, corrected {found.exact_corrected:.2g}"
             interval = f"{mean.mean:+.2f} % [{mean.low:+.2f}, {mean.high:+.2f}], {mean.count} seeds"
