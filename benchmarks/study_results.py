@@ -104,6 +104,15 @@ def by_size(names: list[str], metric: str) -> dict[str, Comparison]:
     return compare(costs, dict.fromkeys({seed for found in costs.values() for seed in found}, 0.0))
 
 
+def draw(compared: dict[str, Comparison], path: Path) -> None:
+    """Draw what `by_size` gives, each variant's rows together."""
+    means = [(name, found.difference) for name, found in compared.items()]
+    means.sort(key=lambda row: row[0].partition(",")[0])
+    intervals = tuple(Interval(mean.mean, mean.low, mean.high, name) for name, mean in means)
+    label = "% of perplexity (lower is better), 95 % interval; slopes: for ten times the parameters"
+    write_picture(IntervalChart("cost by size", label, intervals), path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,13 +125,7 @@ def main() -> None:
     if options.by_size:
         compared = by_size(options.by_size, options.metric)
         if options.picture:
-            means = {name: found.difference for name, found in compared.items()}
-            of_variant = sorted(means, key=lambda name: name.partition(",")[0])
-            intervals = [
-                Interval(means[name].mean, means[name].low, means[name].high, name) for name in of_variant
-            ]
-            label = "% of perplexity (lower is better), 95 % interval; slopes: for ten times the parameters"
-            write_picture(IntervalChart("cost by size", label, tuple(intervals)), options.picture)
+            draw(compared, options.picture)
         for name, found in compared.items():
             mean = found.difference
             p_value = f"exact p {found.exact:.2g}, corrected {found.exact_corrected:.2g}"

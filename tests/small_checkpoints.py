@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,6 +20,14 @@ def read_all(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     for site in checkpoint.sites:
         checkpoint.read(site)
+
+
+def with_words(folder: Path, count: int) -> None:
+    """Write a tokenizer of the words w0, w1, …"""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(count)}, "w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
 def gpt2(

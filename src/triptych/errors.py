@@ -50,7 +50,7 @@ class ElsewhereError(TriptychError):
 
 
 class ConfigurationWarning(UserWarning):
-    """A field of a checkpoint's configuration is set and not followed; `transformers` ignores it too."""
+    """A field of a configuration or a layer of a file is left aside; `transformers` ignores it too."""
 
 
 class EngineNote(UserWarning):

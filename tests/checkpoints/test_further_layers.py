@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 
 from checkpoints.oracle import apart, changed
 from checkpoints.runs import made, some_ids, theirs
+from small_checkpoints import with_words
 from triptych import UsageError, load
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.models import changed_tensors, load_language_model
 from triptych.errors import ConfigurationWarning
 from triptych.rewriting.verification import verify
 
-transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
-tokenizers = pytest.importorskip("tokenizers", reason="it comes with the extra [dev]")
+pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
 WORDS, TEXT = 40, "w3 w5 w7 w9 w3 w5"
 pytestmark = pytest.mark.filterwarnings("ignore::triptych.errors.ConfigurationWarning")
@@ -37,9 +37,7 @@ def with_further_layer(name: str, folder: Path) -> Any:
     for table in ("embed_tokens", "shared_head.head"):
         more[f"{at}{table}.weight"] = torch.ones(WORDS, width, dtype=gain.dtype)
     changed(folder, more, {"num_nextn_predict_layers": 1})
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(WORDS)}, "w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    with_words(folder, WORDS)
     return other
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from command import Command
 from interrupting import full_disk
 from small_checkpoints import gpt2
 from triptych.cli import main
+from triptych.cli.failures import warnings_as_lines
+from triptych.errors import ConfigurationWarning
 
 
 @pytest.mark.parametrize(
@@ -200,3 +203,10 @@ def test_ctrl_c_is_one_line_at_any_moment_and_leaves_nothing_half_written(
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (code, said)
     assert [path.name for path in tmp_path.iterdir()] == ["looks.csv"] * (code == 0)
+
+
+def test_a_warning_that_comes_from_several_places_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings_as_lines():
+        for line in (1, 2):
+            warnings.warn_explicit("a field is set", ConfigurationWarning, "opening.py", line)
+    assert capsys.readouterr().err == "triptych: warning: a field is set\n"

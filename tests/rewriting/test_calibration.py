@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from small_checkpoints import with_words
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites import LayerToRewrite, PruneHeads, Truncate
 from triptych.algebra.weights import AttentionWeights
@@ -19,7 +20,6 @@ from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
-tokenizers = pytest.importorskip("tokenizers", reason="it comes with the extra [dev]")
 
 HEADS, WIDTH, USES = 2, 6, 3
 COMMON = {"vocab_size": 40, "hidden_size": 12, "num_attention_heads": HEADS, "intermediate_size": 16}
@@ -31,9 +31,7 @@ def saved(model: Any, folder: Path) -> Path:
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(40)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    with_words(folder, 40)
     return folder
 
 

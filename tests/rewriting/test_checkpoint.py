@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from small_checkpoints import gpt2, llama
+from small_checkpoints import gpt2, llama, with_words
 from triptych.algebra.rewrites import (
     EXACT,
     DropKeyBias,
@@ -113,14 +113,6 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def with_tokenizer(folder: Path) -> None:
-    """Words w0 to w59."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(60)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-
-
 MODELS: dict[str, Callable[[Path], Path]] = {"gpt2": small_gpt2, "llama": small_llama, "t5": small_t5}
 
 
@@ -201,7 +193,7 @@ def test_rotary_heads_lose_rank_of_maps_or_whole_pairs(
     source = small_llama(tmp_path / "source", attention_bias=True)
     text = None
     if criterion != "free":
-        with_tokenizer(source)
+        with_words(source, 60)
         text = tmp_path / "text.txt"
         text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     step = Truncate(forms=("qk",), rotary=rotary, criterion=criterion, **spread)
@@ -249,7 +241,7 @@ def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_i
     make: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     folder, text = make(tmp_path / "source"), tmp_path / "text.txt"
-    with_tokenizer(folder)
+    with_words(folder, 60)
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
     steps = (PruneHeads(number=1, on_text=True), Truncate(forms=("ov",), rank=3, criterion="uncentred"))
@@ -267,7 +259,7 @@ def test_every_step_sees_what_the_layers_do_on_the_text_after_the_steps_before_i
 
 def test_heads_go_in_the_order_of_the_loss_without_them(tmp_path: Path) -> None:
     folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
-    with_tokenizer(folder)
+    with_words(folder, 60)
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
     rewriting = Rewriting(source, folder, recipe(PruneHeads(number=1, by_loss=True), calibration=text))
@@ -286,7 +278,7 @@ def test_heads_go_in_the_order_of_the_loss_without_them(tmp_path: Path) -> None:
 
 def test_the_mean_of_a_value_bias_that_went_before_is_not_seen_by_a_later_step(tmp_path: Path) -> None:
     folder, text = small_gpt2(tmp_path / "source"), tmp_path / "text.txt"
-    with_tokenizer(folder)
+    with_words(folder, 60)
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
     cut = Truncate(forms=("ov",), rank=3, criterion="uncentred")

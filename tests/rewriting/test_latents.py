@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rewriting.test_checkpoint import with_tokenizer
+from small_checkpoints import with_words
 from triptych import load
 from triptych.algebra.rewrites import EXACT, RewriteRefusedError
 from triptych.checkpoints.models import load_language_model
@@ -236,7 +236,7 @@ def test_values_of_a_latent_of_a_lower_rank_are_the_nearest_side_by_side(tmp_pat
 @pytest.mark.parametrize("made", [small, grouped], ids=["narrower", "from grouped heads"])
 def test_a_latent_of_a_lower_rank_keeps_what_a_text_makes_of_it(made: Any, tmp_path: Path) -> None:
     original, text = made(tmp_path / "original"), tmp_path / "text.txt"
-    with_tokenizer(original)
+    with_words(original, 60)
     text.write_text(" ".join(f"w{n % 7}" for n in range(200)))
     step = "to_latent(rank=6" if made is small else "to_latent(format='deepseek_v3', rank=10"
     errors = {}

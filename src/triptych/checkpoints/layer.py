@@ -87,7 +87,8 @@ class AttentionSource(ABC):
     unread: dict[str, str]  # tensors of attention that is known and not read, and why
     others: str = ""  # which layers are attention and what the others are, in a sentence; "" if all are
     absent: tuple[str, ...] = ()  # stacks that the configuration has and the tensors have not
-    warnings: tuple[str, ...] = ()  # sentences on fields of the configuration that are set and not followed
+    # sentences on fields of the configuration that are set and not followed, and on layers that are not run
+    warnings: tuple[str, ...] = ()
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:

@@ -63,7 +63,8 @@ class Inspection:
         unread: attention tensors that were recognised but not read, with the reason.
         others: which layers are attention and what the others are; "" where all are attention.
         absent: stacks that the configuration has and the file lacks.
-        warnings: sentences on fields of the configuration that are set but not followed.
+        warnings: sentences on fields of the configuration that are set but not followed, and on layers that
+            are read and not run.
     """
 
     name: str

@@ -84,12 +84,12 @@ def _require_run(model: TextModel, sites: Sequence[Site]) -> None:
 def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:
     """How much the loss of the original model rises without each head of layers, in nats per token."""
     reader = Reader(open_model(folder, "cpu"))
+    _require_run(reader, sites)
     if reader.opened.translates:
         pairs = [*read_tab_pairs(text)]
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
     else:
         windows = cut_windows(reader, [read_whole_text(text)])
-    _require_run(reader, sites)
     worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_LOSSES), "zero")
     return {
         site.name: worth.of("cross" if site.kind == "cross" else site.stack, site.layer) for site in sites

@@ -24,7 +24,7 @@ from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, Rounded
 MOST_NUMBERS = 1 << 22
 PROBES = Probes(count=1, length=16, seed=2017)
 _DRAWS = 3
-# What sums in float64, in which layers are measured, round themselves: seen where weights are float64 too.
+# What sums in float64, in which layers are measured, round themselves.
 _MEASURING = 16 * torch.finfo(torch.float64).eps
 
 
@@ -34,15 +34,17 @@ class Rounding(NamedTuple):
     Attributes:
         of_weights: the effect of moving each changed number by half a unit in its last place, at random.
         in_dtype: the error of the original in the checkpoint's own dtype.
+        of_measuring: what the measurement in float64 rounds itself, where the weights are float64 too.
     """
 
     of_weights: float
     in_dtype: float
+    of_measuring: float = 0.0
 
     def explains(self, found: Measured) -> bool:
         """Whether a measured difference is no more than rounding."""
         new_error = found.error_ratio * self.in_dtype
-        of_layer = MOST_TIMES_OF_LAYER * self.of_weights + _MEASURING
+        of_layer = MOST_TIMES_OF_LAYER * self.of_weights + self.of_measuring
         return found.relative <= of_layer and new_error <= MOST_TIMES * (self.of_weights + self.in_dtype)
 
 
@@ -84,7 +86,8 @@ def measure_rounding(
         again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
         moved = _output(after, x, memory, torch.float64, again)
         most = max(most, float((moved - reference).norm() / size))
-    return Rounding(most, float((in_dtype - original).norm() / size))
+    of_measuring = _MEASURING if before.weights.dtype == torch.float64 else 0.0
+    return Rounding(most, float((in_dtype - original).norm() / size), of_measuring)
 
 
 def _before_gains(layer: AttentionLayer, given: Probes | Seen) -> tuple[Tensor, Tensor | None]:
