@@ -14,6 +14,7 @@ from benchmarks.harness.race import Contender, Entry, Row, best_of
 OURS = "triptych"
 HUGGING = "Hugging Face generate"
 CTRANSLATE2 = "CTranslate2"
+LLAMA_CPP = "llama.cpp"
 PRODUCTS = "products alone"
 _PROMPT, _NEW = 128, 128
 _LLAMA = "Llama of 100 M random parameters, 12 heads, 4 of keys and values"
@@ -45,6 +46,7 @@ def measure(command: Command) -> Page:
             "'read' counts the tokens of the prompts, the others those that were made, reading included.",
             "ours / this: of the same precision, in the same rounds, for the cases in their order. as ours: "
             "first tokens of the first prompt that are those of ours in fp32, in the case of batch 1.",
+            "llama.cpp: the wheel xllamacpp, built for AVX2; fp16 next to our bf16, q8_0 next to our int8.",
             "loading MB: the peak of memory while the model is loaded, beyond that of the libraries.",
             "products alone: the matrices of the model times as many tokens, and nothing else.",
         ),
@@ -93,13 +95,15 @@ def _contenders(with_compiled: bool) -> list[Contender]:
         found.append(Contender(HUGGING, "generation_hugging", base, stages))
     for precision in ("float32", "int8_float32"):
         found.append(Contender(CTRANSLATE2, "generation_ctranslate2", {"precision": precision}))
+    for precision in ("fp32", "fp16", "q8_0"):
+        found.append(Contender(LLAMA_CPP, "generation_llama_cpp", {"precision": precision}))
     for precision in ("fp32", "bf16"):
         found.append(Contender(PRODUCTS, "generation_products", {"precision": precision}))
     return found
 
 
 def prepare(command: Command) -> dict[str, dict[str, Any]]:
-    """The checkpoints by their names, and what CTranslate2 reads of each."""
+    """The checkpoints by their names, and what CTranslate2 and llama.cpp read of each."""
     gpt2 = command.shared / "checkpoints" / "gpt2"
     if not gpt2.is_dir():
         raise NotHereError(f"generation needs {gpt2}, which is not here")
@@ -110,13 +114,16 @@ def prepare(command: Command) -> dict[str, dict[str, Any]]:
     told = {}
     checkpoints = {"gpt2 of ../shared": gpt2} if command.quick else {_LLAMA: llama, "gpt2 of ../shared": gpt2}
     for name, checkpoint in checkpoints.items():
-        converted = command.work / f"{checkpoint.name}-ctranslate2"
-        shutil.rmtree(converted, ignore_errors=True)
-        _write(command, "ctranslate2", str(checkpoint), str(converted))
+        converted, gguf = (command.work / f"{checkpoint.name}-{kind}" for kind in ("ctranslate2", "gguf"))
+        for kind, folder in {"ctranslate2": converted, "gguf": gguf}.items():
+            shutil.rmtree(folder, ignore_errors=True)
+            _write(command, kind, str(checkpoint), str(folder))
         config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         told[name] = {
             "checkpoint": str(checkpoint),
             "converted": str(converted),
+            "gguf": str(gguf),
+            "positions": 2 * (_PROMPT + _NEW),
             "vocab_size": config["vocab_size"],
             "file_bytes": sum(path.stat().st_size for path in Path(checkpoint).glob("*.safetensors")),
         }
@@ -130,7 +137,8 @@ def _write(command: Command, *arguments: str) -> None:
     )
 
 
-_WIDTHS = {"float32": "fp32", "int8_float32": "int8"}
+# What stands for the precisions of ours.
+_WIDTHS = {"float32": "fp32", "int8_float32": "int8", "fp16": "bf16", "q8_0": "int8"}
 
 
 def _rows(found: Mapping[str, Sequence[Row]]) -> list[list[str]]:
