@@ -38,6 +38,22 @@ def test_scores_are_sacrebleus_with_signature_and_interval(
         assert low <= score["value"] <= high
 
 
+def test_a_translator_is_scored_with_ctranslate2_too(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    text = _write(tmp_path / "text", ["Es ist halb vier.", "Vier.", "Heute ist Montag."])
+    outs = {}
+    for engine in ("triptych", "ctranslate2"):
+        out = tmp_path / engine
+        options = ("--engine", engine, "--stop", "full", "--workers", 2, "--out", out)
+        answer = triptych("evaluate", small_run, "--source", text, "--reference", text, "--json", *options)
+        assert answer.code == 0, answer.err
+        record = json.loads(answer.out)
+        assert (record["engine"], record["workers"]) == (engine, 2)
+        outs[engine] = out.read_text()
+    assert outs["triptych"] == outs["ctranslate2"]
+
+
 def test_scores_are_lines_for_people(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     text = _write(tmp_path / "text", ["Vier.", "Heute ist Montag."])
     answer = triptych("evaluate", small_run, "--source", text, "--reference", text)

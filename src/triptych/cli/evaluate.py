@@ -70,8 +70,6 @@ def evaluate(
             raise UsageError("--precision is for translators: --text scores a model as it is")
     else:
         refuse_options(texts, "goes with --text")
-        if opening["engine"] != "triptych":
-            raise UsageError("--engine goes with --text here: score a translator with --engine triptych")
         if out is not None and len(models) > 1:
             raise UsageError("--out takes the translations of one model: name one, or leave out --out")
         translating["workers"] = number_of_workers(workers)
@@ -165,7 +163,7 @@ def _print_scores(found: Evaluation) -> None:
     print(
         f"{count:,} sentences in {found.seconds:.1f} s ({count / found.seconds:.1f} a second), "
         f"beam {found.options.beam_size}, α {found.options.alpha}, {found.precision}, "
-        f"workers {found.workers}",
+        f"workers {found.workers}, {found.engine}",
         file=sys.stderr,
     )
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -96,7 +96,8 @@ class Evaluation:
     seconds: float  # of translating
     options: SearchOptions  # of the search
     precision: Precision  # of the model's maps
-    workers: int  # processes that translated
+    workers: int  # processes, or threads of CTranslate2, that translated
+    engine: Literal["triptych", "ctranslate2"]  # the library that searched
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -107,6 +108,7 @@ class Evaluation:
             "stop": self.options.stop,
             "precision": self.precision,
             "workers": self.workers,
+            "engine": self.engine,
             "scores": [
                 {
                     "name": score.name,
@@ -142,5 +144,11 @@ def evaluate_translations(
         seconds = time.monotonic() - started
     scores = tuple(score_translations(texts, references))
     return Evaluation(
-        tuple(texts), scores, seconds, translator.options, translator.precision, translator.workers
+        tuple(texts),
+        scores,
+        seconds,
+        translator.options,
+        translator.precision,
+        translator.workers,
+        translator.engine,
     )

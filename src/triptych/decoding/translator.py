@@ -85,13 +85,13 @@ class Translator:
         self.precision: Precision = precision
         self.shortlist = shortlist
         device = next(model.parameters()).device
-        self.workers = workers if device.type == "cpu" and searcher is None else 1
+        self.workers = workers if device.type == "cpu" else 1
         self._other_searcher = searcher
         self._pool: WorkerPool | None = None
         self._searcher: BatchSearcher | None = None
         self._made_of: object = None
         self._glossary: Glossary | None = None
-        if reason := unsupported_precision(precision, device):
+        if searcher is None and (reason := unsupported_precision(precision, device)):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
     @property
@@ -124,7 +124,7 @@ class Translator:
     def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
         """Translate batch by batch, each as soon as it is there, in their order."""
         several = (as_lines(batch) for batch in ([batches] if isinstance(batches, str) else batches))
-        if self.workers > 1:
+        if self.workers > 1 and self._other_searcher is None:
             yield from self._translated_side_by_side(several)
         else:
             for group in map(self._group, several):
@@ -154,7 +154,7 @@ class Translator:
 
     def start_workers(self) -> None:
         """Start the other workers now and wait for them, instead of when there is work for them."""
-        if self.workers > 1:
+        if self.workers > 1 and self._other_searcher is None:
             pool = self._ready_pool()
             pool.start(self.workers - 1)
             pool.wait_until_ready()

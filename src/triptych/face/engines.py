@@ -447,7 +447,14 @@ def make_translator(
         opened.require_recipe()
         wanted = opened.search_options(stop=stop or "full", **search)
         searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
-        found = Translator(opened.encoder_decoder, opened.tokenizers, wanted, searcher=searcher)
+        found = Translator(
+            opened.encoder_decoder,
+            opened.tokenizers,
+            wanted,
+            precision=options.precision,
+            workers=workers,
+            searcher=searcher,
+        )
     return found if glossary is None else found.with_glossary(glossary)
 
 

@@ -307,6 +307,18 @@ def _check_layers(field: str, sites: dict[int, AttentionConfig], num_layers: int
             raise ValueError(f"{field} names layer {layer}: there are {num_layers}, counted from 0")
 
 
+def _student(encoder: int, decoder: int) -> ModelConfig:
+    """A deep encoder, which runs once for a sentence, and a shallow decoder, which runs for each token."""
+    return ModelConfig(
+        d_model=256,
+        d_ff=512,
+        num_heads=4,
+        norm="pre",
+        encoder=EncoderConfig(num_layers=encoder),
+        decoder=DecoderConfig(num_layers=decoder),
+    )
+
+
 _PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         d_model=128,
@@ -324,6 +336,8 @@ _PRESETS: dict[str, ModelConfig] = {
     ),
     "base": ModelConfig(),
     "big": ModelConfig(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3),
+    "student-6-2": _student(6, 2),
+    "student-12-1": _student(12, 1),
 }
 
 # With every size given: nothing of a preset is left to be chosen by the text.
