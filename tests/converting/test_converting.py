@@ -58,8 +58,14 @@ FITTING: dict[str, dict[str, Any]] = {
     "identity_ov": {"projections": "identity_ov", "q_bias": True, "k_bias": True, "o_bias": True},
 }
 WIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "wide keys": ({"projections": "factored", "d_k": 8}, "W_QK of rank 8, and .* = 6 channels.*qk_rank=6"),
-    "wide values": ({"projections": "factored", "d_v": 9}, "W_OV of rank 9, and .* = 6 channels.*ov_rank=6"),
+    "wide keys": (
+        {"projections": "factored", "d_k": 8},
+        "W_QK of rank 8, and .* = 6 channels.*rank=6, forms=.'qk'",
+    ),
+    "wide values": (
+        {"projections": "factored", "d_v": 9},
+        "W_OV of rank 9, and .* = 6 channels.*rank=6, forms=.'ov'",
+    ),
     "bilinear": ({"projections": "bilinear"}, "W_QK of rank 24, and .* = 6 channels"),
     "collaborative": ({"projections": "collaborative", "d_shared": 7}, "W_QK of rank 7"),
 }
@@ -462,6 +468,15 @@ def test_onnx_takes_what_no_other_format_does(
     translate = run_readme(conversion)["translate"]
     run = run.with_decoding(DecodingConfig(beam_size=1, max_extra_tokens=6))
     assert [translate(text) for text in SENTENCES] == translations(run, SENTENCES)
+
+
+def test_onnx_refuses_scores_that_are_no_products_by_layer(joint: TokenizerPair, tmp_path: Path) -> None:
+    for library in ("onnx", "onnxscript"):
+        pytest.importorskip(library, reason=f"needs {library}")
+    run = make_run(joint, decoder={"num_layers": 1, "attention": {"scores": "additive"}})
+    with pytest.raises(UsageError, match=r"ONNX cannot hold decoder\.0: it has scores that are no product"):
+        convert(run, tmp_path / "out", "onnx")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")

@@ -27,11 +27,12 @@ from triptych.converting.checks import (
 )
 from triptych.converting.plain import max_positions
 from triptych.decoding import Engine
-from triptych.decoding.fused import FusedAttention, numbers_of
+from triptych.decoding.fused import FusedAttention, beyond_fusing, numbers_of
+from triptych.errors import UsageError
 from triptych.extras import is_installed, require_extra
 from triptych.models import EncoderDecoder
 from triptych.models.blocks import NewTokens
-from triptych.models.sites import blocks_of
+from triptych.models.sites import attention_sites, blocks_of
 from triptych.opening import OpenedModel
 from triptych.text import SentencePieceTokenizer
 
@@ -105,6 +106,9 @@ class JoinedCache(AttentionCache):
 def write_onnx(run: OpenedModel, folder: Path) -> WrittenModel:
     """Fill a folder with `encoder.onnx` and `decoder.onnx`."""
     require_extra("convert", "onnx", "onnxscript", what="--to onnx")
+    for site in attention_sites(run.encoder_decoder):
+        if unfit := beyond_fusing(site.layer.weights(), site.stack == "cross"):
+            raise UsageError(f"ONNX cannot hold {site.name}: it has {unfit[0]}")
     model = copy.deepcopy(run.encoder_decoder).cpu().float().eval()
     length = max_positions(model, run.decoding.max_extra_tokens)
     target = run.tokenizers.target

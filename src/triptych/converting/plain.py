@@ -135,12 +135,14 @@ def _plain_site(
 def _too_wide(name: str, weights: AttentionWeights, num_heads: int, target: str) -> str:
     width = weights.d_model // num_heads
     ranks = {"qk": int(weights.qk.rank().max()), "ov": int(weights.ov.rank().max())}
-    found = " and ".join(f"W_{form.upper()} of rank {rank}" for form, rank in ranks.items() if rank > width)
-    advice = ", ".join(f"{form}_rank={width}" for form, rank in ranks.items() if rank > width)
+    wide = {form: rank for form, rank in ranks.items() if rank > width}
+    found = " and ".join(f"W_{form.upper()} of rank {rank}" for form, rank in wide.items())
+    step = f"truncate(rank={width}, forms={[*wide] or ['qk']})"
     return (
         f"{name} has heads with {found or 'biases that need more channels'}, and {target} has {num_heads} of "
-        f"d_model / {num_heads} = {width} channels: lower the ranks first (triptych.truncate(model, "
-        f"{advice or f'qk_rank={width}'}), which is not exact), or train with heads of that width"
+        f"d_model / {num_heads} = {width} channels: lower the ranks first "
+        f'(triptych.rewrite(model, "{step}")'
+        ", which is not exact), or train with heads of that width"
     )
 
 
