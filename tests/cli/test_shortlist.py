@@ -90,6 +90,8 @@ def test_ctranslate2_takes_no_list_where_it_would_mix_up_the_start_of_outputs() 
 def test_what_does_not_go_together_is_refused(small_run: Path) -> None:
     with pytest.raises(UsageError, match="belong together"):
         load(small_run).shortlist("list.txt", "train.de")
+    with pytest.raises(UsageError, match=r'source = "train\.tsv": a \.tsv file holds both sides'):
+        load(small_run).shortlist("list.txt", "train.tsv", "train.txt")
     write_all_tokens(small_run)
     with pytest.raises(UsageError, match="without a shortlist"):
         load(small_run, shortlist="all.txt").edit("cross.*", "z", lambda z: z).translate("Vier.")

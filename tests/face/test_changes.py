@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from small_checkpoints import gpt2_that_runs
 from triptych import Model, TriptychError, UsageError, load
+from triptych.face.changes import patched
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import TextIds
 
@@ -314,6 +315,16 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
             r"shape \[3\], and the stream is \[256\]",
         ),
         (lambda model: model.replace("3", W_Q=torch.ones(2, 2)), r"W_Q is \[8, 256, 32\] here"),
+        (
+            lambda model: model.replace("3.99", W_Q=torch.ones(256, 32)),
+            "no head 99: the layer has heads 0 to 7",
+        ),
+        (lambda model: model.run(TEXT, grad=True).gradient("3.99"), "no head 99: z has heads 0 to 7"),
+        (
+            lambda model: patched("z", torch.ones(4, 5), None)(torch.zeros(1, 4, 32), 0),
+            "z of the run are 5 wide, and of the model 32",
+        ),
+        (lambda model: model.generate(TEXT, stream=True, beam_size=2), "one sample without a beam"),
         (lambda model: model.tie("3", "W_O", "W_Q"), "W_O reads what heads mixed"),
         (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
         (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),

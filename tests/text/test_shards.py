@@ -74,7 +74,9 @@ def test_records_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
     assert documents_of(spec, tmp_path) == ["a\n\nb", "c"]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     assert documents_of(LanguageCorpusSpec(files=("a.parquet",)), tmp_path) == ["a\n\nb", "c"]
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: no field 'text'; it has of\.it; set text_field"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, line 1: no field 'text'; it has of\.it; a recipe sets text_field"
+    ):
         documents_of(LanguageCorpusSpec(files=("a.jsonl",)), tmp_path)
 
 

@@ -35,7 +35,7 @@ class Saved(NamedTuple):
         if self.top is None and (count := sum(part.num_weights for part in self.parts)) > MOST_WEIGHTS:
             raise UsageError(
                 f"these heads have {count:,} weights, and a file may have {MOST_WEIGHTS:,}: choose heads "
-                "(--layers, --heads), or keep the largest weights of each token (--top 16)"
+                "(--heads), or keep the largest weights of each token (--top 16)"
             )
 
 

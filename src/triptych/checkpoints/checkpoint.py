@@ -236,7 +236,8 @@ class Checkpoint(AttentionSource):
             looks = [name for name in self.tensors.infos if self._looks_like_attention(name)]
             raise DataError(
                 f"{self.name}: no tensor has a name of the family {self.family.name}; "
-                f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}; give another --family"
+                f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}; describe it in a "
+                "family file (triptych inspect --family my.toml)"
             )
 
     def _mixers(self, spec: AttentionSpec, settings: Settings, layers: int) -> list[str]:

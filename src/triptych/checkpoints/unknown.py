@@ -33,7 +33,7 @@ _LAYER = re.compile(r"(?<=\.)\d{1,5}(?=\.)")
 _WITHIN_ATTENTION = re.compile(r"(.*?\{layer\}.*?(?:attn|attention)[^.]*)\.(.+)", re.I)
 _MOST_NAMES = 60
 _HEADER = """\
-# Complete each "?" and give this file with --family. AttentionSpec lists the fields, in
+# Complete each "?" and give this file to triptych inspect --family. AttentionSpec lists the fields, in
 # triptych/checkpoints/specs.py; families/*.toml next to it are examples.
 name = "mine"
 """
@@ -47,7 +47,8 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
     path, record = _record_with_heads(settings)
     error = DataError(
         f"{name}: no family file knows model_type {shown(settings.value('model_type'))!r}, and what looks "
-        f"like attention is {shown('; '.join(seen) or 'nothing')}: describe it with --family my.toml"
+        f"like attention is {shown('; '.join(seen) or 'nothing')}: describe it in a family file (triptych "
+        "inspect --family my.toml)"
     )
     tables = [_attention_table(module, maps, path, record) for module, maps in modules.items()]
     names = [f"#   {shown(kind)} {shape}\n" for kind, shape in [*kinds.items()][:_MOST_NAMES]]

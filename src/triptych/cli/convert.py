@@ -24,7 +24,7 @@ def convert(
     """Convert a model to or from the format of another library.
 
     A parameterisation that the format does not have is first written as plain W_Q, W_K, W_V and W_O, which
-    is exact. For a model that the format cannot hold, the error says what to do.
+    is exact. For a model that the format cannot hold, the error says why.
 
     Options:
         out: The output folder; it must not exist.

@@ -56,7 +56,8 @@ def convert(
 ) -> Conversion:
     """Write a model in another format."""
     if quantization != "float32" and to != "ctranslate2":
-        raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with --to {to}")
+        other = "--from hf" if to == "triptych" else f"--to {to}"
+        raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with {other}")
     if opened.translates:
         opened.require_recipe()
         if to == "triptych" and is_own_config(read_json(opened.folder / "config.json")):

@@ -75,7 +75,7 @@ def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantizat
         # of the first tokens they never change.
         raise UsageError(
             "with a shortlist CTranslate2 mixes up special tokens between batches, where they are not the "
-            "first of the vocabulary: leave the shortlist out, or use --engine triptych"
+            "first of the vocabulary: leave the shortlist out, or translate with triptych"
         )
     plain = plain_model(run.encoder_decoder, "CTranslate2")
     length = max_positions(run.encoder_decoder, run.decoding.max_extra_tokens)
@@ -240,6 +240,7 @@ both search alike.
 
 def write_ct2_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
     """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer."""
+    require_extra("convert", "ctranslate2", what="--to ctranslate2")
     model, tokenizer = opened.language_model, opened.tokenizer
     check = write_generator(model, folder, quantization)
     if isinstance(tokenizer, PretrainedTokenizer):

@@ -140,9 +140,8 @@ def _too_wide(name: str, weights: AttentionWeights, num_heads: int, target: str)
     step = f"truncate(rank={width}, forms={[*wide] or ['qk']})"
     return (
         f"{name} has heads with {found or 'biases that need more channels'}, and {target} has {num_heads} of "
-        f"d_model / {num_heads} = {width} channels: lower the ranks first "
-        f'(triptych.rewrite(model, "{step}")'
-        ", which is not exact), or train with heads of that width"
+        f"d_model / {num_heads} = {width} channels: lower the ranks first (triptych rewrite --do {step!r}, "
+        "which is not exact), or train with heads of that width"
     )
 
 

@@ -23,9 +23,9 @@ LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
 
 
 def check_length(
-    which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str
+    which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str = ""
 ) -> None:
-    """Check that a text can be read at once."""
+    """Check that a text can be read at once; `option` raises the limit, if there is one that does."""
     if not length:
         raise UsageError(f"{which} is empty: give it some text")
     if positions is not None and length > positions:
@@ -35,8 +35,8 @@ def check_length(
     most = asked or positions or otherwise
     if length > most:
         raise UsageError(
-            f"{which} has {length:,} tokens, and at most {most:,} are read at once: shorten it, or raise "
-            f"{option}"
+            f"{which} has {length:,} tokens, and at most {most:,} are read at once: shorten it"
+            + (option and f", or raise {option}")
         )
 
 

@@ -21,7 +21,7 @@ def require_finite_logits(best: Tensor) -> None:
     if bool((best.isnan() | (best == torch.inf)).any()):
         raise DataError(
             "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
-            "overflow; try another --dtype or --precision"
+            "overflow; try another dtype or precision"
         )
 
 

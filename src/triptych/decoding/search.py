@@ -218,7 +218,7 @@ def sentence_text(
     if terms is not None and terms.num_tokens > limit:
         raise UsageError(
             f"glossary: the terms of a sentence need {terms.num_tokens} tokens, and its translation may have "
-            f"{limit}: leave out some, or raise --max-extra-tokens"
+            f"{limit}: leave out some, or raise max_extra_tokens"
         )
     return BeamText(ids, kind, limit, terms)
 

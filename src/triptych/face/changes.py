@@ -256,6 +256,8 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
                 f"[{whole.copies}, {whole.d_in}, {whole.d_out}]"
             )
         maps = whole.weight.detach().clone()
+        if not -len(maps) <= head < len(maps):
+            raise UsageError(f"there is no head {head}: the layer has heads 0 to {len(maps) - 1}")
         _require_shape(name, given, maps[head])
         maps[head] = given.to(maps)
     else:
@@ -316,6 +318,10 @@ def patched(what: Activation, values: Tensor, positions: Sequence[int] | None) -
         if not rows:
             return value
         here, new = torch.tensor(rows, device=value.device) - start, values[rows].to(value)
+        if what not in ("scores", "weights") and new.shape[1:] != value.shape[2:]:
+            raise UsageError(
+                f"{what} of the run are {new.shape[-1]} wide, and of the model {value.shape[-1]}"
+            )
         if what in ("scores", "weights"):
             if values.shape[1] > value.shape[2] and bool(values[rows][:, value.shape[2] :].any()):
                 raise UsageError(

@@ -224,7 +224,7 @@ class Head:
         """The same head reading normalised input: gain and shift of the norm before it are in its maps.
 
         Raises:
-            UsageError: the norm cannot be folded (post-norm, sandwich), or there is none.
+            RewriteRefusedError: the norm cannot be folded (post-norm, sandwich), or there is none.
         """
         slots = replace(self.weights, other_norm_readers="", bias_slots=frozenset(("q", "k", "v", "o")))
         return Head(self.layer, self.number, fold_norm(slots.to(torch.float64)).weights.to(slots.dtype))

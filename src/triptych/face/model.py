@@ -102,7 +102,8 @@ def load(
             must be the file that the run was trained with. Nothing that lies in a run is ever executed.
 
     Raises:
-        UsageError: nothing of that name, or something that is not a model.
+        UsageError: nothing of that name here, or something that is not a model.
+        DataError: nothing of that name on the Hub, or no way there.
     """
     if code is not None:
         use_code(code)
@@ -185,7 +186,7 @@ class Model(RunnableModel):
             positions: of the text, at which it is taken; all that the run has if None.
 
         Raises:
-            UsageError: there is no such head, or the shapes do not fit.
+            UsageError: there is no such head; when the model runs, the shapes do not fit.
         """
         if what not in ACTIVATIONS:
             raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -435,7 +436,7 @@ class Model(RunnableModel):
 
         Raises:
             UsageError: the folder exists, or weights cannot express a change, which is named.
-            DataError: the format has no place for it.
+            RewriteRefusedError: the format has no place for it.
         """
         target = Path(path)
         if unsayable := [change for change in self._changes if change.unsayable]:

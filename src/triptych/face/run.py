@@ -168,6 +168,8 @@ class Run:
         number, head = self._places.find(place)
         kept = self._graph[self._site(number)][what]
         (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
+        if head is not None and not -found.shape[1] <= head < found.shape[1]:
+            raise UsageError(f"there is no head {head}: {what} has heads 0 to {found.shape[1] - 1}")
         return found[0] if head is None else found[0, head]
 
     def _site(self, number: int) -> str:

@@ -284,6 +284,8 @@ class RunnableModel(ReadableModel):
         if stream:
             if not isinstance(text, str):
                 raise UsageError("stream=True continues one text: give a string")
+            if beam_size > 1 or num_samples > 1:
+                raise UsageError("stream=True gives one sample without a beam: leave out the other options")
             return generator.stream(text, options, chat=chat)
         prompts = [text] if isinstance(text, str) else list(text)
         continued = continue_changed(prompts, generator, options, self._changes, chat)

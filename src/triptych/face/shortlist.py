@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.opening import OpenedModel
 from triptych.text import CorpusSpec, TokenSequences, read_parallel
 from triptych.text.shortlists import Coverage, learn_shortlist
 from triptych.training.progress import Display
+from triptych.training.recipe import explain_invalid
 from triptych.training.translation import read_corpora
 
 
@@ -24,7 +27,11 @@ def write_shortlist(
     if (source is None) != (target is None):
         raise UsageError("source and target belong together: give both, or none for a run's own text")
     if source is not None and target is not None:
-        pairs = read_parallel(CorpusSpec(source=source, target=target))
+        try:
+            corpus = CorpusSpec(source=source, target=target)
+        except ValidationError as error:
+            raise UsageError(explain_invalid(error, CorpusSpec)) from None
+        pairs = read_parallel(corpus)
     elif opened.recipe is not None:
         pairs, _ = read_corpora(opened.recipe, Path.cwd(), display)
     else:

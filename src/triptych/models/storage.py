@@ -217,7 +217,9 @@ def read_model(folder: Path) -> EncoderDecoder:
     """Read a model for translation that `write_model` wrote; in evaluation mode."""
     model = read_own_model(folder)
     if not isinstance(model, EncoderDecoder):
-        raise DataError(f"{folder} holds a language model, which does not translate: see triptych generate")
+        raise DataError(
+            f"{folder} holds a language model, which does not translate: see triptych generate or fill"
+        )
     return model
 
 

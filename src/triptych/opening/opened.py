@@ -203,7 +203,7 @@ def _tokens_of(opened: OpenedModel) -> tuple[object, ...]:
 
 
 def _does_not_translate(name: str) -> UsageError:
-    return UsageError(f"{name} is a language model, which does not translate: see triptych generate")
+    return UsageError(f"{name} is a language model, which does not translate: see triptych generate or fill")
 
 
 def open_model(

@@ -377,7 +377,7 @@ class Reader(TextModel):
         if not opened.is_searched:  # another library's, whose outputs are not searched for
             if targets is None:
                 raise UsageError(
-                    f"{self.name} is not searched for a translation here: give the decoder's text (--target)"
+                    f"{self.name} is not searched for a translation here: give the decoder's text, the target"
                     + ("" if opened.unsearched is None else f"; {opened.unsearched}")
                 )
             sources, produced = (self.tokenizer.encode(own, add_special=True) for own in (texts, targets))

@@ -150,7 +150,7 @@ def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Fam
 
 _CHANNELS_STAY = (
     "W_Q and W_K ({share} of the attention's parameters) get lower ranks and keep all channels, which rotary "
-    'positions turn: that saves nothing; rotary = "pairs" (--rotary pairs) takes channels out and loses more'
+    'positions turn: that saves nothing; truncate with rotary="pairs" takes channels out and loses more'
 )
 
 

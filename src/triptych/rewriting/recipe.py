@@ -115,11 +115,9 @@ def require_calibration(recipe: RewriteRecipe) -> None:
     """Check that a recipe has a text if a step looks at one, and only then."""
     needing = [step.name for step in recipe.step if step.needs_text]
     if needing and recipe.calibration is None:
-        how = "give one with --calibrate, or as calibration of a recipe, or use criterion free"
+        how = "give one with --calibrate, or as calibration of a recipe, or leave out what looks at it"
         raise UsageError(f"{needing[0]} needs a text: {how}")
     if recipe.calibration is not None:
         if not needing:
-            raise UsageError(
-                "no step uses the calibration text: leave it out, or choose a criterion that uses it"
-            )
+            raise UsageError("no step uses the calibration text: leave it out, or choose a step that uses it")
         read_whole_text(recipe.calibration)

@@ -62,9 +62,10 @@ def verify(
         calibration: the calibration text of the rewrite. The steps that used it are repeated.
 
     Raises:
-        DataError: there is no certificate, it was changed after it was written, or a text is not UTF-8.
-        UsageError: `text` is given without an original, does not exist, or is not the text that the models
-            were compared on; the original cannot be run on it; the same for `calibration`.
+        DataError: the certificate was changed after it was written, or a text is not UTF-8.
+        UsageError: there is no certificate; `text` is given without an original, does not exist, or is not
+            the text that the models were compared on; the original cannot be run on it; the same for
+            `calibration`.
     """
     folder, text = Path(folder), None if text is None else Path(text)
     calibration = None if calibration is None else Path(calibration)

@@ -40,7 +40,7 @@ async def embed(server: Server, request: Request) -> Response:
         tokenizer.vocab_size,
     )
     for ids in texts:
-        check_length("input", len(ids), opened.language_model.max_tokens, None, LONGEST_SHOWN, "the limit")
+        check_length("input", len(ids), opened.language_model.max_tokens, None, LONGEST_SHOWN)
     vectors: list[list[float]] = await server.compute(request, Embedding(model), texts)
     read = sum(map(len, texts))
     server.count_tokens(read, 0)

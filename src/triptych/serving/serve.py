@@ -117,7 +117,7 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         why = str(error.strerror).partition(" (")[0]
-        raise UsageError(f"cannot listen at {host}:{port} ({why}): give another --host or --port") from None
+        raise UsageError(f"cannot listen at {host}:{port} ({why}): give another port or host") from None
 
 
 def _keys(file: Path | None) -> list[str]:

@@ -172,7 +172,8 @@ class ParallelCorpus:
         times = Counter(self.source)
         if len(times) == 1:
             raise DataError(
-                f"{self.name}: all sources are the same, so nothing can be held out: give data.valid"
+                f"{self.name}: all sources are the same, so nothing can be held out: give text for "
+                "validation (data.valid of a recipe)"
             )
         left, held = min(max(round(share * len(self)), 1), _MOST_HELD_OUT), set[str]()
         order = sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]

@@ -67,7 +67,7 @@ class Tokenizer(ABC):
 
         Encode it with `parse_special`, and without `add_special`: the template writes them itself.
         """
-        raise UsageError("the tokenizer has no chat template; give a prompt without --chat")
+        raise UsageError("the tokenizer has no chat template: give a plain prompt")
 
     @abstractmethod
     def to_json(self) -> str:

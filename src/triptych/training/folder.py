@@ -47,8 +47,8 @@ def require_place(folder: Path, *, force: bool) -> None:
     if found and not force:
         shown = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
         raise UsageError(
-            f"{folder} holds other files ({shown}): name a folder that is new or empty (--out); --force puts "
-            "the run among them, and replaces those with the name of a run's file"
+            f"{folder} holds other files ({shown}): name a folder that is new or empty (--out); triptych "
+            "train --force puts the run among them, and replaces those with the name of a run's file"
         )
     for name in RUN_FILES:
         place = folder / name

@@ -210,7 +210,7 @@ class Trainer:
             return told
         narrower = ", training.precision = 'bf16'" if has_fast_bf16(self.device.type) else ""
         return (
-            f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model.preset"
+            f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model"
             f"{narrower} or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
         )
 

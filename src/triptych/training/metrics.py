@@ -29,8 +29,7 @@ class MetricsLog:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise TriptychError(
-                f"{self.path} could not be written ({error.strerror}): free some space, "
-                "then continue with --resume"
+                f"{self.path} could not be written ({error.strerror}): free some space, then resume the run"
             ) from None
         if not is_installed("tensorboard"):
             return

@@ -288,7 +288,8 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         tree = merge(tree, _parse_override(override))
     kind = _recipe_type(tree, origin)
     if not isinstance(tree.get("model", {}), dict):
-        raise UsageError(f"{origin}: model is a section, not a value: write model.preset={tree['model']!r}")
+        how = f": write model.preset={tree['model']!r}" if kind is Recipe else ""
+        raise UsageError(f"{origin}: model is a section, not a value{how}")
     if kind is Recipe and "preset" in tree.get("model", {}):
         model = dict(tree["model"])
         preset = model.pop("preset")

@@ -79,7 +79,7 @@ class ShardedStates:
                 path, self._saving = self._saving[1], None
                 raise TriptychError(
                     f"{path} could not be saved ({_reason(error)}); what was saved before is whole: free "
-                    "some space, then continue with --resume"
+                    "some space, then resume the run"
                 ) from None
 
         self._world.on_all(wait)

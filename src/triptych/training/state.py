@@ -101,7 +101,7 @@ def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
     except OSError as error:
         raise TriptychError(
             f"{path} could not be saved ({error.strerror}); what was saved before is whole: "
-            "free some space, then continue with --resume"
+            "free some space, then resume the run"
         ) from None
 
 

@@ -268,7 +268,7 @@ def test_a_rank_out_of_range_is_refused_with_both_numbers(form: str, width: int,
     [
         (
             {"positions": "rotary"},
-            "qk: under rotary positions only one non-zero complex scalar .*; leave qk_rank",
+            "qk: under rotary positions only one non-zero complex scalar .*; leave qk out",
         ),
         ({"sinks": True}, "qk: fewer channels cannot carry the key bias, and something takes part"),
     ],

@@ -140,7 +140,7 @@ def _choose_metric(
         kind = RotaryPairsMetric if rotary == "pairs" else RotaryMapsMetric
         metric: Metric = kind(RotaryHeads(weights, rotation, moments, longest))
     else:
-        CHANNELS_FREE[form].require("truncate", weights, f"leave {form}_rank out", f"{form}: ")
+        CHANNELS_FREE[form].require("truncate", weights, f"leave {form} out", f"{form}: ")
         for side in SIDES_OF[form]:
             require_last_map("truncate", side, weights.chain(side))
         key_bias = weights.head_bias("k") if form == "qk" and moments is None else None
