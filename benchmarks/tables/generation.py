@@ -123,7 +123,7 @@ def prepare(command: Command) -> dict[str, dict[str, Any]]:
             "checkpoint": str(checkpoint),
             "converted": str(converted),
             "gguf": str(gguf),
-            "positions": 2 * (_PROMPT + _NEW),
+            "positions": 2 * (_PROMPT + _NEW),  # of a slot in llama.cpp; as many as the shared gpt2 has
             "vocab_size": config["vocab_size"],
             "file_bytes": sum(path.stat().st_size for path in Path(checkpoint).glob("*.safetensors")),
         }
@@ -137,7 +137,7 @@ def _write(command: Command, *arguments: str) -> None:
     )
 
 
-# What stands for the precisions of ours.
+# The precision of ours that each of theirs stands next to.
 _WIDTHS = {"float32": "fp32", "int8_float32": "int8", "fp16": "bf16", "q8_0": "int8"}
 
 

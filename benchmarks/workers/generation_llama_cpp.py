@@ -28,7 +28,8 @@ class LlamaCpp(Engine):
             {
                 "prompt": [list(ids) for ids in prompts],
                 "max_tokens": new,
-                "temperature": 0,
+                "samplers": ["top_k"],
+                "top_k": 1,
                 "ignore_eos": True,
                 "cache_prompt": False,
             }
@@ -42,7 +43,9 @@ class LlamaCpp(Engine):
             params.model.path = f"{self.options['gguf']}/{self.options['precision']}.gguf"
             params.n_ctx, params.n_parallel = batch * self.options["positions"], batch
             params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self.options["threads"]
-            params.verbosity = -1
+            if self.options["precision"] == "fp32":  # keys and values are fp16 otherwise
+                params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+            params.cache_ram_mib, params.verbosity = 0, -1
             self.servers[batch] = xllamacpp.Server(params)
         return self.servers[batch]
 

@@ -178,7 +178,7 @@ def test_languages_stand_where_the_class_of_the_tokenizer_puts_them(tmp_path: Pa
 @pytest.mark.parametrize(
     ("made_of", "languages", "said"),
     [
-        ({"tokenizer_class": "MBart50Tokenizer"}, None, r"name them \(--languages SOURCE,TARGET\)"),
+        ({"tokenizer_class": "MBart50Tokenizer"}, None, r"name them \(--languages SOURCE TARGET\)"),
         (
             {"tokenizer_class": "MBart50Tokenizer"},
             ("fr", "en_XX"),

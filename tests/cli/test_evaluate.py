@@ -41,6 +41,7 @@ def test_scores_are_sacrebleus_with_signature_and_interval(
 def test_a_translator_is_scored_with_ctranslate2_too(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:
+    pytest.importorskip("ctranslate2", reason="needs the extra [ctranslate2]")
     text = _write(tmp_path / "text", ["Es ist halb vier.", "Vier.", "Heute ist Montag."])
     outs = {}
     for engine in ("triptych", "ctranslate2"):

@@ -209,6 +209,11 @@ def test_gradients_reach_activations(gpt2: Model) -> None:
         float(gpt2.edit("3.2", "z", lambda z, s=sign: z + s * step).run(TEXT).loss) for sign in (1, -1)
     )
     assert (up - down) / 2 == pytest.approx(float((gradient * step).sum()), rel=0.05, abs=2e-6)
+    both = gpt2.run([TEXT, TEXT[:20]], grad=True)
+    for what in ("z", "k", "weights"):
+        for found, text in zip(both, (TEXT, TEXT[:20]), strict=True):
+            alone = gpt2.run(text, grad=True).gradient("3.2", what)
+            torch.testing.assert_close(found.gradient("3.2", what), alone, rtol=0, atol=1e-6)
     with pytest.raises(UsageError, match="grad=True"):
         gpt2.run(TEXT).gradient("3.2")
 
@@ -317,14 +322,14 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         (lambda model: model.replace("3", W_Q=torch.ones(2, 2)), r"W_Q is \[8, 256, 32\] here"),
         (
             lambda model: model.replace("3.99", W_Q=torch.ones(256, 32)),
-            "no head 99: the layer has heads 0 to 7",
+            "no head 99: the layer's are 0 to 7",
         ),
-        (lambda model: model.run(TEXT, grad=True).gradient("3.99"), "no head 99: z has heads 0 to 7"),
+        (lambda model: model.run(TEXT, grad=True).gradient("3.99"), "layer 3 has no head 99"),
         (
             lambda model: patched("z", torch.ones(4, 5), None)(torch.zeros(1, 4, 32), 0),
             "z of the run are 5 wide, and of the model 32",
         ),
-        (lambda model: model.generate(TEXT, stream=True, beam_size=2), "one sample without a beam"),
+        (lambda model: model.generate(TEXT, stream=True, beam_size=2), "one text without a beam"),
         (lambda model: model.tie("3", "W_O", "W_Q"), "W_O reads what heads mixed"),
         (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
         (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),

@@ -186,7 +186,7 @@ def test_blank_lines_and_nulls_in_jsonl_count_as_empty(tmp_path: Path) -> None:
         ("[" * 100_000, "not JSON"),
         (
             '{"de": "a", "fr": {"x": 1}}',
-            r"no field 'en'; it has de, fr\.x; a recipe sets source_field and target_field",
+            r"no field 'en'; it has de, fr\.x; a recipe can name others \(source_field and target_field\)",
         ),
         ("{}", "no field 'de'; it has none"),
         ('{"de": "a", "en": 7}', "field 'en' holds a value of type int, not a string"),

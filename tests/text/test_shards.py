@@ -75,7 +75,8 @@ def test_records_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     assert documents_of(LanguageCorpusSpec(files=("a.parquet",)), tmp_path) == ["a\n\nb", "c"]
     with pytest.raises(
-        DataError, match=r"a\.jsonl, line 1: no field 'text'; it has of\.it; a recipe sets text_field"
+        DataError,
+        match=r"a\.jsonl, line 1: no field 'text'; it has of\.it; a recipe can name others \(text_field\)",
     ):
         documents_of(LanguageCorpusSpec(files=("a.jsonl",)), tmp_path)
 

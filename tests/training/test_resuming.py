@@ -337,7 +337,10 @@ def test_a_full_disk_leaves_the_state_before_it_whole(tmp_path: Path) -> None:
     runs.train(small_recipe(), folder, SignalAt(4, signal.SIGTERM))
     state = folder / "state" / "last.safetensors"
     before = state.read_bytes()
-    with full_disk(len(before) // 2), pytest.raises(TriptychError, match=r"could not be saved.*--resume"):
+    with (
+        full_disk(len(before) // 2),
+        pytest.raises(TriptychError, match=r"could not be saved.*then resume the run"),
+    ):
         runs.resume(folder, (), LineDisplay())
     assert state.read_bytes() == before
     assert not list(folder.rglob("*.tmp"))

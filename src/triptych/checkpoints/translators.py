@@ -284,7 +284,7 @@ def _frames(
         forced = generation.forced_bos_token_id
         named = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
         if place is not None and forced is None and start in named:
-            raise UsageError(f"{folder} translates between languages: name them (--languages SOURCE,TARGET)")
+            raise UsageError(f"{folder} translates between languages: name them (--languages SOURCE TARGET)")
         return own, own, (start,) if forced is None else (start, forced)
     if place is None:
         raise UsageError(

@@ -248,6 +248,8 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
     side = SIDE_OF[name]
     whole = weights.multiplied(side)
     if head is not None:
+        if not 0 <= head < weights.num_heads:
+            raise UsageError(f"there is no head {head}: the layer's are 0 to {weights.num_heads - 1}")
         if whole.copies < weights.num_heads:
             size = weights.num_heads // whole.copies
             first = head // size * size
@@ -256,8 +258,6 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
                 f"[{whole.copies}, {whole.d_in}, {whole.d_out}]"
             )
         maps = whole.weight.detach().clone()
-        if not -len(maps) <= head < len(maps):
-            raise UsageError(f"there is no head {head}: the layer has heads 0 to {len(maps) - 1}")
         _require_shape(name, given, maps[head])
         maps[head] = given.to(maps)
     else:

@@ -120,13 +120,7 @@ class Run:
         Raises:
             UsageError: there is no such place; the message says which there are.
         """
-        number, head = self._places.find(place)
-        call = self._calls[self._site(number)]
-        if head is not None and not 0 <= head < call.layer.num_heads:
-            raise UsageError(
-                f"layer {self._places.names[number]} has no head {head}: its heads are 0 to "
-                f"{call.layer.num_heads - 1}"
-            )
+        call, head = self._call(place)
         with torch.set_grad_enabled(call.x.requires_grad):
             steps = call.steps()
         return Activations(str(place), steps, call.layer.weights(), head)
@@ -165,18 +159,26 @@ class Run:
         """
         if self._graph is None:
             raise UsageError("the run has no gradients: run(text, grad=True)")
-        number, head = self._places.find(place)
-        kept = self._graph[self._site(number)][what]
+        call, head = self._call(place)
+        kept = self._graph[call.site.name][what]
         (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
-        if head is not None and not -found.shape[1] <= head < found.shape[1]:
-            raise UsageError(f"there is no head {head}: {what} has heads 0 to {found.shape[1] - 1}")
-        return found[0] if head is None else found[0, head]
+        queries, keys = self._lengths(call)
+        own = found[self._row, :, : keys if what in ("k", "v") else queries]
+        own = own[..., :keys] if what in ("scores", "weights") else own
+        return own if head is None else own[head]
 
-    def _site(self, number: int) -> str:
-        site = self._order.get(number, "")
+    def _call(self, place: str | int) -> tuple[LayerCall, int | None]:
+        """The call of the layer of a place, and the number of its head; None for the layer as a whole."""
+        number, head = self._places.find(place)
+        site, name = self._order.get(number, ""), self._places.names[number]
         if site not in self._calls:
-            raise UsageError(f"layer {self._places.names[number]} did not run on this text")
-        return site
+            raise UsageError(f"layer {name} did not run on this text")
+        call = self._calls[site]
+        if head is not None and not 0 <= head < call.layer.num_heads:
+            raise UsageError(
+                f"layer {name} has no head {head}: its heads are 0 to {call.layer.num_heads - 1}"
+            )
+        return call, head
 
     @cached_property
     def _calls(self) -> dict[str, LayerCall]:

@@ -285,7 +285,9 @@ class RunnableModel(ReadableModel):
             if not isinstance(text, str):
                 raise UsageError("stream=True continues one text: give a string")
             if beam_size > 1 or num_samples > 1:
-                raise UsageError("stream=True gives one sample without a beam: leave out the other options")
+                raise UsageError(
+                    "stream=True gives one text without a beam: leave out beam_size and num_samples"
+                )
             return generator.stream(text, options, chat=chat)
         prompts = [text] if isinstance(text, str) else list(text)
         continued = continue_changed(prompts, generator, options, self._changes, chat)

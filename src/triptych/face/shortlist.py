@@ -10,7 +10,6 @@ from triptych.opening import OpenedModel
 from triptych.text import CorpusSpec, TokenSequences, read_parallel
 from triptych.text.shortlists import Coverage, learn_shortlist
 from triptych.training.progress import Display
-from triptych.training.recipe import explain_invalid
 from triptych.training.translation import read_corpora
 
 
@@ -29,8 +28,11 @@ def write_shortlist(
     if source is not None and target is not None:
         try:
             corpus = CorpusSpec(source=source, target=target)
-        except ValidationError as error:
-            raise UsageError(explain_invalid(error, CorpusSpec)) from None
+        except ValidationError:
+            raise UsageError(
+                f"{source} and {target} must be files of lines, a sentence on each: a file of records holds "
+                "both sides"
+            ) from None
         pairs = read_parallel(corpus)
     elif opened.recipe is not None:
         pairs, _ = read_corpora(opened.recipe, Path.cwd(), display)

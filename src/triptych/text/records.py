@@ -124,7 +124,7 @@ def _columns_of(fields: Sequence[str], names: list[str], where: str) -> list[str
         if column not in names:
             raise DataError(
                 f"{where} has no column {field!r}; its columns are {', '.join(names)}; "
-                f"a recipe sets {_field_options(fields)}"
+                f"a recipe can name others ({_field_options(fields)})"
             )
     return list(dict.fromkeys(columns.values()))
 
@@ -161,8 +161,8 @@ def _value_at(record: Mapping[str, object], field: str, where: str, options: str
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:
             raise DataError(
-                f"{where}: no field {field!r}; it has {', '.join(_paths_in(record)) or 'none'}; a recipe "
-                f"sets {options}"
+                f"{where}: no field {field!r}; it has {', '.join(_paths_in(record)) or 'none'}; a "
+                f"recipe can name others ({options})"
             )
         value = value[key]
     return value

@@ -72,8 +72,8 @@ class OptimisationConfig(Section):
         keep_states: number of saved states that several processes keep; a single process keeps one.
         parallel: how several processes share the work: "ddp" copies the model to each, "fsdp" shards it over
             all, "hybrid" shards within a machine and copies across, "none" is for one process. The default is
-            "ddp" if the model with its optimizer takes less than half of a device, otherwise "fsdp" on one
-            machine and "hybrid" on several.
+            "ddp" if the model with its optimizer takes less than half of a device, otherwise "hybrid" on
+            several machines with several processes each, and "fsdp" elsewhere.
         shard_size: number of processes that share one copy of the model with parallel = "hybrid"; it must
             divide the number of processes. The default is the processes of a machine, and 2 on a single one.
         timeout_minutes: how long a process waits for the others before the run ends with an error.
