@@ -137,7 +137,7 @@ def _write(command: Command, *arguments: str) -> None:
     )
 
 
-# The precision of ours that each of theirs stands next to.
+# The precision of ours that each of theirs is compared with.
 _WIDTHS = {"float32": "fp32", "int8_float32": "int8", "fp16": "bf16", "q8_0": "int8"}
 
 
