@@ -12,7 +12,7 @@ from decoding.plain_search import plain_search, search
 from triptych.attention.projections import PARAMETERISATIONS
 from triptych.decoding import Engine, Hypothesis, SearchOptions
 from triptych.decoding.engine import GROUP
-from triptych.decoding.maps import unsupported_precision
+from triptych.decoding.maps import Maps, unsupported_precision
 from triptych.models import (
     AttentionConfig,
     DecoderConfig,
@@ -152,6 +152,16 @@ def test_a_model_in_float16_reads_sentences_of_unlike_length_as_in_float32() -> 
     finite = expected.isfinite()
     assert torch.equal(finite, found.isfinite())
     assert float((expected - found)[finite].norm() / expected[finite].norm()) < 0.01
+
+
+def test_an_int8_map_of_zeros_is_its_bias_and_rows_of_any_size_keep_their_bits() -> None:
+    for width, bias in ((5, torch.randn(40)), (300, torch.randn(40)), (300, None)):
+        rows = torch.randn(9, 1, width) * torch.tensor([1, 0, 1e-38, 1e-43, 1e6, 1, 0, 1, 1])[:, None, None]
+        layer = Maps("int8", torch.float32).linear(torch.randn(40, width), bias)
+        found = layer(rows)
+        assert torch.equal(found[1, 0], torch.zeros(40) if bias is None else bias)
+        assert found.isfinite().all()
+        assert torch.equal(found, torch.cat([layer(row[None]) for row in rows]))
 
 
 def test_int8_is_for_cpus() -> None:

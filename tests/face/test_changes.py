@@ -334,6 +334,8 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
         (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),
         (lambda model: model.run(TEXT).residual(9), "no residual 9"),
+        (lambda model: model.run(TEXT, max_tokens=2), "at most 2 are read at once: .*raise max_tokens"),
+        (lambda model: model.score(TEXT, max_tokens=2), "at most 2 are read at once"),
         (lambda model: model.edit("3.2", "z", torch.relu).rewrite("expand"), "cannot be saved"),
     ],
 )

@@ -189,6 +189,8 @@ def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(
 
     monkeypatch.setattr(OpenedModel, "require_recipe", lambda _: None)  # `run` is no folder
     assert taken() == "engine auto: CTranslate2 translates"
+    asked = cache.Options("cpu", engine="ctranslate2")
+    assert cache.make_translator(run, asked, 2, beam_size=2).workers == 2
     assert "triptych translates: CTranslate2 takes no glossary" in taken({"Hund": "dog"})
     assert 'stop must be "full", and it is "certain"' in taken(stop="certain")
     monkeypatch.setitem(sys.modules, "ctranslate2", None)

@@ -85,7 +85,7 @@ class Translator:
         self.precision: Precision = precision
         self.shortlist = shortlist
         device = next(model.parameters()).device
-        self.workers = workers if device.type == "cpu" else 1
+        self.workers = workers if searcher is not None or device.type == "cpu" else 1
         self._other_searcher = searcher
         self._pool: WorkerPool | None = None
         self._searcher: BatchSearcher | None = None

@@ -215,6 +215,7 @@ class CTranslate2Searcher:
             device,
             (workers, 1),
         )
+        self.workers: int = self._translator.num_translators  # 1 on a GPU
 
     def __call__(self, sentences: Sentences) -> Hypotheses:
         """Hypotheses for sentences, token ids without the end of sentence, in their order."""
@@ -452,7 +453,7 @@ def make_translator(
             opened.tokenizers,
             wanted,
             precision=options.precision,
-            workers=workers,
+            workers=searcher.workers,
             searcher=searcher,
         )
     return found if glossary is None else found.with_glossary(glossary)

@@ -361,18 +361,21 @@ class RunnableModel(ReadableModel):
         scoring = partial(progress, "scoring")
         return evaluate_text(self.opened, documents, self._opened.options, context, stride, scoring)
 
-    def score(self, text: str, target: str | None = None) -> list[tuple[str, float]]:
+    def score(
+        self, text: str, target: str | None = None, *, max_tokens: int | None = None
+    ) -> list[tuple[str, float]]:
         """The tokens of a text that are predicted, and the log-probability in nats of each.
 
         Args:
             text: what the model reads.
             target: of an encoder-decoder, the translation that is scored; its own if None.
+            max_tokens: longest text in tokens, as in `run`.
 
         Raises:
             UsageError: the model predicts no next token.
         """
         with torch.no_grad():
-            run = self.run(text, target=target)
+            run = self.run(text, target=target, max_tokens=max_tokens)
         losses = run.losses.tolist()
         return [
             (token, -loss)
@@ -461,15 +464,27 @@ class RunnableModel(ReadableModel):
         )
 
     @overload
-    def run(self, text: str, *, target: str | None = ..., grad: bool = ...) -> Run: ...  # type: ignore[overload-overlap]
+    def run(  # type: ignore[overload-overlap]
+        self, text: str, *, target: str | None = ..., grad: bool = ..., max_tokens: int | None = ...
+    ) -> Run: ...
 
     @overload
     def run(
-        self, text: Sequence[str], *, target: Sequence[str] | None = ..., grad: bool = ...
+        self,
+        text: Sequence[str],
+        *,
+        target: Sequence[str] | None = ...,
+        grad: bool = ...,
+        max_tokens: int | None = ...,
     ) -> list[Run]: ...
 
     def run(
-        self, text: str | Sequence[str], *, target: str | Sequence[str] | None = None, grad: bool = False
+        self,
+        text: str | Sequence[str],
+        *,
+        target: str | Sequence[str] | None = None,
+        grad: bool = False,
+        max_tokens: int | None = None,
     ) -> Run | list[Run]:
         """Run the model on a text: logits, loss, and every activation.
 
@@ -477,6 +492,8 @@ class RunnableModel(ReadableModel):
             text: one text, or several, which run as one padded batch.
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
             grad: whether gradients reach the activations and parameters (`Run.gradient`).
+            max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
+                limit.
 
         Raises:
             UsageError: an empty text, or one past the model's positions.
@@ -484,7 +501,7 @@ class RunnableModel(ReadableModel):
         texts = [text] if isinstance(text, str) else list(text)
         targets = None if target is None else [target] if isinstance(target, str) else list(target)
         sites = self._opened.sites_of(self.reader.model)
-        found = run_texts(self.reader, self._places, sites, texts, targets, grad)
+        found = run_texts(self.reader, self._places, sites, texts, targets, grad, max_tokens)
         return found[0] if isinstance(text, str) else found
 
     @cached_property

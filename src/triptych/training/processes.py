@@ -174,7 +174,7 @@ class World:
             return TriptychError(
                 f"rank {self.rank} waited {self._timeout_minutes:g} minutes for another process, which hangs "
                 "or is cut off; look at the logs of the ranks. training.timeout_minutes of a recipe sets how "
-                "long. A training run can be resumed from its last saved state"
+                "long a process waits. What is saved is whole: triptych train --resume goes on from it"
             )
         if not any(word in text for word in ("onnection", "gloo", "NCCL", "ocket", "peer")):
             return None
@@ -184,8 +184,8 @@ class World:
                 return _Failure(**json.loads(self._store.get(_ERROR_KEY))).error()
             time.sleep(0.05)
         return ElsewhereError(
-            "another process ended without a word (killed, or out of memory); what is saved is whole: a "
-            "training run can be resumed from it",
+            "another process ended without a word (killed, or out of memory); what is saved is whole: the "
+            "same command goes on from it (triptych train: with --resume)",
             1,
         )
 
