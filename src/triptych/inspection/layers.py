@@ -244,14 +244,14 @@ def _block_energies(W: Tensor, columns: int) -> Tensor:
 
 
 def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
-    """Mean squares of blocks of q kᵀ; of a narrow head by tr(qᵢᵀqᵢ kⱼᵀkⱼ), which never forms it."""
-    if q.shape[1] * _PICTURE_ROWS > min(len(q), len(k)):
+    """Mean squares of blocks of q kᵀ, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where these squares are smaller than the form."""
+    if q.shape[1] ** 2 * _PICTURE_ROWS > len(q) * len(k):
         return _block_energies(q @ k.mT, _PICTURE_ROWS)
     one, other = (
-        torch.stack([part.mT @ part / len(part) for part in side.tensor_split(_PICTURE_ROWS)]).flatten(1)
-        for side in (q, k)
+        torch.stack([part.mT @ part / len(part) for part in W.tensor_split(min(_PICTURE_ROWS, len(W)))])
+        for W in (q, k)
     )
-    return (one @ other.mT).clamp(min=0)
+    return (one.flatten(1) @ other.flatten(1).mT).clamp(min=0)
 
 
 @cache
