@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_models import TINY
 from triptych.algebra.rewrites import EXACT, GaugeFix, PruneHeads, SortHeads
+from triptych.algebra.semantics import Semantics
+from triptych.algebra.weights import AttentionWeights, Link
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import read_family
 from triptych.opening import NotFiniteError, open_text_model
@@ -16,7 +18,14 @@ from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.comparing import FailedRewriteError
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.rounding import changed_numbers, changed_parameters, first_moved, judge_rounding, unit
+from triptych.rewriting.rounding import (
+    RoundedAgain,
+    changed_numbers,
+    changed_parameters,
+    first_moved,
+    judge_rounding,
+    unit,
+)
 from triptych.rewriting.running import compare_outputs
 from triptych.rewriting.verification import verify
 from triptych.storage.copying import CERTIFICATE
@@ -243,3 +252,14 @@ def test_a_unit_is_the_step_to_the_next_number_of_the_dtype(dtype: torch.dtype) 
     away = torch.nextafter(numbers, torch.sign(numbers) * torch.inf)
     torch.testing.assert_close(steps, (away.double() - numbers.double()).abs(), rtol=0, atol=0)
     assert not unit(torch.zeros(3, dtype=torch.float64), dtype).any()
+
+
+@pytest.mark.parametrize("lies", ["by rows", "by columns"])
+def test_every_number_of_a_large_map_is_rounded_up_or_down(lies: str) -> None:
+    numbers = torch.randn(3, 512, 400, dtype=torch.float64)
+    map_ = Link(numbers if lies == "by rows" else numbers.mT.contiguous().mT)
+    weights = AttentionWeights(512, 3, (map_,), (map_,), (map_,), (Link(numbers.mT),), Semantics(1.0))
+    again = RoundedAgain(frozenset({("q", "weight")}), torch.float16, torch.Generator().manual_seed(0))
+    moves = again(weights).W_Q - numbers
+    torch.testing.assert_close(moves.abs(), unit(numbers, torch.float16) / 2, rtol=1e-9, atol=0)
+    assert 0.49 < moves.gt(0).double().mean() < 0.51

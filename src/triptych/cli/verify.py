@@ -7,6 +7,7 @@ from typing import Annotated
 from rich.table import Table
 
 import triptych
+from triptych.cli.process import keep_freed_memory
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json
 from triptych.errors import DataError
@@ -29,6 +30,7 @@ def verify(
         triptych verify gpt2-half
         triptych verify gpt2-half --against gpt2 --text test.txt
     """
+    keep_freed_memory()
     checks = triptych.verify(folder, **checking)
     failed = [check for check in checks if check.held is False]
     if as_json:

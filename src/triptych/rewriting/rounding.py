@@ -5,7 +5,8 @@ of the arithmetic. Its size depends on the model, so it is measured: every weigh
 last place, up or down at random, and the output is compared with that of the unmoved model.
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple, final
 
@@ -27,6 +28,12 @@ MOST_TIMES_OF_LAYER = 2.0
 # Roundings that are tried at first; and at most, while none of them moves the output far enough: a model that
 # routes tokens to experts jumps where two experts are nearly level, and only some roundings tip the balance.
 _FIRST_DRAWS, _MOST_DRAWS = 3, 16
+# Numbers of a map outside the attention that are in float64 at once; of the maps of a layer whose heads are
+# bounded one by one.
+MOST_NUMBERS = 1 << 22
+# Numbers of a map that are moved at a time.
+_AT_A_TIME = 1 << 17
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class RoundingJudgement(NamedTuple):
@@ -166,19 +173,39 @@ class RoundedAgain:
         return replace(weights, o_bias=o_bias, semantics=semantics)
 
     def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:
-        step = unit(numbers, torch.float64)
-        if self._stored is not None and (side, part) in self._changed:
-            step = torch.maximum(step, unit(numbers, self._stored) / 2)
-        return numbers + step * signs(numbers, self._generator)
+        stored = self._stored if (side, part) in self._changed else None
+        if numbers.ndim > 1 and numbers.stride(-1) > numbers.stride(-2):
+            return self._moved(side, part, numbers.mT).mT  # in the order in which they lie in memory
+        moved = torch.empty_like(numbers)
+        before, after = torch.atleast_2d(numbers, moved)
+        # A few at a time: what lies between is in the processor's cache, in memory that is used again.
+        for block in blocks(before, _AT_A_TIME):
+            some = before[block]
+            step = unit(some, torch.float64)
+            if stored is not None:
+                step = torch.maximum(step, unit(some, stored) / 2)
+            torch.add(some, step.mul_(signs(some, self._generator)), out=after[block])
+        return moved
+
+
+def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
+    """Yield ranges of rows of a map `[…, d_out, d_in]`, within a number of entries each."""
+    rows = max(1, most_numbers // max(1, weight.shape[-1]))
+    parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
+    if weight.ndim == 2:
+        yield from ((part,) for part in parts)
+    else:
+        yield from ((number, part) for number in range(len(weight)) for part in parts)
 
 
 def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance of each number to the next larger one of a dtype; 0 for zeros, which rounding keeps."""
-    limits = torch.finfo(dtype)
-    _, exponent = torch.frexp(numbers)
-    step = torch.ldexp(torch.full_like(numbers, limits.eps), exponent - 1)
-    step = step.clamp(min=max(limits.smallest_normal * limits.eps, torch.finfo(numbers.dtype).tiny))
-    return torch.where(numbers == 0, 0.0, step)
+    limits, bits = torch.finfo(dtype), _BITS[numbers.element_size()]
+    # Infinity has the bits of the exponent and no others, which leave a number its power of two.
+    exponent = torch.tensor(math.inf, dtype=numbers.dtype, device=numbers.device).view(bits)
+    step = (numbers.view(bits) & exponent).view(numbers.dtype) * limits.eps
+    step.clamp_(min=max(limits.smallest_normal * limits.eps, torch.finfo(numbers.dtype).tiny))
+    return step.masked_fill_(numbers == 0, 0.0)
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
