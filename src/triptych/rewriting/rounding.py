@@ -177,7 +177,7 @@ class RoundedAgain:
         if numbers.ndim > 1 and numbers.stride(-1) > numbers.stride(-2):
             return self._moved(side, part, numbers.mT).mT  # in the order in which they lie in memory
         moved = torch.empty_like(numbers)
-        before, after = torch.atleast_2d(numbers, moved)
+        before, after = (t if t.ndim > 1 else t[None] for t in (numbers, moved))
         # A few at a time: what lies between is in the processor's cache, in memory that is used again.
         for block in blocks(before, _AT_A_TIME):
             some = before[block]
