@@ -1,4 +1,4 @@
-"""A busy machine: training, decoding and inspection beside processes that compute, and how threads wait.
+"""A busy machine: training, decoding and inspection next to processes that compute, and how threads wait.
 
 Neighbours are single threads that never pause. Every contender runs with OpenMP threads that spin while they
 wait, with threads that sleep, and with threads that spin briefly. What the last cost on a quiet machine is
@@ -40,7 +40,7 @@ class Job:
         amount: the key of an answer that has the amount, and what it is divided by.
         told: options that every worker of it is given.
         entries: contenders with the options of their settings, ours first.
-        requests: of every contender, on a quiet machine and beside neighbours.
+        requests: of every contender, on a quiet machine and with neighbours.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass
 class Line:
-    """A contender at a setting: what it did beside each number of neighbours, by round, or why it failed."""
+    """A contender at a setting: what it did with each number of neighbours, by round, or why it failed."""
 
     job: Job
     contender: str
@@ -62,17 +62,17 @@ class Line:
     failed: str | None = None
 
     def summary(self, neighbours: int) -> Summary | None:
-        """Its rate beside so many."""
+        """Its rate with so many."""
         rates = self.rates.get(neighbours)
         return summarise([*rates.values()]) if rates else None
 
 
 def measure(command: Command) -> Page:
-    """Every job beside every number of neighbours."""
+    """Every job with every number of neighbours."""
     lines = [line for job in _jobs(command) for line in _race(command, job)]
     return Page(
         name="busy",
-        title=f"Beside neighbours that compute ({command.threads} threads)",
+        title=f"Next to neighbours that compute ({command.threads} threads)",
         columns=("work", "contender", "threads that wait", *(f"{n} neighbours" for n in NEIGHBOURS)),
         rows=[_cells(line) for line in lines],
         notes=(
@@ -190,7 +190,7 @@ def _race(command: Command, job: Job) -> list[Line]:
     with ExitStack() as stack:
         workers = [_started(race, stack, line, *entry) for line, entry in zip(lines, entries, strict=True)]
         for count in NEIGHBOURS:
-            command.tell(f"{job.name} beside {count} neighbours")
+            command.tell(f"{job.name} with {count} neighbours")
             rounds = command.rounds * (1 if count or command.quick else _QUIET_ROUNDS)
             request = job.requests[bool(count)]
             with neighbours(count):
@@ -220,7 +220,7 @@ def _rate(job: Job, answer: Answer) -> float:
 
 
 def _costs(lines: Sequence[Line]) -> list[str]:
-    """What sleeping costs without neighbours and gains beside most, within rounds."""
+    """What sleeping costs without neighbours and gains with most, within rounds."""
     said = []
     for line in lines:
         spinning = next(
@@ -234,8 +234,8 @@ def _costs(lines: Sequence[Line]) -> list[str]:
         ]
         quiet, busy = spread(found[0], 3), spread(found[1], 2)
         said.append(
-            f"{line.job.name}, {line.contender}, {line.waiting}, beside {SPINNING}: {quiet} times as fast "
-            f"without neighbours, {busy} times beside {NEIGHBOURS[-1]}."
+            f"{line.job.name}, {line.contender}, {line.waiting}, compared with {SPINNING}: {quiet} "
+            f"times as fast without neighbours, {busy} times with {NEIGHBOURS[-1]}."
         )
     return said
 

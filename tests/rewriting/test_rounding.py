@@ -256,6 +256,7 @@ def test_a_unit_is_the_step_to_the_next_number_of_the_dtype(dtype: torch.dtype) 
 
 @pytest.mark.parametrize("lies", ["by rows", "by columns"])
 def test_every_number_of_a_large_map_is_rounded_up_or_down(lies: str) -> None:
+    torch.manual_seed(0)
     numbers = torch.randn(3, 512, 400, dtype=torch.float64)
     map_ = Link(numbers if lies == "by rows" else numbers.mT.contiguous().mT)
     weights = AttentionWeights(512, 3, (map_,), (map_,), (map_,), (Link(numbers.mT),), Semantics(1.0))

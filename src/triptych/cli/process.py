@@ -72,8 +72,8 @@ def keep_freed_memory() -> None:
     Every update frees its activations and asks for as many again. One thread, Multi30k, target tokens per CPU
     second: 1.5 to 3 % more in bfloat16 with the preset `small` (4,096 tokens a batch), 1 to 6 % with `tiny`
     (1,024), nothing that shows in float32 with 4,096; peak memory up by 5 % at most. `verify` of a large
-    checkpoint takes half of the time, and 15 % more memory (docs/contributing/log/). Blocks past 1 GiB are
-    still given back. Other C libraries, other allocators and what the environment says of malloc are left
+    checkpoint takes half of the time, and 15 to 30 % more memory (docs/contributing/log/). Blocks past 1 GiB
+    are still given back. Other C libraries, other allocators and what the environment says of malloc are left
     alone.
     """
     if platform.libc_ver()[0] != "glibc" or _malloc_is_chosen():

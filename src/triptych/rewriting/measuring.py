@@ -1,7 +1,7 @@
 """Output differences of rewritten layers on random and real inputs, and bounds for all inputs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,16 +17,11 @@ from triptych.checkpoints.layer import AttentionLayer
 from triptych.opening import Seen
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.inputs import before_gain
-from triptych.rewriting.rounding import (
-    MOST_NUMBERS,
-    MOST_TIMES,
-    MOST_TIMES_OF_LAYER,
-    RoundedAgain,
-    blocks,
-    changed_numbers,
-    unit,
-)
+from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
 
+# Numbers of a map outside the attention that are in float64 at once; of the maps of a layer whose heads are
+# bounded one by one.
+MOST_NUMBERS = 1 << 22
 PROBES = Probes(count=1, length=16, seed=2017)
 _DRAWS = 3
 # What sums in float64, in which layers are measured, round themselves.
@@ -179,6 +174,16 @@ def total_errors(maps: Sequence[MapErrors]) -> Measured:
         relative=moved / max(size, tiny),
         error_ratio=new / max(own, floor),
     )
+
+
+def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
+    """Yield ranges of rows of a map `[…, d_out, d_in]`, within a number of entries each."""
+    rows = max(1, most_numbers // max(1, weight.shape[-1]))
+    parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
+    if weight.ndim == 2:
+        yield from ((part,) for part in parts)
+    else:
+        yield from ((number, part) for number in range(len(weight)) for part in parts)
 
 
 def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.dtype) -> Tensor:

@@ -24,8 +24,7 @@ from triptych.errors import DataError
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.driver import give_back_memory
 from triptych.rewriting.formats import Format
-from triptych.rewriting.measuring import MapErrors, measure_map, total_errors
-from triptych.rewriting.rounding import blocks
+from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
 from triptych.storage.tensors import Tensors
 
 _NAME = "fold_other_norms"

@@ -6,7 +6,7 @@ last place, up or down at random, and the output is compared with that of the un
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple, final
 
@@ -28,9 +28,6 @@ MOST_TIMES_OF_LAYER = 2.0
 # Roundings that are tried at first; and at most, while none of them moves the output far enough: a model that
 # routes tokens to experts jumps where two experts are nearly level, and only some roundings tip the balance.
 _FIRST_DRAWS, _MOST_DRAWS = 3, 16
-# Numbers of a map outside the attention that are in float64 at once; of the maps of a layer whose heads are
-# bounded one by one.
-MOST_NUMBERS = 1 << 22
 # Numbers of a map that are moved at a time.
 _AT_A_TIME = 1 << 17
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -176,26 +173,16 @@ class RoundedAgain:
         stored = self._stored if (side, part) in self._changed else None
         if numbers.ndim > 1 and numbers.stride(-1) > numbers.stride(-2):
             return self._moved(side, part, numbers.mT).mT  # in the order in which they lie in memory
-        moved = torch.empty_like(numbers)
-        before, after = (t if t.ndim > 1 else t[None] for t in (numbers, moved))
+        before = numbers.flatten()
+        moved = torch.empty_like(before)
         # A few at a time: what lies between is in the processor's cache, in memory that is used again.
-        for block in blocks(before, _AT_A_TIME):
-            some = before[block]
+        for start in range(0, len(before), _AT_A_TIME):
+            some = before[start : start + _AT_A_TIME]
             step = unit(some, torch.float64)
             if stored is not None:
                 step = torch.maximum(step, unit(some, stored) / 2)
-            torch.add(some, step.mul_(signs(some, self._generator)), out=after[block])
-        return moved
-
-
-def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
-    """Yield ranges of rows of a map `[…, d_out, d_in]`, within a number of entries each."""
-    rows = max(1, most_numbers // max(1, weight.shape[-1]))
-    parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
-    if weight.ndim == 2:
-        yield from ((part,) for part in parts)
-    else:
-        yield from ((number, part) for number in range(len(weight)) for part in parts)
+            torch.add(some, step.mul_(signs(some, self._generator)), out=moved[start : start + _AT_A_TIME])
+        return moved.view_as(numbers)
 
 
 def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
