@@ -32,6 +32,7 @@ from triptych.attending.writing import NEAREST, TokenWriter
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.opening import AttentionKind, PlaceNames, Reader, TextIds
+from triptych.opening.places import head_of
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
 from triptych.reports import short_name
@@ -90,7 +91,7 @@ class Attention:
         Raises:
             UsageError: no such layer, head or token.
         """
-        stack, found, _ = self._place((layer, head))
+        stack, found, head = self._head(layer, head)
         name, tokens = self._name(stack, found), (stack.queries, stack.keys)
         return HeadSteps(self._reader, self._text, found.call, found.number, head, query, tokens, name)
 
@@ -122,7 +123,7 @@ class Attention:
         Raises:
             UsageError: no such layer or head, or no cross-attention.
         """
-        stack, found, _ = self._place((layer, head))
+        stack, found, head = self._head(layer, head)
         if stack.kind != "cross":
             raise UsageError(f"{self.model}: layer {layer} is not cross-attention, which aligns words")
         words = self._words(found.weights(heads=[head])[0])
@@ -165,7 +166,7 @@ class Attention:
             UsageError: no such layer or head, k below 1, or no table that reads what they write (the encoder
                 of an encoder-decoder, embeddings of another width).
         """
-        stack, found, _ = self._place((layer, head))
+        stack, found, head = self._head(layer, head)
         nearest = TokenWriter(self._reader, k).of(Part(stack, found, (head,)), head)
         if nearest is None:
             raise UsageError(f"{self.model}: no output table reads what {stack.kind} layers write")
@@ -181,8 +182,14 @@ class Attention:
         """A layer with its stack, and a head of it; None for all."""
         number, head = self._places.find(place)
         stack, layer = self._layers[number]
-        layer.require_heads(None if head is None else [head])
-        return stack, layer, head
+        name = self._name(stack, layer)
+        return stack, layer, None if head is None else head_of(head, layer.num_heads, f"layer {name}")
+
+    def _head(self, layer: int | str, head: int) -> tuple[StackAttention, LayerAttention, int]:
+        """A layer with its stack, and the number of a head of it."""
+        stack, found, _ = self._place(layer)
+        name = self._name(stack, found)
+        return stack, found, head_of(head, found.num_heads, f"layer {name}")
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
@@ -342,11 +349,11 @@ class Attention:
                 f"  {stack.kind}: {len(stack)} layers × {' or '.join(map(str, heads))} heads, weights "
                 f"[{len(stack.queries)}, {len(stack.keys)}]"
             )
-        place = "3" if len(self.stacks) == 1 else "cross.3"
+        place = self._name(*self._layers[-1])
         return "\n".join(
             (
                 *lines,
-                f'  attention["{place}.2"], steps({place!r}, 2, query=5), top(k), page(path), save(path)',
+                f'  attention["{place}.0"], steps({place!r}, 0, query=-1), top(k), page(path), save(path)',
             )
         )
 

@@ -184,7 +184,7 @@ class OverText:
 def attend_over(
     reader: Reader,
     text: str | Path | Sequence[str],
-    targets: Path | Sequence[str] | None = None,
+    targets: str | Path | Sequence[str] | None = None,
     *,
     documents: Documents = "file",
     worth: Instead | None = None,
@@ -198,12 +198,15 @@ def attend_over(
     `attend_over(reader, documents).summary()` names the heads that look at the previous token, at what
     followed the same token, and so on.
     """
+    if most_tokens is not None and most_tokens < 1:
+        raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
     texts = given_texts(reader, text, documents)
-    targets = read_lines(targets) if isinstance(targets, Path) else targets
+    targets = None if targets is None else given_lines(targets)
     if worth is not None:
         require_loss(reader)
-    windows = cut_windows(reader, texts, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
-    fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
+    most, fewest = (most_tokens, most_tokens) if most_tokens else (MOST_TOKENS, MOST_TOKENS_OF_WORTH)
+    windows = cut_windows(reader, texts, targets, context=context, most_tokens=most)
+    fewer = windows.within(fewest)
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
     found = None
     if worth is not None:
@@ -241,8 +244,18 @@ def given_texts(
     """The documents of a file, a text, or several documents."""
     if isinstance(text, Path):
         return read_texts(reader, text, documents)
+    return own_texts(text, f'give Path("{text}")')
+
+
+def given_lines(lines: str | Path | Sequence[str]) -> Sequence[str]:
+    """The lines of a file, one line, or several."""
+    return read_lines(lines) if isinstance(lines, Path) else own_texts(lines, f'give Path("{lines}")')
+
+
+def own_texts(text: str | Sequence[str], instead: str = "give what is in it") -> Sequence[str]:
+    """A text, or several; the name of a file is none."""
     if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
-        raise UsageError(f'"{text}" is a file, and a string is the text itself: give Path("{text}")')
+        raise UsageError(f'"{text}" is a file, and a string is the text itself: {instead}')
     return [text] if isinstance(text, str) else text
 
 

@@ -310,11 +310,14 @@ def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
 
 def patched(what: Activation, values: Tensor, positions: Sequence[int] | None) -> Edit:
     """The value of a head from another run, where that run has it."""
+    length = len(values)
+    if unknown := [place for place in positions or () if not -length <= place < length]:
+        raise UsageError(f"there is no position {unknown[0]}: the run has {length} tokens, 0 to {length - 1}")
+    wanted = range(length) if positions is None else [place % length for place in positions]
 
     def edit(value: Tensor, first: int) -> Tensor:
         start = 0 if what in ("k", "v") else first
-        wanted = range(len(values)) if positions is None else positions
-        rows = [row for row in wanted if start <= row < start + value.shape[1] and row < len(values)]
+        rows = [row for row in wanted if start <= row < start + value.shape[1]]
         if not rows:
             return value
         here, new = torch.tensor(rows, device=value.device) - start, values[rows].to(value)

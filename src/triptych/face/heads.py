@@ -16,6 +16,7 @@ from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
+from triptych.opening.places import head_of
 from triptych.printable import table_html
 
 
@@ -373,13 +374,7 @@ class Layer:
         Raises:
             UsageError: there is no such head.
         """
-        if not -self.num_heads <= number < self.num_heads:
-            # An IndexError, too, for loops that go by index.
-            raise NoSuchHeadError(
-                f"layer {self.name} of {self.model} has no head {number}: its heads are 0 to "
-                f"{self.num_heads - 1}"
-            )
-        return Head(self, number % self.num_heads)
+        return Head(self, head_of(number, self.num_heads, f"layer {self.name} of {self.model}"))
 
     def __repr__(self) -> str:
         weights = self.outline
@@ -397,11 +392,6 @@ class Layer:
             (f"head {head.number}", "  ".join(shape for _, shape in head._shapes())) for head in self.heads
         ]
         return table_html(f"Layer {self.name}: W_Q, W_K, W_V, W_O", rows)
-
-
-@final
-class NoSuchHeadError(UsageError, IndexError):
-    """A head that a layer does not have."""
 
 
 @final

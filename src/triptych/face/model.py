@@ -13,10 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.rewrites import Rewrite
-from triptych.attention import ACTIVATIONS, Activation, LearnedPositions, SinusoidalPositions
+from triptych.attention import Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
+from triptych.choices import check_choices
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
 from triptych.decoding import Precision
@@ -56,6 +57,7 @@ By = Literal["zero", "mean", "resample"]
 Step = str | Rewrite | RewriteRecipe | Path
 
 
+@check_choices
 def load(
     source: object,
     *,
@@ -124,6 +126,8 @@ def load(
     )
     if isinstance(source, LanguageModel | EncoderDecoder):
         return Model(Opened(f"a module ({type(source).__name__})", None, options, module=source))
+    if isinstance(source, Model):
+        raise UsageError(f"{source.name} is opened already: use it, or load what it was opened from")
     found = find_source(source, tokenizer=tokenizer, offline=offline)
     return Model(Opened(found.name, found, options))
 
@@ -135,13 +139,18 @@ class Model(RunnableModel):
     `model[3, 2]` is head 2 of layer 3, `model["cross.3"][2]` one of an encoder-decoder's cross-attention.
     """
 
+    @check_choices
     def ablate(
-        self, heads: str | Sequence[str], by: By = "zero", *, text: str | Sequence[str] | None = None
+        self,
+        heads: str | int | Sequence[str | int],
+        by: By = "zero",
+        *,
+        text: str | Sequence[str] | None = None,
     ) -> "Model":
         """The model with some heads off: what they give W_O is replaced.
 
         Args:
-            heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several, separated by commas.
+            heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several, by commas or in a list.
             by: what takes the place: "zero", the "mean" over a text, or what the head gives on another text,
                 position by position ("resample").
             text: for "mean" and "resample".
@@ -169,9 +178,10 @@ class Model(RunnableModel):
         }
         return self._changed(ValueChange(words, "z", edits))
 
+    @check_choices
     def patch(
         self,
-        heads: str | Sequence[str],
+        heads: str | int | Sequence[str | int],
         run: Run,
         what: Activation = "z",
         *,
@@ -183,13 +193,13 @@ class Model(RunnableModel):
             heads: as in `ablate`.
             run: of this model or another one with such heads, on a text of its own.
             what: which activation: q, k, v, scores, weights or z.
-            positions: of the text, at which it is taken; all that the run has if None.
+            positions: of the run's text, at which it is taken, below 0 from its end; all if None.
+
+        Positions are those of tokens, so a patch compares texts that have as many tokens before and at them.
 
         Raises:
-            UsageError: there is no such head; when the model runs, the shapes do not fit.
+            UsageError: there is no such head or position; when the model runs, the shapes do not fit.
         """
-        if what not in ACTIVATIONS:
-            raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
         names = self._places.names
         edits: dict[int, dict[Part, Edit]] = {
             number: {
@@ -200,9 +210,10 @@ class Model(RunnableModel):
         }
         return self._changed(ValueChange(f"patch({_listed(heads)}, {what})", what, edits))
 
+    @check_choices
     def edit(
         self,
-        heads: str | Sequence[str],
+        heads: str | int | Sequence[str | int],
         what: Activation,
         with_: Callable[[Tensor], Tensor],
         *,
@@ -220,8 +231,8 @@ class Model(RunnableModel):
         Raises:
             UsageError: there is no such head or value.
         """
-        if what not in ACTIVATIONS:
-            raise UsageError(f"{what!r} is not one of {', '.join(ACTIVATIONS)}")
+        if not callable(with_):
+            raise UsageError(f"edit takes a function of the value: a {type(with_).__name__} is none")
         edits: dict[int, dict[Part, Edit]] = {
             number: dict.fromkeys([tuple(own)] if together else own, lambda value, first: with_(value))
             for number, own in self._heads(heads).items()
@@ -241,7 +252,7 @@ class Model(RunnableModel):
             UsageError: there is no such place, or the vector has another width.
         """
         stack, block = self._places.residual(place)
-        width = self.layers[0].d_model
+        width, vector = self.layers[0].d_model, torch.as_tensor(vector)
         if vector.shape != (width,):
             raise UsageError(f"the vector has shape {list(vector.shape)}, and the stream is [{width}]")
         if any(half.streams is not None for half in self.opened.model.stacks.values()):
@@ -266,7 +277,7 @@ class Model(RunnableModel):
             *(
                 WeightChange(
                     f"replace({place}, {name})",
-                    {number: partial(with_map, name=name, given=given, head=head)},
+                    {number: partial(with_map, name=name, given=torch.as_tensor(given), head=head)},
                 )
                 for name, given in maps.items()
             )
@@ -310,6 +321,7 @@ class Model(RunnableModel):
             raise UsageError(f"{self.name} has no positions to leave out")
         return self._changed(PositionsOff("without_positions()", own))
 
+    @check_choices
     def sweep(
         self,
         clean: str | Sequence[str],
@@ -388,6 +400,9 @@ class Model(RunnableModel):
         Raises:
             RewriteRefusedError: a layer refuses a step, with the reason.
             UsageError: an unknown rewrite, or the folder exists.
+
+        The certificate is of these steps: of a model that was rewritten before, it compares with that one.
+        Give all steps at once for a certificate that compares with the first.
         """
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"
@@ -404,6 +419,7 @@ class Model(RunnableModel):
                     progress=progress,
                 )
             files = find_source(target)
+            files.name = name
         except BaseException:  # an interruption too leaves nothing behind
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -448,6 +464,7 @@ class Model(RunnableModel):
             save_unchanged(self._opened, target)
         return target
 
+    @check_choices
     def convert(
         self, path: str | Path, to: TargetFormat, quantization: Quantization = "float32"
     ) -> Conversion:
@@ -469,8 +486,8 @@ class Model(RunnableModel):
             )
         return convert(self.opened, Path(path), to, quantization)
 
-    def _heads(self, heads: str | Sequence[str]) -> dict[int, tuple[int, ...]]:
-        return self._places.heads(heads, [layer.num_heads for layer in self.layers])
+    def _heads(self, heads: str | int | Sequence[str | int]) -> dict[int, tuple[int, ...]]:
+        return self._places.heads(_listed(heads), [layer.num_heads for layer in self.layers])
 
     def _changed(self, *changes: Change) -> "Model":
         return Model(self._opened, (*self._changes, *changes))
@@ -491,5 +508,9 @@ class Model(RunnableModel):
             yield source
 
 
-def _listed(places: str | Sequence[str]) -> str:
-    return places if isinstance(places, str) else ", ".join(places)
+def _listed(places: str | int | Sequence[str | int]) -> str:
+    if isinstance(places, Sequence) and not isinstance(places, str):
+        return ", ".join(map(str, places))
+    if isinstance(places, str | int):
+        return str(places)
+    raise UsageError(f'{places!r} names no head: write a layer as 3 or "3", a head as "3.2"')

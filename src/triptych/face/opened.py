@@ -13,7 +13,7 @@ import torch
 from triptych.algebra.weights import Link, Side
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.source import Source
+from triptych.checkpoints.source import ModuleOfOthers, Source
 from triptych.converting.conversion import can_convert
 from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change
@@ -89,6 +89,9 @@ class Opened:
     @cached_property
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
+        of_others = self.source is not None and isinstance(self.source.found, ModuleOfOthers)
+        if of_others and self.options.tokenizer is None:
+            raise UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
         self.model.tokenizer  # noqa: B018 (an error where there is none)
         opened, options = self.model, self.options
         if options.shortlist is not None:

@@ -1,11 +1,12 @@
 """What a model is, and what its weights say: layers, heads and their measures, before anything runs."""
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
 
 from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.choices import check_choices
 from triptych.errors import UsageError
 from triptych.face.changes import Change
 from triptych.face.composition import Composition, Into, compose
@@ -108,6 +109,11 @@ class ReadableModel(ABC):
         number, head = self._places.find(place)
         return self.layers[number] if head is None else self.layers[number][head]
 
+    def __iter__(self) -> Iterator[Layer]:
+        """The layers, in order."""
+        return iter(self.layers)
+
+    @check_choices
     def composition(self, into: Into, stack: Literal["encoder", "decoder"] | None = None) -> Composition:
         """How much each head reads of what earlier heads of its stack wrote, with the chance level.
 

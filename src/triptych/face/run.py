@@ -12,10 +12,12 @@ from torch.nn import functional as F
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
+from triptych.choices import check_choices
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite
 from triptych.opening import LayerCall, PlaceNames, Reader, Recording, TextIds
+from triptych.opening.places import head_of
 from triptych.printable import table_html
 
 
@@ -126,17 +128,18 @@ class Run:
         return Activations(str(place), steps, call.layer.weights(), head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length *streams d_model"]:
-        """The residual stream before a block (`3`, `"encoder.3"`), or at the end of a stack.
+        """The residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`), or at the end of a stack.
 
         Before a block of Gemma 3n there are several, `[length, streams, d_model]`.
 
         Raises:
             UsageError: there is no such block.
         """
-        stack, _, number = str(place).rpartition(".")
+        place = str(place).removeprefix("residual.")
+        stack, _, number = place.rpartition(".")
         streams = self._recording.residuals
         stack = stack or next(iter(streams))
-        if len(streams) > 1 and "." not in str(place):
+        if len(streams) > 1 and "." not in place:
             raise UsageError(f"residual({place}) could be of {' or '.join(streams)}: write encoder.{place}")
         found = streams.get(stack, ())
         if not number.isdigit() or int(number) >= len(found):
@@ -146,6 +149,7 @@ class Run:
         length = len(self.ids) if stack != "encoder" or self._text.source is None else len(self._text.source)
         return found[int(number)][self._row, :length]
 
+    @check_choices
     def gradient(self, place: str | int, what: Activation = "z", of: Tensor | None = None) -> Tensor:
         """The gradient of a number by an activation; needs a run with `grad=True`.
 
@@ -174,11 +178,7 @@ class Run:
         if site not in self._calls:
             raise UsageError(f"layer {name} did not run on this text")
         call = self._calls[site]
-        if head is not None and not 0 <= head < call.layer.num_heads:
-            raise UsageError(
-                f"layer {name} has no head {head}: its heads are 0 to {call.layer.num_heads - 1}"
-            )
-        return call, head
+        return call, None if head is None else head_of(head, call.layer.num_heads, f"layer {name}")
 
     @cached_property
     def _calls(self) -> dict[str, LayerCall]:

@@ -8,8 +8,9 @@ from typing import Any, overload
 import torch
 
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.over import OverText, given_texts
+from triptych.attending.over import OverText, given_lines, given_texts, own_texts
 from triptych.attending.worth import Instead
+from triptych.choices import check_choices
 from triptych.decoding import (
     Filling,
     GenerationOptions,
@@ -28,7 +29,6 @@ from triptych.face.run import Run, run_texts
 from triptych.face.shortlist import write_shortlist
 from triptych.opening import OpenedModel, Reader
 from triptych.progress import Progress, untold
-from triptych.text import read_lines
 from triptych.text.documents import Documents
 from triptych.text.shortlists import Coverage
 from triptych.training import Recipe, read_recipe, require_translation
@@ -40,6 +40,7 @@ from triptych.training.progress import Display, LineDisplay
 class RunnableModel(ReadableModel):
     """A readable model with a module, which is built when it first runs."""
 
+    @check_choices
     def translate(
         self,
         text: str | Sequence[str],
@@ -92,6 +93,7 @@ class RunnableModel(ReadableModel):
         with translator:
             return translator.translate(text)
 
+    @check_choices
     def translator(
         self,
         *,
@@ -289,7 +291,7 @@ class RunnableModel(ReadableModel):
                     "stream=True gives one text without a beam: leave out beam_size and num_samples"
                 )
             return generator.stream(text, options, chat=chat)
-        prompts = [text] if isinstance(text, str) else list(text)
+        prompts = list(own_texts(text))
         continued = continue_changed(prompts, generator, options, self._changes, chat)
         found = [one[0] if num_samples == 1 else one for one in continued]
         return found[0] if isinstance(text, str) else found
@@ -317,10 +319,11 @@ class RunnableModel(ReadableModel):
         opened = self.opened
         return fill_masks(opened.language_model, opened.tokenizer, text, count, max_tokens)
 
+    @check_choices
     def evaluate(
         self,
         text: str | Path | Sequence[str],
-        references: Sequence[str] | Path | None = None,
+        references: str | Path | Sequence[str] | None = None,
         *,
         context: int | None = None,
         stride: int | None = None,
@@ -355,7 +358,7 @@ class RunnableModel(ReadableModel):
         if references is not None:
             translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
             sources = given_texts(self.reader, text)
-            right = read_lines(references) if isinstance(references, Path) else references
+            right = given_lines(references)
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
         documents = given_texts(self.reader, text)
         scoring = partial(progress, "scoring")
@@ -374,6 +377,8 @@ class RunnableModel(ReadableModel):
         Raises:
             UsageError: the model predicts no next token.
         """
+        if not isinstance(text, str):
+            raise UsageError("score takes one text: a string")
         with torch.no_grad():
             run = self.run(text, target=target, max_tokens=max_tokens)
         losses = run.losses.tolist()
@@ -419,12 +424,14 @@ class RunnableModel(ReadableModel):
             UsageError: an empty text, one past the model's positions, or something that the model does not
                 do.
         """
+        own_texts(text)
         return attend(self.reader, text, target, max_new_tokens, max_tokens)
 
+    @check_choices
     def attend_over(
         self,
         text: str | Path | Sequence[str],
-        targets: Sequence[str] | Path | None = None,
+        targets: str | Path | Sequence[str] | None = None,
         *,
         documents: Documents = "file",
         worth: Instead | None = None,
@@ -498,7 +505,7 @@ class RunnableModel(ReadableModel):
         Raises:
             UsageError: an empty text, or one past the model's positions.
         """
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = list(own_texts(text))
         targets = None if target is None else [target] if isinstance(target, str) else list(target)
         sites = self._opened.sites_of(self.reader.model)
         found = run_texts(self.reader, self._places, sites, texts, targets, grad, max_tokens)

@@ -18,7 +18,7 @@ from triptych.face.opened import Opened
 from triptych.files import write_folder
 from triptych.models import EncoderDecoder, write_model
 from triptych.models.sites import attention_sites, with_attention
-from triptych.rewriting.checkpoint import copy_run
+from triptych.rewriting.checkpoint import copy_run, leave_out_certificate
 from triptych.rewriting.formats import FolderFormat
 from triptych.storage.copying import CERTIFICATE, FolderCopy, require_new_folder
 
@@ -76,6 +76,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
 
         def fill(folder: Path) -> None:
             copy_run(opened.files.folder, folder)
+            leave_out_certificate(folder)
             write_model(new, folder)
 
         write_folder(target, fill)
@@ -97,4 +98,5 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
     with torch.no_grad(), FolderCopy(opened.files.path, target) as copy:
         copy.write_shards(tensors.get)
         copy.write_beside(settings)
+        leave_out_certificate(copy.folder)
         copy.finish()

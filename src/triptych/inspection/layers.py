@@ -245,6 +245,8 @@ def _block_energies(W: Tensor, columns: int) -> Tensor:
 
 def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
     """Mean squares of blocks of q kᵀ, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where these squares are smaller than the form."""
+    # Squares of very large or small entries would be no float32; a picture is relative.
+    q, k = (W / W.abs().max().clamp(min=torch.finfo(W.dtype).tiny) for W in (q, k))
     if q.shape[1] ** 2 * _PICTURE_ROWS > len(q) * len(k):
         return _block_energies(q @ k.mT, _PICTURE_ROWS)
     one, other = (

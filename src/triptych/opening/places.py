@@ -3,11 +3,35 @@
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import final
+from operator import index
+from typing import Any, final
 
 from triptych.errors import UsageError
 
 _PART = re.compile(r"[a-z_]+|[0-9]+|\*", re.ASCII)
+
+
+@final
+class NoSuchHeadError(UsageError, IndexError):
+    """A head that a layer does not have; an IndexError, too, for loops that go by index."""
+
+
+def number_of(place: Any) -> int:
+    """A layer's or a head's number."""
+    try:
+        return index(place)
+    except TypeError:
+        raise UsageError(
+            f"{place!r} is not a place in a model: write a layer as 3, a head as 3.2; layers[:2] has several"
+        ) from None
+
+
+def head_of(head: Any, count: int, layer: str) -> int:
+    """The number of a head of a layer; below 0 it counts from the end."""
+    number = number_of(head)
+    if not -count <= number < count:
+        raise NoSuchHeadError(f"{layer} has no head {number}: its heads are 0 to {count - 1}")
+    return number % count
 
 
 @final
@@ -29,6 +53,7 @@ class PlaceNames:
 
     def layer(self, place: int | str) -> int:
         """The number, in order, of the layer of a name."""
+        place = place if isinstance(place, str) else number_of(place)
         if isinstance(place, int) and place < 0 and len(self.stacks) == 1 and -place <= len(self.names):
             return len(self.names) + place
         wanted = self._full(str(place))
@@ -41,10 +66,12 @@ class PlaceNames:
 
     def find(self, place: int | str | tuple[int | str, int]) -> tuple[int, int | None]:
         """A layer's number in order and a head's in it; None for the layer as a whole."""
-        if isinstance(place, tuple):
-            return self.layer(place[0]), place[1]
-        if isinstance(place, int):
+        if isinstance(place, tuple) and len(place) == 2:
+            return self.layer(place[0]), number_of(place[1])
+        if not isinstance(place, str):
             return self.layer(place), None
+        if "*" in place:
+            raise UsageError(f'"{place}" may be several heads: changes take it, as in ablate("{place}")')
         parts = place.split(".")
         if not all(_PART.fullmatch(part) for part in parts):
             raise UsageError(f'"{place}" is not a place in a model: write a layer as 3, a head as 3.2')
@@ -87,12 +114,9 @@ class PlaceNames:
     def _matching(self, place: str, counts: Sequence[int]) -> list[tuple[int, int]]:
         if "*" not in place:
             layer, head = self.find(place)
-            if head is not None and head >= counts[layer]:
-                raise UsageError(
-                    f"{self._model}: layer {self.names[layer]} has no head {head}: its heads are 0 to "
-                    f"{counts[layer] - 1}"
-                )
-            return [(layer, one) for one in (range(counts[layer]) if head is None else [head])]
+            if head is None:
+                return [(layer, one) for one in range(counts[layer])]
+            return [(layer, head_of(head, counts[layer], f"{self._model}: layer {self.names[layer]}"))]
         pattern = self._full(place)
         found = [
             (layer, head)

@@ -23,6 +23,7 @@ from triptych.storage.copying import CERTIFICATE
 from triptych.storage.untrusted import read_json
 
 MODEL_CARD = "README.md"
+CARD_HEADING = "## Rewritten attention"
 FORMAT = 1
 RANDOM_TOKENS = "random tokens"
 
@@ -397,7 +398,7 @@ def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
 
 def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     """The lines of its paragraphs."""
-    yield ["## Rewritten attention"]
+    yield [CARD_HEADING]
     maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
     and_maps = f" {len(maps)} maps outside it took up the norms that they read." if maps else ""
     yield [

@@ -25,6 +25,7 @@ from triptych.opening import TextModel, Window, read_whole_text
 from triptych.printable import printable
 from triptych.progress import Progress
 from triptych.rewriting.certificate import (
+    CARD_HEADING,
     MODEL_CARD,
     Certificate,
     EndToEnd,
@@ -347,9 +348,16 @@ def _files(folder: Path) -> dict[str, str]:
     }
 
 
+def leave_out_certificate(folder: Path) -> None:
+    """Remove what is said of a rewrite from the copy of a rewritten model that was changed otherwise."""
+    for name in (CERTIFICATE, INPUTS):
+        (folder / name).unlink(missing_ok=True)
+    if (folder / MODEL_CARD).is_file():
+        write_bytes(folder / MODEL_CARD, _with_card(folder / MODEL_CARD, ""))
+
+
 def _with_card(path: Path, section: str) -> bytes:
     """Append the section to a model card, or replace the one that it has."""
     text = read_limited(path, LONGEST_TEXT).decode(errors="surrogateescape") if path.is_file() else ""
-    heading = re.escape(section.partition("\n")[0])
-    rest = re.sub(rf"^{heading}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
+    rest = re.sub(rf"^{CARD_HEADING}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
     return f"{rest.rstrip()}\n\n{section}".lstrip().encode(errors="surrogateescape")

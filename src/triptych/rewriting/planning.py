@@ -270,7 +270,7 @@ class Rewriting:
 
     def costs(self) -> Costs:
         """The sums over layers, each by itself."""
-        return Costs(*(total(of_one) for of_one in zip(*self._costs, strict=True)))
+        return Costs(*(total([one[part] for one in self._costs]) for part in range(len(Costs._fields))))
 
     def norms(self) -> tuple[NormRecord, ...]:
         """What was done to norms that maps outside the attention read."""

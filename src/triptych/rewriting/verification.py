@@ -8,7 +8,7 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import DataError, TriptychError, UsageError, first_line
-from triptych.files import file_hash, leads_to
+from triptych.files import file_hash
 from triptych.opening import open_text_model, read_whole_text, why_not_run
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
@@ -38,7 +38,7 @@ from triptych.rewriting.measuring import PROBES
 from triptych.rewriting.planning import local_folder
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.running import Deviations, compare_outputs
-from triptych.storage.copying import CERTIFICATE
+from triptych.storage.copying import CERTIFICATE, is_own
 from triptych.storage.shards import tensor_hash
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
 from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown, stays_in_folder
@@ -182,7 +182,7 @@ def check_files(certificate: Certificate, folder: Path) -> Claim:
     wrong = []
     for name, wanted in certificate.files.items():
         path = folder / name
-        if not stays_in_folder(name) or not leads_to(path).is_relative_to(leads_to(folder)):
+        if not stays_in_folder(name) or not is_own(folder, path):
             wrong.append(f"{shown(name)} leads out of the folder")
         elif not path.is_file():
             wrong.append(f"{shown(name)} is missing")
@@ -191,8 +191,9 @@ def check_files(certificate: Certificate, folder: Path) -> Claim:
     known = {*certificate.files, CERTIFICATE, MODEL_CARD, *_files_of_tensors(folder)}
     wrong += [
         f"{shown(name)} is not in the certificate"
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and (name := path.relative_to(folder).as_posix()) not in known
+        for path in sorted(folder.rglob("*"))  # which enters no folder that is a link
+        if (path.is_symlink() or not path.is_dir())
+        and (name := path.relative_to(folder).as_posix()) not in known
     ]
     readme = folder / MODEL_CARD
     text = read_limited(readme, LONGEST_TEXT).decode(errors="replace") if readme.is_file() else ""

@@ -34,6 +34,9 @@ class Fields(dict[str, Any]):
             return cls({name: found[0] if len(found) == 1 else found for name, found in values.items()})
         try:
             fields = json.loads(body or b"{}")
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise RequestError(400, "the body has half of a surrogate pair, which is no character") from None
         except (ValueError, RecursionError):
             raise RequestError(400, "the body is not JSON") from None
         if not isinstance(fields, dict):

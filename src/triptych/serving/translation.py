@@ -169,7 +169,7 @@ def _language(fields: Fields, name: str) -> str:
 def _num_alternatives(fields: Fields) -> int:
     try:
         count = int(fields.get("alternatives") or 0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         count = -1
     if not 0 <= count <= _MOST_ALTERNATIVES:
         raise RequestError(400, f"alternatives: give a number from 0 to {_MOST_ALTERNATIVES}")

@@ -142,11 +142,15 @@ def require_own(folder: Path, path: Path) -> None:
     """Check that a path is a file, or a link to a file in the folder or in its Hub cache."""
     if not path.is_file():
         raise DataError(f"{path} is not a regular file (a broken link?)")
-    source, found = folder.resolve(), path.resolve()
+    if not is_own(folder, path):
+        raise DataError(f"{path} is a link out of the folder, to {leads_to(path)}: put the file itself there")
+
+
+def is_own(folder: Path, path: Path) -> bool:
+    """Whether a path of a folder leads to something in the folder, or in its Hub cache."""
+    source, found = leads_to(folder), leads_to(path)
     cache = source.parent.parent / "blobs"
-    if found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache):
-        return
-    raise DataError(f"{path} is a link out of the folder, to {found}: put the file itself there")
+    return found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache)
 
 
 def require_new_folder(source: Path, target: Path) -> None:
