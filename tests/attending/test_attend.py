@@ -274,7 +274,7 @@ def test_an_attention_is_shown_written_and_asked_for_its_strongest_looks(
     both = attend(pairs, "abcd", target="xy")
     for shown in (found, attend(decoder, [TEXT, "that"]), both, over):
         assert len(repr(shown).splitlines()) <= 8
-    assert 'attention["cross.3.2"]' in repr(both)
+    assert 'attention["cross.0.0"]' in repr(both)
     assert "<iframe" in found._repr_html_()
 
 

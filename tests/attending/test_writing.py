@@ -21,7 +21,7 @@ def test_the_nearest_tokens_are_those_of_the_product_through_the_norm_and_the_ta
     expected = logits[:, : reader.tokenizer.vocab_size].topk(3).indices.tolist()
     nearest = [tuple(reader.tokenizer.pieces(ids)) for ids in expected]
     assert attention.writes(1, head, k=3) == list(zip(attention.tokens, nearest, strict=True))
-    with pytest.raises(UsageError, match="no head 9 in layer 1"):
+    with pytest.raises(UsageError, match="layer 1 has no head 9"):
         attention.writes(1, 9)
 
 

@@ -1,5 +1,7 @@
 """Changes of a model, against `transformers` with the same change written by hand."""
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -331,17 +333,87 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         ),
         (lambda model: model.generate(TEXT, stream=True, beam_size=2), "one text without a beam"),
         (lambda model: model.tie("3", "W_O", "W_Q"), "W_O reads what heads mixed"),
-        (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
         (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),
         (lambda model: model.run(TEXT).residual(9), "no residual 9"),
         (lambda model: model.run(TEXT, max_tokens=2), "at most 2 are read at once: .*raise max_tokens"),
         (lambda model: model.score(TEXT, max_tokens=2), "at most 2 are read at once"),
         (lambda model: model.edit("3.2", "z", torch.relu).rewrite("expand"), "cannot be saved"),
+        (lambda model: model.ablate("3.2", by="zeros"), "by='zeros' is not one of zero, mean, resample"),
+        (lambda model: model.ablate(3, 2), "by=2 is not one of zero, mean, resample"),
+        (lambda model: model.ablate("3.-1"), "is not a place in a model"),
+        (
+            lambda model: model.attend_over(TEXT, worth="median"),
+            "worth='median' is not one of zero, mean, even",
+        ),
+        (lambda model: model.attend_over(TEXT, most_tokens=0), "number of tokens to read is 0"),
+        (
+            lambda model: model.patch("3.2", model.run(TEXT), positions=[99]),
+            "there is no position 99: the run",
+        ),
+        (
+            lambda model: model.run(TEXT, grad=True).gradient("3.2", "output"),
+            "'output' is not one of q, k, v",
+        ),
+        (lambda model: model.run(__file__), "is a file, and a string is the text itself"),
+        (lambda model: model["*.2"], r"may be several heads: changes take it, as in ablate\("),
+        (lambda model: load("gpt2", precision="fp16"), "precision='fp16' is not one of fp32, bf16, int8"),
+        (lambda model: load("gpt2", dtype="bf16"), "dtype='bf16' is not one of float32, bfloat16"),
+        (load, "is opened already"),
     ],
 )
 def test_what_is_not_there_is_one_line_that_says_what_is(gpt2: Model, change: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         change(gpt2)
+
+
+@torch.no_grad()
+def test_a_position_below_0_is_counted_from_the_end_of_the_run(gpt2: Model) -> None:
+    run, other = gpt2.run("My lord the king is dead"), "My lady the king is dead"
+    last = gpt2.patch("3.2", run, positions=[-1]).run(other)["3.2"].z
+    assert torch.equal(last[-1], run["3.2"].z[-1])
+    assert torch.equal(last[:-1], gpt2.run(other)["3.2"].z[:-1])
+
+
+def test_numbers_count_from_the_end_wherever_a_place_is_given(gpt2: Model) -> None:
+    assert [layer.name for layer in gpt2] == [str(number) for number in range(6)]
+    assert gpt2[-1, -1].name == gpt2["5.7"].name
+    run, attention = gpt2.run(TEXT), gpt2.attend(TEXT)
+    assert torch.equal(run[-1, -1].z, run["5.7"].z)
+    assert torch.equal(attention[-1, -1], attention["5.7"])
+    assert torch.equal(run.residual("residual.3"), run.residual(3))
+    assert gpt2.ablate(3).changes == ("ablate(3)",)
+    assert gpt2.ablate(["3.2", "4.1"]).changes == gpt2.ablate("3.2, 4.1").changes
+
+
+# Without the checks of annotations that all other tests have.
+WRONG = """
+import sys, numpy, torch, triptych
+model = triptych.load(sys.argv[1], device="cpu")
+assert model[numpy.int64(-1), numpy.int64(0)].name == model["5.0"].name
+model.steer("residual.1", numpy.zeros(256)).replace("3.2", W_Q=numpy.zeros((256, 32)))
+for wrong in (
+    lambda: model[0:2], lambda: model[3, 0:2], lambda: model[3][0:2], lambda: model[None], lambda: model[3.0],
+    lambda: model.attend("a b")[3, 0:2], lambda: model.ablate(model[3, 2]), lambda: model.ablate(None),
+    lambda: model.edit("3.2", "z", 5), lambda: model.score(["a"]), lambda: triptych.load(model),
+):
+    try:
+        print("nothing:", wrong())
+    except triptych.UsageError as error:
+        print(error)
+"""
+
+
+def test_arguments_of_another_type_are_one_line(gpt2: Model) -> None:
+    command = [sys.executable, "-c", WRONG, gpt2.name]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [" ".join(line.split()[-5:]) for line in lines[:6]] == ["as 3.2; layers[:2] has several"] * 6
+    assert [line.split(":")[0] for line in lines[6:]] == [
+        "a Head names no head",
+        "a NoneType names no head",
+        "edit takes a function of the value",
+        "score takes one text",
+        f"{gpt2.name} is opened already",
+    ]
 
 
 def test_maps_that_do_not_fit_each_other_are_not_tied(translator: Model) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from face.tiny import write_checkpoint
 from triptych import Model, TriptychError, load
+from triptych.rewriting.certificate import CARD_HEADING
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,3 +89,25 @@ def test_transformers_gives_the_logits_of_a_changed_model_that_was_saved(
     scale = float(found.abs().max().clamp(min=1))
     torch.testing.assert_close(theirs(name, tmp_path / "changed", changed), found, rtol=0, atol=2e-6 * scale)
     assert float((found - model.run(TEXT, target=target).logits).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "marian"])
+def test_a_change_after_a_rewrite_takes_the_certificate_away(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    rewritten = load(folders[name], device="cpu").rewrite("truncate(rank=2)", compare=False)
+    rewritten.save(tmp_path / "rewritten")
+    (tmp_path / "rewritten" / "README.md").open("a").write("## About\n\nA model.\n")
+    assert load(tmp_path / "rewritten").certificate is not None
+    load(tmp_path / "rewritten", device="cpu").ablate(f"{LAYERS[name][0]}.1").save(tmp_path / "changed")
+    assert load(tmp_path / "changed").certificate is None
+    card = (tmp_path / "changed" / "README.md").read_text()
+    assert CARD_HEADING not in card
+    assert "A model." in card
+
+
+def test_a_second_rewrite_names_what_it_was_given(folders: dict[str, Path]) -> None:
+    once = load(folders["gpt2"], device="cpu").rewrite("truncate(rank=2)", compare=False)
+    twice = once.rewrite("gauge_fix", compare=False)
+    assert twice.certificate is not None
+    assert twice.certificate.source == f"{folders['gpt2']}, rewritten"

@@ -313,10 +313,14 @@ def test_the_page_holds_everything_and_asks_for_nothing(tmp_path: Path) -> None:
     assert len(layer["angles"]["qv"]) == HEADS
 
 
+@pytest.mark.parametrize("times", [1.0, 1e25])  # whose square is no float32
 @pytest.mark.parametrize("width", [4, 64])  # of a narrow head W_QK is not formed
-def test_pictures_are_root_mean_squares_of_blocks_of_entries(width: int) -> None:
+def test_pictures_are_root_mean_squares_of_blocks_of_entries(width: int, times: float) -> None:
     size = 24 * 6
     weights = MultiHeadAttention(size, 2, parameterisation("factored", d_k=width, d_v=12)).weights()
+    (q,), (k,) = weights.q, weights.k
+    q, k = replace(q, weight=q.weight * times), replace(k, weight=k.weight / times)
+    weights = replace(weights, q=(q,), k=(k,))
     q, k, v = weights.W_Q[1], weights.W_K[1], weights.W_V[1]
     found = inspect(OneLayer(weights)).layers[0].pictures
     for name, matrix in (("v", v), ("qk", q @ k.mT), ("ov", v @ weights.W_O[1])):

@@ -1,6 +1,7 @@
 """Certificates that were changed and sealed anew, so that certificate, card and files agree."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -265,6 +266,35 @@ def test_a_file_that_was_taken_out_or_put_beside_is_noticed(honest: Path, tmp_pa
     shutil.copytree(honest / "out", tmp_path / "more")
     shutil.copyfile(honest / "out" / "model.safetensors", tmp_path / "more" / "adapter_model.safetensors")
     assert failed(verify(tmp_path / "more")) == ["other files as written"]
+
+
+@pytest.mark.parametrize("made", ["folder elsewhere", "nothing", "pipe"])
+def test_links_and_pipes_that_were_put_beside_are_noticed(made: str, honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest / "out", tmp_path / "more")
+    place = tmp_path / "more" / "additional_chat_templates"
+    if made == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(tmp_path if made == "folder elsewhere" else tmp_path / "nothing")
+    checks = verify(tmp_path / "more")
+    assert failed(checks) == ["other files as written"]
+    assert "additional_chat_templates is not in the certificate" in str(checks)
+
+
+def test_a_rewritten_checkpoint_in_the_hubs_cache_holds(honest: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--me--it" / "snapshots" / "abc", tmp_path / "models--me--it" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted((honest / "out").iterdir())):
+        shutil.copyfile(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", str(number)))
+    assert not failed(verify(snapshot, honest / "source"))
+
+
+def test_a_certificate_without_layers_is_noticed(honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest / "out", tmp_path / "none")
+    sealed(tmp_path / "none", read_certificate(honest / "out").model_copy(update={"layers": ()}))
+    assert NOTHING_ELSE in failed(verify(tmp_path / "none", honest / "source"))
 
 
 def test_a_tensor_that_was_put_into_the_file_is_named(honest: Path, tmp_path: Path) -> None:

@@ -513,4 +513,4 @@ def _listed(places: str | int | Sequence[str | int]) -> str:
         return ", ".join(map(str, places))
     if isinstance(places, str | int):
         return str(places)
-    raise UsageError(f'{places!r} names no head: write a layer as 3 or "3", a head as "3.2"')
+    raise UsageError(f'a {type(places).__name__} names no head: write a layer as 3 or "3", a head as "3.2"')

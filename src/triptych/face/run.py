@@ -116,8 +116,8 @@ class Run:
         """The mean of `losses`."""
         return self.losses.mean()
 
-    def __getitem__(self, place: str | int) -> Activations:
-        """The activations of a layer (`"3"`, `"cross.3"`) or of a head (`"3.2"`).
+    def __getitem__(self, place: str | int | tuple[str | int, int]) -> Activations:
+        """The activations of a layer (`3`, `"cross.3"`) or of a head (`"3.2"`, or `3, 2`).
 
         Raises:
             UsageError: there is no such place; the message says which there are.
@@ -125,7 +125,8 @@ class Run:
         call, head = self._call(place)
         with torch.set_grad_enabled(call.x.requires_grad):
             steps = call.steps()
-        return Activations(str(place), steps, call.layer.weights(), head)
+        name = self._places.names[self._places.find(place)[0]]
+        return Activations(name if head is None else f"{name}.{head}", steps, call.layer.weights(), head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length *streams d_model"]:
         """The residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`), or at the end of a stack.
@@ -171,7 +172,7 @@ class Run:
         own = own[..., :keys] if what in ("scores", "weights") else own
         return own if head is None else own[head]
 
-    def _call(self, place: str | int) -> tuple[LayerCall, int | None]:
+    def _call(self, place: str | int | tuple[str | int, int]) -> tuple[LayerCall, int | None]:
         """The call of the layer of a place, and the number of its head; None for the layer as a whole."""
         number, head = self._places.find(place)
         site, name = self._order.get(number, ""), self._places.names[number]
