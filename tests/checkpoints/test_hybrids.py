@@ -116,6 +116,21 @@ def test_gates_follow_their_heads_and_all_other_layers_stay_as_they_were(step: s
     assert apart < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["minimax", "helium"])
+def test_heads_stay_where_something_else_has_as_many(name: str, tmp_path: Path) -> None:
+    model = made(name, tmp_path / "source")
+    triptych.load(tmp_path / "source").rewrite("prune_heads(number=1)", compare=False).save(tmp_path / "out")
+    again = type(model).from_pretrained(tmp_path / "out")
+    assert again.config.num_attention_heads == model.config.num_attention_heads
+
+
+@pytest.mark.parametrize("name", ["minimax", "falcon_h1"])
+def test_hybrids_are_not_written_in_deepseeks_format(name: str, tmp_path: Path) -> None:
+    made(name, tmp_path / "source")
+    with pytest.raises(TriptychError, match="the rest of the model cannot be read from DeepSeek's format"):
+        triptych.load(tmp_path / "source").rewrite("to_latent(format='deepseek_v3')", compare=False)
+
+
 @pytest.mark.parametrize("step", ["truncate(forms=['ov'], rank=5)", "gauge_fix(forms=['ov'])"])
 def test_rewrites_that_gates_of_channels_forbid_are_refused_by_name(step: str, tmp_path: Path) -> None:
     made("qwen3_next", tmp_path)

@@ -173,6 +173,32 @@ def test_of_two_records_of_rotary_positions_one_is_read_whole_as_transformers_do
     assert apart(loaded(tmp_path)(ids).logits, theirs(other, ids).logits) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["apertus", "cwm", "ministral3"])
+@pytest.mark.parametrize("theta", [500.0, None])
+@torch.no_grad()
+def test_an_older_record_takes_the_place_of_what_the_class_has(
+    name: str, theta: float | None, tmp_path: Path
+) -> None:
+    model = scaled(name, "llama3", tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    older = {key: value for key, value in record.pop("rope_parameters").items() if key != "rope_theta"}
+    record |= {"rope_scaling": older} | ({} if theta is None else {"rope_theta": theta})
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    other, ids = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval(), some_ids()
+    assert other.config.rope_parameters["rope_type"] == "llama3"
+    assert apart(loaded(tmp_path)(ids).logits, theirs(other, ids).logits) < 1e-6
+
+
+@torch.no_grad()
+def test_of_records_by_kind_of_layer_yarn_reads_no_truncate_as_in_transformers(tmp_path: Path) -> None:
+    model, ids = scaled("gemma3n", "yarn", tmp_path), some_ids()
+    record = json.loads((tmp_path / "config.json").read_text())
+    record["rope_parameters"]["full_attention"] |= {"truncate": False, "beta_slow": 2}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    other = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert apart(loaded(tmp_path)(ids).logits, theirs(other, ids).logits) < 1e-6
+
+
 @pytest.mark.parametrize(("name", "kind"), ALL)
 @torch.no_grad()
 def test_texts_of_every_length_are_read_as_transformers_reads_them(

@@ -261,6 +261,23 @@ def test_the_same_tensors_turn_in_halves_in_llama_and_in_pairs_in_helium(tmp_pat
     assert apart(found, theirs(helium, some_ids()).logits) < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("modernbert-decoder", {"sliding_window": 2}),  # and half of local_attention is 3
+        ("modernbert-decoder", {"local_attention": 7}),
+        ("smollm3", {"no_rope_layers": [2, 0]}),
+    ],
+)
+@torch.no_grad()
+def test_fields_mean_what_transformers_takes_them_for(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    other = made(name, tmp_path, changes)
+    found = load_language_model(tmp_path).model(some_ids()).logits
+    assert apart(found, theirs(other, some_ids()).logits) < 1e-10
+
+
 @torch.no_grad()
 def test_norms_may_have_the_names_of_old(tmp_path: Path) -> None:
     other, ids = made("bert", tmp_path), read_by("bert")

@@ -212,6 +212,7 @@ def test_a_refused_step_is_one_line_and_leaves_nothing(triptych: Command, tmp_pa
         (["--exact", "NO OUT"], "give the output folder with --out"),
         (["--rank", "3", "--energy", "0.5"], "give one of rank, energy and budget (given: rank and energy)"),
         (["--exact", "--do", "fold_norm"], "exact does fold_norm already"),
+        (["--do", "exact", "--do", "fold_norm"], "exact does fold_norm already"),
         (["--recipe", "RECIPE", "--exact"], "--recipe cannot be combined"),
         (["--recipe", "RECIPE", "--layers", "0"], "--recipe cannot be combined"),
         (["--recipe", "nothing.toml"], "nothing.toml: No such file"),

@@ -57,6 +57,10 @@ def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWe
     come = tuple(name for name in names if name not in old.names)
     if site == checkpoint.sites[0]:
         written = dict(stored.write(parts))
+        if other := [name for name in come if name not in written]:
+            reject(
+                f"the rest of the model cannot be read from {family.name}'s format: there is no {other[0]}"
+            )
         _require_same_model(checkpoint, family, settings, {name: written[name] for name in come}, {*gone})
     replaced: dict[str, tuple[str, ...]] = {gone[0]: come, **dict.fromkeys(gone[1:], ())}
     return AsLatent(weights, stored, parts, settings, replaced)

@@ -291,7 +291,8 @@ class Checkpoint(AttentionSource):
             except DataError:
                 continue
             kinds = (str(settings.value("model_type")) for settings in (found, self.settings))
-            return found.over(next((spec.defaults[kind] for kind in kinds if kind in spec.defaults), {}))
+            defaults = next((spec.defaults[kind] for kind in kinds if kind in spec.defaults), {})
+            return found.over(_with_older_record(found, defaults))
         return None
 
     def _prefix(self, spec: AttentionSpec, first: int) -> str | None:
@@ -412,3 +413,14 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
             f"and architectures says {shown(named)}"
         )
     return half_of(family, fitting[0])
+
+
+def _with_older_record(settings: Settings, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Defaults of rotary positions where the file has them in `rope_scaling`, which is then all there is."""
+    older, default = settings.record.get("rope_scaling"), defaults.get("rope_parameters")
+    if not (isinstance(older, dict) and older and isinstance(default, dict)):
+        return defaults
+    if any(isinstance(record, dict) for record in default.values()):  # of each kind of layer
+        return defaults
+    theta = settings.value("rope_theta") or defaults.get("rope_theta", 10000.0)
+    return {**defaults, "rope_theta": theta, "rope_parameters": {"rope_theta": theta, **older}}

@@ -57,7 +57,8 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing |
     A size is free where one plain field of the configuration decides it (T5's `d_kv`, `num_key_value_heads`;
     the number of heads where `head_dim` is given) and
         heads: no position has numbers for each (ALiBi, distance tables), no norm of queries and keys has
-            gains for each, and they divide the width of the model, which `transformers` wants;
+            gains for each, nothing else in the file has as many (`fixed_heads`), and they divide the width
+            of the model, which `transformers` wants;
         groups: no norm of keys has gains for each;
         width: no rotary or disentangled positions, no norm of queries and keys; values have the same.
             Through a latent every width and rank is free, and channels that positions turn stay.
@@ -158,6 +159,8 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
         or (bool(norm.k) and len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1)
     )
     if old.heads != new.heads:
+        if spec.fixed_heads:
+            return False
         size = settings.value(spec.size, layer) if spec.size else None
         if isinstance(size, int) and size % new.heads:
             return False

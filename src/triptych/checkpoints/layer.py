@@ -236,6 +236,8 @@ class Place:
             return {}
         used, *others = records
         first: dict[str, Any] = records[used]
+        if "." in used:  # of one kind of layer: `transformers` looks for this one in the outer record alone
+            first = {name: value for name, value in first.items() if name != "truncate"}
         # `transformers` takes one record whole: what only another has is left out there.
         for other, name in product(others, ("rope_theta", "partial_rotary_factor")):
             told = records[other].get(name)

@@ -99,12 +99,12 @@ def _steps_of_options(
     exact: bool, do: Sequence[str], cut: dict[str, Any], *, on_text: bool
 ) -> Sequence[Rewrite | str | Path]:
     """What is named with --do, in that order, and the truncation; "exact" for all exact rewrites."""
-    steps = [*map(read_rewrite, do)]
+    steps = [read_rewrite(step) for step in do if step != "exact"]
     if cut:
         criterion = "centred" if on_text else "free"
         own = read_rewrite({"rewrite": "truncate", "criterion": criterion, **cut})
         steps.insert(sum(step.place <= own.place for step in steps), own)
-    return [*steps, *["exact"] * exact]
+    return [*steps, *["exact"] * (exact or "exact" in do)]
 
 
 def _print_rewrites(console: Console) -> None:

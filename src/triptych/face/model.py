@@ -17,7 +17,6 @@ from triptych.attention import Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
-from triptych.choices import check_choices
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
 from triptych.decoding import Precision
@@ -38,6 +37,7 @@ from triptych.face.changes import (
     with_map,
 )
 from triptych.face.checking import Check, check_against_transformers
+from triptych.face.choices import check_choices
 from triptych.face.engines import EngineName, Options, require_ctranslate2
 from triptych.face.opened import Opened
 from triptych.face.run import Run

@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any, Literal, overload
 
 from triptych.checkpoints.layer import AttentionSource, Site
-from triptych.choices import check_choices
 from triptych.errors import UsageError
 from triptych.face.changes import Change
+from triptych.face.choices import check_choices
 from triptych.face.composition import Composition, Into, compose
 from triptych.face.cost import ModelCost, cost_of
 from triptych.face.heads import Head, Layer, Layers, Stack

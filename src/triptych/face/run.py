@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
-from triptych.choices import check_choices
 from triptych.errors import UsageError
+from triptych.face.choices import check_choices
 from triptych.models import EncoderDecoder
 from triptych.models.sites import AttentionSite
 from triptych.opening import LayerCall, PlaceNames, Reader, Recording, TextIds

@@ -10,7 +10,6 @@ import torch
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.over import OverText, given_lines, given_texts, own_texts
 from triptych.attending.worth import Instead
-from triptych.choices import check_choices
 from triptych.decoding import (
     Filling,
     GenerationOptions,
@@ -23,6 +22,7 @@ from triptych.decoding import (
 )
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.face.changes import changed_copy, continue_changed
+from triptych.face.choices import check_choices
 from triptych.face.engines import evaluate_text, identify, make_generator, make_translator
 from triptych.face.reading import ReadableModel
 from triptych.face.run import Run, run_texts

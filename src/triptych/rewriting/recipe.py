@@ -77,6 +77,8 @@ def to_recipe(
         given: dict[str, Any] = {"skip_refused": True} if skip_refused else {}
         given |= {} if calibration is None else {"calibration": Path(calibration)}
         return recipe.model_copy(update=given)
+    if not steps:
+        raise UsageError('nothing to do: name a rewrite, or "exact" for all exact ones')
     record: dict[str, Any] = {"step": steps, "skip_refused": skip_refused}
     if calibration is not None:
         record["calibration"] = str(calibration)

@@ -2,7 +2,8 @@
 
 num_attention_heads                      a field
 rope_parameters.rope_theta | 10000       the first alternative that is there and not null
-hidden_size / num_attention_heads        a product, quotient, sum or difference, from left to right
+hidden_size / num_attention_heads        a product, quotient (`//` rounds down), sum or difference, from left
+                                         to right
 #layers_block_type                       how many entries a list has, or letters a text
 hidden_act | 'silu'                      a text in quotes is itself
 layer_types[]                            the entry of this layer in a list, its letter in a text, or what a
@@ -149,18 +150,20 @@ class Settings:
         return None if self.value(found[2], layer) is None else number % self.count(found[2], layer)
 
     def _computed(self, expression: str, layer: int) -> Any:
-        parts = re.split(r"\s+([*/+-])\s+", expression)
+        parts = re.split(r"\s+(//|[*/+-])\s+", expression)
         total = self._term(parts[0], layer)
         for sign, part in zip(parts[1::2], parts[2::2], strict=True):
             other = self._term(part, layer)
-            if not _are_numbers(total, other) or (sign == "/" and not other):
+            if not _are_numbers(total, other) or ("/" in sign and not other):
                 return _MISSING
             try:
                 if sign == "*":
                     total = total * other
                 elif sign in ("+", "-"):
                     total = total + other if sign == "+" else total - other
-                elif isinstance(total, int) and isinstance(other, int) and not total % other:
+                elif sign == "//" or (
+                    isinstance(total, int) and isinstance(other, int) and not total % other
+                ):
                     total = total // other
                 else:
                     total = total / other
