@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from command import Command
 from triptych import load
 from triptych.decoding import Translator
+from triptych.errors import DataError
 from triptych.text import generate_pairs
 from triptych.training import distilling, read_recipe, resolve
 from triptych.training.recipe import Recipe
@@ -62,6 +63,18 @@ def test_the_text_of_a_student_is_what_its_teacher_translates(small_run: Path) -
         update={"data": None, "name": ""}
     )
     assert student.data.valid == recipe().data.valid
+
+
+@pytest.mark.parametrize("damaged", ["cut", "gone"])
+def test_a_text_that_is_not_what_was_written_is_not_trained_on(damaged: str, small_run: Path) -> None:
+    load(small_run).distil(recipe(), "out")
+    text = Path("out/train.jsonl")
+    content = text.read_text()
+    text.unlink()
+    if damaged == "cut":
+        text.write_text(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"train.jsonl is not what was written: give another folder"):
+        load(small_run).distil(recipe(), "out")
 
 
 def test_the_n_best_and_a_share_of_the_original_text_are_pairs_too(small_run: Path) -> None:

@@ -360,6 +360,7 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         (lambda model: load("gpt2", dtype="bf16"), "dtype='bf16' is not one of float32, bfloat16"),
         (load, "is opened already"),
         (lambda model: model.rewrite(), "nothing to do: name a rewrite"),
+        (lambda model: model.cost().total("flops"), "what='flops' is not one of parameters, flops_per_token"),
     ],
 )
 def test_what_is_not_there_is_one_line_that_says_what_is(gpt2: Model, change: Any, said: str) -> None:

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
 from triptych.algebra.cost import writing_cost
 from triptych.checkpoints.layer import AttentionSource
+from triptych.face.choices import check_choices
 from triptych.face.heads import Layer
+
+Figure = Literal["parameters", "flops_per_token", "flops_per_pair", "cache_bytes_per_token"]
 
 
 @final
@@ -42,7 +45,8 @@ class ModelCost:
     model: str
     layers: tuple[LayerCost, ...]
 
-    def total(self, what: str = "parameters") -> int:
+    @check_choices
+    def total(self, what: Figure = "parameters") -> int:
         """The sum over layers of one of the figures."""
         return sum(getattr(layer, what) for layer in self.layers)
 

@@ -16,7 +16,7 @@ from typing import Any
 import tomli_w
 
 from triptych.decoding import Translator, measure_bleu
-from triptych.errors import UsageError
+from triptych.errors import DataError, UsageError
 from triptych.files import file_hash, hold_folder, write_json, write_text
 from triptych.progress import Progress
 from triptych.storage.untrusted import read_json
@@ -96,6 +96,12 @@ def distil_text(
 
     def finish() -> Distilled:
         record = read_json(folder / _RECORD)
+        for name, digest in record.get("written", {}).get("sha256", {}).items():
+            if not (folder / name).is_file() or file_hash(folder / name) != digest:
+                raise DataError(
+                    f"{folder / name} is not what was written: give another folder (--out), or train on it: "
+                    f"triptych train {folder / _RECIPE}"
+                )
         if "written" not in record:
             found = [list[str]()] * len(train)
             for number, block in enumerate(blocks):
