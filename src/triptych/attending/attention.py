@@ -181,15 +181,12 @@ class Attention:
     ) -> tuple[StackAttention, LayerAttention, int | None]:
         """A layer with its stack, and a head of it; None for all."""
         number, head = self._places.find(place)
-        stack, layer = self._layers[number]
-        name = self._name(stack, layer)
-        return stack, layer, None if head is None else head_of(head, layer.num_heads, f"layer {name}")
+        return (*self._layers[number], None) if head is None else self._head(self._places.names[number], head)
 
     def _head(self, layer: int | str, head: int) -> tuple[StackAttention, LayerAttention, int]:
         """A layer with its stack, and the number of a head of it."""
-        stack, found, _ = self._place(layer)
-        name = self._name(stack, found)
-        return stack, found, head_of(head, found.num_heads, f"layer {name}")
+        stack, found = self._layers[self._places.layer(layer)]
+        return stack, found, head_of(head, found.num_heads, f"layer {self._name(stack, found)}")
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:

@@ -204,9 +204,8 @@ def attend_over(
     targets = None if targets is None else given_lines(targets)
     if worth is not None:
         require_loss(reader)
-    most, fewest = (most_tokens, most_tokens) if most_tokens else (MOST_TOKENS, MOST_TOKENS_OF_WORTH)
-    windows = cut_windows(reader, texts, targets, context=context, most_tokens=most)
-    fewer = windows.within(fewest)
+    windows = cut_windows(reader, texts, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
+    fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
     found = None
     if worth is not None:
@@ -244,18 +243,19 @@ def given_texts(
     """The documents of a file, a text, or several documents."""
     if isinstance(text, Path):
         return read_texts(reader, text, documents)
-    return own_texts(text, f'give Path("{text}")')
+    return own_texts(text, or_path=True)
 
 
 def given_lines(lines: str | Path | Sequence[str]) -> Sequence[str]:
     """The lines of a file, one line, or several."""
-    return read_lines(lines) if isinstance(lines, Path) else own_texts(lines, f'give Path("{lines}")')
+    return read_lines(lines) if isinstance(lines, Path) else own_texts(lines, or_path=True)
 
 
-def own_texts(text: str | Sequence[str], instead: str = "give what is in it") -> Sequence[str]:
+def own_texts(text: str | Sequence[str], *, or_path: bool = False) -> Sequence[str]:
     """A text, or several; the name of a file is none."""
     if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
-        raise UsageError(f'"{text}" is a file, and a string is the text itself: {instead}')
+        instead = f'Path("{text}")' if or_path else "what is in it"
+        raise UsageError(f'"{text}" is a file, and a string is the text itself: give {instead}')
     return [text] if isinstance(text, str) else text
 
 

@@ -266,9 +266,8 @@ class AttentionSpec(Spec):
     v_bias: str = ""
     transposed: bool = False  # whether maps are stored `[in, out]`
     heads: Expression = "num_attention_heads"  # number of query heads; `groups` of key heads
-    fixed_heads: bool = (
-        False  # whether no file has fewer: something else has that number, or that of channels
-    )
+    # whether no file has fewer heads, since something else has as many, or as many channels
+    fixed_heads: bool = False
     groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
     # of queries and keys; `value_width` of values, if it is another
     width: Annotated[str | tuple[Choice, ...], EXPRESSION] = "head_dim | hidden_size / num_attention_heads"

@@ -187,15 +187,13 @@ class Model(RunnableModel):
         *,
         positions: Sequence[int] | None = None,
     ) -> "Model":
-        """The model with activations of some heads taken from a run.
+        """The model with activations of some heads taken from a run, position by position.
 
         Args:
             heads: as in `ablate`.
             run: of this model or another one with such heads, on a text of its own.
             what: which activation: q, k, v, scores, weights or z.
             positions: of the run's text, at which it is taken, below 0 from its end; all if None.
-
-        Positions are those of tokens, so a patch compares texts that have as many tokens before and at them.
 
         Raises:
             UsageError: there is no such head or position; when the model runs, the shapes do not fit.
@@ -385,6 +383,9 @@ class Model(RunnableModel):
 
             model.rewrite("fold_value_bias", "truncate(rank=6)").save("smaller")
 
+        The certificate compares with this model: where it was rewritten before, give all steps at once for
+        one that compares with the first.
+
         Args:
             steps: rewrites, as calls or as records, in order; "exact" for all exact ones; or a recipe, or its
                 file.
@@ -400,9 +401,6 @@ class Model(RunnableModel):
         Raises:
             RewriteRefusedError: a layer refuses a step, with the reason.
             UsageError: an unknown rewrite, or the folder exists.
-
-        The certificate is of these steps: of a model that was rewritten before, it compares with that one.
-        Give all steps at once for a certificate that compares with the first.
         """
         temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
         name = str(out) if temporary is None else f"{self.name}, rewritten"

@@ -352,12 +352,13 @@ def leave_out_certificate(folder: Path) -> None:
     """Remove what is said of a rewrite from the copy of a rewritten model that was changed otherwise."""
     for name in (CERTIFICATE, INPUTS):
         (folder / name).unlink(missing_ok=True)
-    if (folder / MODEL_CARD).is_file():
-        write_bytes(folder / MODEL_CARD, _with_card(folder / MODEL_CARD, ""))
+    readme = folder / MODEL_CARD
+    if readme.is_file() and CARD_HEADING.encode() in readme.read_bytes():
+        write_bytes(readme, _with_card(readme, ""))
 
 
 def _with_card(path: Path, section: str) -> bytes:
     """Append the section to a model card, or replace the one that it has."""
     text = read_limited(path, LONGEST_TEXT).decode(errors="surrogateescape") if path.is_file() else ""
     rest = re.sub(rf"^{CARD_HEADING}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
-    return f"{rest.rstrip()}\n\n{section}".lstrip().encode(errors="surrogateescape")
+    return (f"{rest.rstrip()}\n\n{section}".strip() + "\n").encode(errors="surrogateescape")
