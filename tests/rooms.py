@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "triptych"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 # What `make test` allows. Lower a number when lines go; raise one with a reason in the commit.
-BUDGET = {"lines of src": 62_432, "lines of tests": 48_551, "folders of src": 22}
+BUDGET = {"lines of src": 62_431, "lines of tests": 48_552, "folders of src": 22}
 
 
 def module_of(path: Path) -> str:

@@ -324,7 +324,7 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         (lambda model: model.replace("3", W_Q=torch.ones(2, 2)), r"W_Q is \[8, 256, 32\] here"),
         (
             lambda model: model.replace("3.99", W_Q=torch.ones(256, 32)),
-            "no head 99: the layer's are 0 to 7",
+            "layer 3 has no head 99: its heads are 0 to 7",
         ),
         (lambda model: model.run(TEXT, grad=True).gradient("3.99"), "layer 3 has no head 99"),
         (
@@ -333,6 +333,7 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         ),
         (lambda model: model.generate(TEXT, stream=True, beam_size=2), "one text without a beam"),
         (lambda model: model.tie("3", "W_O", "W_Q"), "W_O reads what heads mixed"),
+        (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
         (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),
         (lambda model: model.run(TEXT).residual(9), "no residual 9"),
         (lambda model: model.run(TEXT, max_tokens=2), "at most 2 are read at once: .*raise max_tokens"),

@@ -248,8 +248,6 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
     side = SIDE_OF[name]
     whole = weights.multiplied(side)
     if head is not None:
-        if not 0 <= head < weights.num_heads:
-            raise UsageError(f"there is no head {head}: the layer's are 0 to {weights.num_heads - 1}")
         if whole.copies < weights.num_heads:
             size = weights.num_heads // whole.copies
             first = head // size * size

@@ -45,6 +45,7 @@ from triptych.face.running import RunnableModel
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.models import EncoderDecoder, LanguageModel
+from triptych.opening.places import Heads, head_of, in_words
 from triptych.progress import Progress, untold
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Plan, plan_rewrite
@@ -140,13 +141,7 @@ class Model(RunnableModel):
     """
 
     @check_choices
-    def ablate(
-        self,
-        heads: str | int | Sequence[str | int],
-        by: By = "zero",
-        *,
-        text: str | Sequence[str] | None = None,
-    ) -> "Model":
+    def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> "Model":
         """The model with some heads off: what they give W_O is replaced.
 
         Args:
@@ -161,8 +156,8 @@ class Model(RunnableModel):
         if by == "zero" and text is not None:
             raise UsageError('a text goes with by="mean" or by="resample"')
         if by != "zero" and text is None:
-            raise UsageError(f'by="{by}" needs a text: ablate({_listed(heads)!r}, by="{by}", text=…)')
-        chosen, words = self._heads(heads), f"ablate({_listed(heads)}{'' if by == 'zero' else f', by={by}'})"
+            raise UsageError(f'by="{by}" needs a text: ablate({in_words(heads)!r}, by="{by}", text=…)')
+        chosen, words = self._heads(heads), f"ablate({in_words(heads)}{'' if by == 'zero' else f', by={by}'})"
         if text is None:
             return self._changed(ablation(words, chosen))
         runs = self.run([text] if isinstance(text, str) else list(text))
@@ -181,7 +176,7 @@ class Model(RunnableModel):
     @check_choices
     def patch(
         self,
-        heads: str | int | Sequence[str | int],
+        heads: Heads,
         run: Run,
         what: Activation = "z",
         *,
@@ -206,12 +201,12 @@ class Model(RunnableModel):
             }
             for number, own in self._heads(heads).items()
         }
-        return self._changed(ValueChange(f"patch({_listed(heads)}, {what})", what, edits))
+        return self._changed(ValueChange(f"patch({in_words(heads)}, {what})", what, edits))
 
     @check_choices
     def edit(
         self,
-        heads: str | int | Sequence[str | int],
+        heads: Heads,
         what: Activation,
         with_: Callable[[Tensor], Tensor],
         *,
@@ -235,7 +230,7 @@ class Model(RunnableModel):
             number: dict.fromkeys([tuple(own)] if together else own, lambda value, first: with_(value))
             for number, own in self._heads(heads).items()
         }
-        return self._changed(ValueChange(f"edit({_listed(heads)}, {what})", what, edits))
+        return self._changed(ValueChange(f"edit({in_words(heads)}, {what})", what, edits))
 
     def steer(self, place: str, vector: Float[Tensor, " d_model"], scale: float = 1.0) -> "Model":
         """The model with a direction added to its residual stream.
@@ -269,6 +264,8 @@ class Model(RunnableModel):
             UsageError: another shape, a map that heads share, or no such place.
         """
         number, head = self._places.find(place)
+        if head is not None:
+            head = head_of(head, self.layers[number].num_heads, f"layer {self._places.names[number]}")
         if unknown := [name for name in maps if name not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
         changed = self._changed(
@@ -484,8 +481,8 @@ class Model(RunnableModel):
             )
         return convert(self.opened, Path(path), to, quantization)
 
-    def _heads(self, heads: str | int | Sequence[str | int]) -> dict[int, tuple[int, ...]]:
-        return self._places.heads(_listed(heads), [layer.num_heads for layer in self.layers])
+    def _heads(self, heads: Heads) -> dict[int, tuple[int, ...]]:
+        return self._places.heads(in_words(heads), [layer.num_heads for layer in self.layers])
 
     def _changed(self, *changes: Change) -> "Model":
         return Model(self._opened, (*self._changes, *changes))
@@ -504,11 +501,3 @@ class Model(RunnableModel):
                     shutil.copy(file, source.folder)
             source.name = ", ".join((self.name, *self.changes))
             yield source
-
-
-def _listed(places: str | int | Sequence[str | int]) -> str:
-    if isinstance(places, Sequence) and not isinstance(places, str):
-        return ", ".join(map(str, places))
-    if isinstance(places, str | int):
-        return str(places)
-    raise UsageError(f'a {type(places).__name__} names no head: write a layer as 3 or "3", a head as "3.2"')

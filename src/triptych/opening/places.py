@@ -8,6 +8,8 @@ from typing import Any, final
 
 from triptych.errors import UsageError
 
+# Heads of a change: a layer, a head or a pattern; several, by commas or in a list.
+Heads = str | int | Sequence[str | int]
 _PART = re.compile(r"[a-z_]+|[0-9]+|\*", re.ASCII)
 
 
@@ -32,6 +34,15 @@ def head_of(head: Any, count: int, layer: str) -> int:
     if not -count <= number < count:
         raise NoSuchHeadError(f"{layer} has no head {number}: its heads are 0 to {count - 1}")
     return number % count
+
+
+def in_words(heads: Heads) -> str:
+    """The heads of a change as one line."""
+    if isinstance(heads, Sequence) and not isinstance(heads, str):
+        return ", ".join(map(str, heads))
+    if isinstance(heads, str | int):
+        return str(heads)
+    raise UsageError(f'a {type(heads).__name__} names no head: write a layer as 3 or "3", a head as "3.2"')
 
 
 @final
