@@ -4,7 +4,7 @@
 # make docs: the pages that are made from the source, and the site in site/ with its notebooks; links and anchors are checked.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
-# make lines: lines of each folder, and the budget.
+# make lines: lines of each folder.
 # make mutants OPTIONS="--mutants 200 --seed 1": which small changes of the source no test notices; hours.
 
 PYTHON ?= python3
