@@ -125,6 +125,10 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
+# For tests of what is read by ranges: small files are taken whole, and these are to count as large.
+BY_RANGES = 1 << 18
+
+
 @contextmanager
 def served(folder: Path) -> Iterator[Hub]:
     """The server, running."""

@@ -208,7 +208,8 @@ def test_a_run_whose_files_hide_the_digest_is_executed_no_more(run: Path) -> Non
     recipe.write_text(re.sub(r"\[code\]\n.*\n", "", recipe.read_text()))
     config = run / "config.json"
     config.write_text(re.sub(r',\s*"code": \{[^}]*\}', "", config.read_text()))
-    with pytest.raises(UsageError, match="give it with --code"):
+    user_code.use_code("mine.py")
+    with pytest.raises(UsageError, match="without the SHA-256"):
         triptych.read_recipe(recipe)
     with pytest.raises(TriptychError, match="without the SHA-256"):
         triptych.load(run, code="mine.py").generate("the cat")
@@ -217,14 +218,35 @@ def test_a_run_whose_files_hide_the_digest_is_executed_no_more(run: Path) -> Non
 def test_another_file_than_the_runs_is_refused(run: Path) -> None:
     other = run.parent / "other"
     other.mkdir()
-    (other / "mine.py").write_text((run.parent / "mine.py").read_text() + "\n# changed\n")
+    (other / "mine.py").write_text("import pathlib\npathlib.Path('executed').touch()\n")
     for opened in (
         lambda: triptych.load(run, code=other / "mine.py").generate("the cat"),
+        lambda: triptych.load(run, code=other / "mine.py").inspect(),
         lambda: triptych.resume(run, code=other / "mine.py"),
     ):
         with pytest.raises(UsageError, match=r"is not the mine\.py that the run was trained with"):
             opened()
-    assert triptych.load(run, code="mine.py").generate("the cat", max_new_tokens=1)
+        assert not user_code.paths(), "what was refused is forgotten"
+    assert not Path("executed").exists(), "the digest is compared before the file is executed"
+    model = triptych.load(run, code="mine.py")
+    assert model.generate("the cat", max_new_tokens=1)
+    with pytest.raises(UsageError, match="is not the"):
+        triptych.resume(run, code=other / "mine.py")
+    assert user_code.paths() == [Path("mine.py").absolute()], "the file before it is known again"
+    assert model.rewrite("drop_key_bias()").generate("the cat", max_new_tokens=1)
+
+
+@pytest.mark.parametrize("code", ["{}", "3", '{"mine.py" = 3}', "['mine.py']"])
+def test_a_recipe_that_gives_no_proper_digest_executes_nothing(
+    place: Path, code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "mine.py").write_text("print('executed')\n")
+    user_code.use_code("mine.py")
+    recipe = place / "recipe.toml"
+    recipe.write_text(f"code = {code}\n" + recipe.read_text())
+    with pytest.raises(UsageError, match=r"SHA-256"):
+        triptych.read_recipe(recipe)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -233,6 +255,7 @@ def test_another_file_than_the_runs_is_refused(run: Path) -> None:
         ("def broken(:\n", r"mine\.py, line 1: SyntaxError"),
         ("import no_such_library\n", r"mine\.py: ModuleNotFoundError: .*no_such_library"),
         ("class TurnedValues:\n    pass\n", "is no Parameterisation"),
+        ("exit(0)\n", r"mine\.py: SystemExit: 0: a file of classes must not end the process"),
         ("x = 1\n", r"mine\.py defines no class TurnedValues"),
         (
             "from triptych.attention import Factored as TurnedValues\n",

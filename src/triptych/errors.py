@@ -57,6 +57,10 @@ class EngineNote(UserWarning):
     """Which engine `engine="auto"` took and why, or that a precision is slow on the device."""
 
 
+class SourceNote(UserWarning):
+    """Bytes of a model were taken as they came, without a comparison with a hash."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that is not empty, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

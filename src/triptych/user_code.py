@@ -3,6 +3,10 @@
 A file is executed because a person names it: in a recipe that is trained, in a study, or with `--code`. A run
 keeps the file's name and SHA-256 and nothing of its text, so opening a run executes nothing that came with
 it. A file is known by its name, without the folder, until another of that name is given.
+
+Giving a file (`use_code`) only reads it. The file is executed when a class of it is first needed (`find_class`).
+What has a digest of the file compares it before that (`require_digests`): a file that differs is refused, never
+executed, and the file that was known by that name before is known again.
 """
 
 import hashlib
@@ -23,18 +27,44 @@ _NAME = re.compile(r"([^/\\:]+\.py):([A-Za-z_]\w*)")
 
 
 @final
-@dataclass(frozen=True)
+@dataclass
 class _File:
+    """A file that a person gave: its text, and the module that the text defines once it was executed.
+
+    Attributes:
+        before: the executed file that was known by the same name when this file was given.
+    """
+
     path: Path
+    source: bytes
     sha256: str
-    module: ModuleType
+    before: "_File | None"
+    module: ModuleType | None = None
+
+    def executed(self) -> ModuleType:
+        """Return the module, which the first call makes by executing the file."""
+        if self.module is not None:
+            return self.module
+        # Every process gives a module of the same text the same name: what it defines can be pickled.
+        module = ModuleType(f"triptych_code_{self.sha256[:16]}")
+        module.__file__ = str(self.path)
+        sys.modules[module.__name__] = module
+        try:
+            exec(compile(self.source, str(self.path), "exec"), vars(module))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever somebody's file raises)
+            del sys.modules[module.__name__]
+            line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+            ends = ": a file of classes must not end the process" if isinstance(error, SystemExit) else ""
+            raise UsageError(f"{self.path}{line}: {type(error).__name__}: {error}{ends}") from None
+        self.module, self.before = module, None
+        return module
 
 
 _FILES: dict[str, _File] = {}
 
 
 def use_code(path: str | Path) -> None:
-    """Execute a file, whose classes can then be named."""
+    """Give a file, whose classes can then be named. It is read here, and executed when a class is needed."""
     path = Path(path).absolute()
     try:
         source = read_limited(path, LONGEST_TEXT)
@@ -45,23 +75,14 @@ def use_code(path: str | Path) -> None:
     sha256 = hashlib.sha256(source).hexdigest()
     known = _FILES.get(path.name)
     if known is not None and known.sha256 == sha256:
-        _FILES[path.name] = _File(path, sha256, known.module)
+        known.path = path
         return
-    # Every process gives a module of the same text the same name: what it defines can be pickled.
-    module = ModuleType(f"triptych_code_{sha256[:16]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
-    try:
-        exec(compile(source, str(path), "exec"), vars(module))
-    except Exception as error:  # noqa: BLE001 (whatever somebody's file raises)
-        del sys.modules[module.__name__]
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise UsageError(f"{path}{line}: {type(error).__name__}: {error}") from None
-    _FILES[path.name] = _File(path, sha256, module)
+    before = known if known is None or known.module is not None else known.before
+    _FILES[path.name] = _File(path, source, sha256, before)
 
 
 def use_named(tree: Any) -> None:
-    """Execute the files that a person's own recipe or study names, from the current folder.
+    """Give the files that a person's own recipe or study names, from the current folder.
 
     A file that was given stays the one of its name, and is read again.
     """
@@ -87,7 +108,7 @@ def find_class(name: str, base: ClassT, key: str) -> ClassT:
             f"{name!r} is in a file that is never executed by itself: give it with --code {file} "
             f'(code="{file}" in Python)'
         )
-    module = _FILES[file].module
+    module = _FILES[file].executed()
     found = getattr(module, own, None)
     # A class that the file imports belongs to others, who know it by another name.
     if not isinstance(found, type) or found.__module__ != module.__name__:
@@ -114,16 +135,38 @@ def file_digests(tree: Any) -> dict[str, str]:
     return {name: _FILES[name].sha256 for name in sorted(named_files(tree)) if name in _FILES}
 
 
-def require_digests(wanted: Mapping[str, str]) -> None:
-    """Check that the files are those that a run was trained with."""
+def require_digests(wanted: Mapping[str, object]) -> None:
+    """Check that the files are those that a run was trained with, before any of them is executed.
+
+    Raises:
+        UsageError: a file differs. If it was not executed before, for something else, it is forgotten, and
+            the file that was known by its name before is known again.
+    """
     for name, sha256 in wanted.items():
-        if name in _FILES and _FILES[name].sha256 != sha256:
-            raise UsageError(
-                f"{_FILES[name].path} (SHA-256 {_FILES[name].sha256[:12]}…) is not the {name} that the run "
-                f"was trained with ({sha256[:12]}…): give that file with --code"
-            )
+        given = _FILES.get(name)
+        if given is None or given.sha256 == sha256:
+            continue
+        if given.module is None and given.before is None:
+            del _FILES[name]
+        elif given.module is None:
+            _FILES[name] = given.before
+        raise UsageError(
+            f"{given.path} (SHA-256 {given.sha256[:12]}…) is not the {name} that the run was trained with "
+            f"({str(sha256)[:12]}…): give that file with --code"
+        )
 
 
 def paths() -> list[Path]:
-    """Where the files lie that were given, for another process."""
+    """Return where the files lie that were given, for another process."""
     return [file.path for file in _FILES.values()]
+
+
+def executed_paths() -> list[Path]:
+    """Return where the files lie that were executed, for a process that gets objects of their classes."""
+    return [file.path for file in _FILES.values() if file.module is not None]
+
+
+def execute(path: Path) -> None:
+    """Give a file and execute it, because objects of its classes are to be unpickled."""
+    use_code(path)
+    _FILES[path.name].executed()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from command import Command
-from hub_server import Hub, ask_at, in_place_of_the_hub, settled
+from hub_server import BY_RANGES, Hub, ask_at, in_place_of_the_hub, settled
 from small_checkpoints import HEADS, LAYERS, D, gpt2
 
 # What is fetched of the weights at once, for their header.
@@ -22,6 +22,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """With a GPT-2 whose attention lies behind a large table."""
     gpt2(tmp_path / "repository", {"embedding.weight": torch.randn(20_000, D)})
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("triptych.storage.hub._TAKEN_WHOLE", BY_RANGES)
     with in_place_of_the_hub(tmp_path / "repository", tmp_path / "cache", monkeypatch) as server:
         yield server
 

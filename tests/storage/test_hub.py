@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hub_server import Hub, served, settled
-from triptych.errors import DataError
+from hub_server import BY_RANGES, Hub, served, settled
+from triptych.errors import DataError, SourceNote
 from triptych.storage.hub import HubBytes, is_hub_id, open_hub
 
+pytestmark = pytest.mark.filterwarnings("ignore::triptych.errors.SourceNote")
 LARGE = torch.randn(400, 1000)
 SMALL = torch.randn(3, 4)
 
@@ -24,6 +25,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     save_file({"large": LARGE, "small": SMALL}, folder / "model.safetensors")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("triptych.storage.hub._TAKEN_WHOLE", BY_RANGES)
     with served(folder) as server:
         yield server
 
@@ -195,6 +197,20 @@ def test_a_file_without_the_hash_that_the_hub_gives_is_refused_and_not_kept(
     assert all(path.read_bytes() in sound for path in kept)
     hub.instead = None
     assert (open_hub("someone/model", endpoint=hub.url).fetch() / file).is_file()
+
+
+def test_weights_whose_bytes_are_inverted_in_a_range_are_refused_or_said_not_to_be_compared(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inverted(content: bytes) -> Iterable[bytes]:
+        yield content if len(content) < 1000 else content[:-8] + bytes(255 - byte for byte in content[-8:])
+
+    hub.instead = inverted
+    with pytest.warns(SourceNote, match="only a whole file can be compared with the Hub's hash"):
+        open_hub("someone/model", endpoint=hub.url).tensors()
+    monkeypatch.setattr("triptych.storage.hub._TAKEN_WHOLE", 1 << 25)
+    with pytest.raises(DataError, match=r"model\.safetensors: what came has the hash"):
+        open_hub("someone/model", endpoint=hub.url).tensors()
 
 
 def test_a_small_file_of_weights_is_compared_with_its_hash(hub: Hub) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
-from triptych.errors import ConfigurationWarning, EngineNote, TriptychError
+from triptych.errors import ConfigurationWarning, EngineNote, SourceNote, TriptychError
 from triptych.files import FULL, system_error
 from triptych.printable import printable
 
@@ -21,6 +21,7 @@ _WAYS_ON = {
     errno.EFBIG: "files may not be larger here (ulimit -f): raise the limit, or choose another place",
     errno.EEXIST: "choose another name",
 }
+_SHOWN = (ConfigurationWarning, EngineNote, SourceNote)
 # Words of an allocator, whose exception is a RuntimeError like any other.
 _MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -104,14 +105,14 @@ def warnings_as_lines() -> Iterator[None]:
         as_before, shown = warnings.showwarning, set[str]()
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
-            if not issubclass(category, ConfigurationWarning | EngineNote):
+            if not issubclass(category, _SHOWN):
                 as_before(message, category, *where, **how)
             elif str(message) not in shown:  # it may come from several places
                 shown.add(str(message))
                 kind = "warning: " if issubclass(category, ConfigurationWarning) else ""
                 say(f"triptych: {kind}{message}")
 
-        warnings.simplefilter("default", ConfigurationWarning)
-        warnings.simplefilter("default", EngineNote)
+        for ours in _SHOWN:
+            warnings.simplefilter("default", ours)
         warnings.showwarning = show
         yield

@@ -44,7 +44,7 @@ class Helper:
         """
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        given = theirs, work, user_code.paths()
+        given = theirs, work, user_code.executed_paths()
         self.process: BaseProcess = context.Process(target=_run_helper, args=given, daemon=True)
         # Ctrl-C goes to every process of a terminal, and this one decides: the other inherits the mask.
         # Python's tracker of shared memory, which starts with the first process, would lift it.
@@ -171,7 +171,7 @@ def _run_helper(connection: Connection, work: Callable[..., None], code: Sequenc
     with contextlib.suppress(EOFError, OSError):
         try:
             for path in code:
-                user_code.use_code(path)
+                user_code.execute(path)
             work(connection, *pickle.loads(connection.recv_bytes()))
         except (EOFError, OSError):
             raise

@@ -1,7 +1,9 @@
 """Checkpoints on the Hugging Face Hub. Only the requested bytes of the weights are downloaded.
 
 The Hub is not trusted. Commits and hashes must have their form before they name a file. No more is read than
-was asked for, and a transfer that is too slow is given up. Whole files must have the hash that the Hub gives.
+was asked for, and a transfer that is too slow is given up. Whole files must have the hash that the Hub gives;
+a file of weights up to 32 MiB is downloaded whole for that. Ranges of a larger file have no hash, and a note
+says so.
 """
 
 import hashlib
@@ -11,6 +13,7 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -34,7 +37,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     validate_repo_id,
 )
 
-from triptych.errors import DataError, near_path
+from triptych.errors import DataError, SourceNote, near_path
 from triptych.files import write_atomically, write_bytes
 from triptych.launch import speaks
 from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Safetensors, Tensors, from_index, of_one
@@ -57,7 +60,9 @@ _ID = re.compile(
     r"(?:@(?P<revision>[\w./-]+))?",
     re.ASCII,
 )
-# Fetched at once from the start of a file: most headers are shorter.
+# Weights that are downloaded whole, so that their hash can be compared, though a range of them was asked for.
+_TAKEN_WHOLE = 1 << 25
+# Fetched at once from the start of a larger file: most headers are shorter.
 _FIRST = 1 << 18
 # Fetched at once of a file that is downloaded whole.
 _PIECE = 1 << 26
@@ -117,7 +122,15 @@ class Repository:
         """Its tensors: of files that were fetched before from the disk, of others by their bytes' range."""
 
         def opened(file: str) -> Safetensors:
-            return Safetensors(self.open(file, mapped=mapped))
+            found = self.open(file, mapped=mapped)
+            if isinstance(found, HubBytes):
+                warnings.warn(
+                    f"{self.name}: parts of its weights are read from the Hub, and only a whole file can be "
+                    "compared with the Hub's hash",
+                    SourceNote,
+                    stacklevel=2,
+                )
+            return Safetensors(found)
 
         index = self.download(SAFETENSORS_INDEX)
         if index is None:
@@ -146,7 +159,12 @@ class Repository:
             return place
         if self.offline or (found := self._look(file, self.revision)) is None:
             return None
-        there, _ = found
+        self._save(found[0], file)
+        return place
+
+    def _save(self, there: "HubBytes", file: str) -> None:
+        """Download a file into the cache, whole and with the hash that the Hub gives."""
+        place = self.folder / file
         with _explained(self.name):
             blob = self._cache / "blobs" / there.digest
             blob.parent.mkdir(parents=True, exist_ok=True)
@@ -160,17 +178,19 @@ class Repository:
                 pass
             except OSError:  # a system without links
                 shutil.copyfile(blob, place)
-        return place
 
     def open(self, file: str, *, mapped: bool = False) -> Bytes:
-        """Open a large file. Only its size is fetched."""
-        if (place := self.folder / file).is_file():
-            return MappedBytes(place) if mapped else LocalBytes(place)
-        if self.offline:
-            raise DataError(f"{self.name}: {file} is not in {self._cache}, and no connection is asked for")
-        if (found := self._look(file, self.revision)) is None:
-            raise DataError(f"{self.name} has no {file}: only safetensors are read from the Hub")
-        return found[0]
+        """Open a file of weights. Of a file larger than 32 MiB only the size is fetched."""
+        place = self.folder / file
+        if not place.is_file():
+            if self.offline:
+                raise DataError(f"{self.name}: {file} is not in {self._cache}, and no connection is asked for")
+            if (found := self._look(file, self.revision)) is None:
+                raise DataError(f"{self.name} has no {file}: only safetensors are read from the Hub")
+            if found[0].size > _TAKEN_WHOLE:
+                return found[0]
+            self._save(found[0], file)
+        return MappedBytes(place) if mapped else LocalBytes(place)
 
     def files(self) -> list[str]:
         """Names of all files."""
@@ -256,8 +276,6 @@ class HubBytes(Bytes):
         if start + length <= min(_FIRST, self.size):
             if not self._first:
                 self._first = self._fetch(0, min(_FIRST, self.size))
-                if len(self._first) == self.size:
-                    self._require_hash(self._begun(), self._first)
             return self._first[start : start + length]
         return self._fetch(start, length)
 
@@ -280,8 +298,7 @@ class HubBytes(Bytes):
             return hashlib.sha256()
         return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
 
-    def _require_hash(self, found: "hashlib._Hash", content: bytes | bytearray = b"") -> None:
-        found.update(content)
+    def _require_hash(self, found: "hashlib._Hash") -> None:
         if found.hexdigest() != self.digest:
             raise DataError(
                 f"{self.name}: what came has the hash {found.hexdigest()}, and the Hub gives {self.digest}: "

@@ -80,10 +80,18 @@ class _AnyRecipe(Section):
     initial_values: Literal["in_order", "by_name"] = "in_order"
     code: dict[str, str] = Field({})
 
-    @model_validator(mode="after")
-    def _code_is_the_same(self) -> "_AnyRecipe":
-        user_code.require_digests(self.code)
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _code_is_the_same(cls, tree: Any) -> Any:
+        """Compare the files before the other keys are validated, which executes the files that they name."""
+        if isinstance(tree, dict) and "code" in tree:
+            digests = tree["code"]
+            if not isinstance(digests, dict):
+                raise ValueError("code is a table with the SHA-256 of each file")
+            if unknown := user_code.named_files(tree) - digests.keys():
+                raise ValueError(f"{min(unknown)} is named without the SHA-256 of that file")
+            user_code.require_digests(digests)
+        return tree
 
     @property
     def order_seed(self) -> int:
