@@ -269,6 +269,20 @@ def test_a_file_that_is_not_as_it_should_be_is_said_in_one_line(place: Path, tex
         triptych.read_recipe(place / "recipe.toml")
 
 
+def test_a_class_that_ends_the_process_is_an_error_of_its_file(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (place / "mine.py").read_text().replace("class TurnedValues(", "class Base(")
+    ending = "class TurnedValues(Base):\n    def maps(self, sizes):\n        raise SystemExit(0)\n"
+    (place / "mine.py").write_text(f"{text}\n{ending}")
+    monkeypatch.setattr(sys, "argv", ["triptych", "train", "recipe.toml", "--out", "ended"])
+    with pytest.raises(SystemExit) as stop:
+        run_command()
+    assert stop.value.code == 2
+    assert "mine.py ended the process (SystemExit: 0)" in capsys.readouterr().err
+    assert not (place / "ended" / "config.json").exists()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that never ends is Linux's")
 def test_a_device_is_no_file_of_classes(place: Path) -> None:
     with pytest.raises(UsageError, match=r"^/dev/full cannot be read \(not a regular file\): --code FILE"):

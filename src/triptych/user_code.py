@@ -4,14 +4,15 @@ A file is executed because a person names it: in a recipe that is trained, in a 
 keeps the file's name and SHA-256 and nothing of its text, so opening a run executes nothing that came with
 it. A file is known by its name, without the folder, until another of that name is given.
 
-Giving a file (`use_code`) only reads it. The file is executed when a class of it is first needed (`find_class`).
-What has a digest of the file compares it before that (`require_digests`): a file that differs is refused, never
-executed, and the file that was known by that name before is known again.
+Giving a file (`use_code`) only reads it. The file is executed when a class of it is first needed
+(`find_class`). The digest that a run has of the file is compared before that (`require_digests`). A file that
+differs is refused and never executed, and the file that was known by that name before is known again.
 """
 
 import hashlib
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,13 @@ def paths() -> list[Path]:
 def executed_paths() -> list[Path]:
     """Return where the files lie that were executed, for a process that gets objects of their classes."""
     return [file.path for file in _FILES.values() if file.module is not None]
+
+
+def of_ended(stop: SystemExit) -> Path | None:
+    """Return the file whose code ended the process by an exception; None if none of them did."""
+    files = {str(file.path): file.path for file in _FILES.values()}
+    passed = (frame.filename for frame in traceback.extract_tb(stop.__traceback__))
+    return next((files[name] for name in passed if name in files), None)
 
 
 def execute(path: Path) -> None:

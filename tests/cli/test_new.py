@@ -1,6 +1,7 @@
 """`triptych new`, `triptych recipes`, and a text without a validation part."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def test_what_cannot_be_a_recipe_is_refused_and_nothing_is_written(
     assert said in answer.err
     assert not Path("new.toml").exists()
     assert Path("old.toml").read_text() == "mine"
+
+
+def test_a_pipe_is_no_text_of_a_recipe(triptych: Command) -> None:
+    os.mkfifo("pipe.tsv")
+    for options in (["--text"], ["--tsv"], ["--target", "a.en", "--source"]):
+        answer = triptych("new", "mine.toml", *options, "pipe.tsv")
+        assert (answer.code, Path("mine.toml").exists()) == (2, False)
+        assert answer.err.endswith("is not a file, and its text is read more than once: write it to a file\n")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,8 @@ def test_a_shortlist_is_read_as_it_was_written(
         ("\ta\nhouse", "line 2: has no tab"),
         ("\tnobody-knows-this\n", "line 1: 'nobody-knows-this' is no token"),
         ("nor-that\ta\n", "line 1: 'nor-that' is no token"),
+        ("", "has no tokens for every sentence"),
+        ("\t\n", "has no tokens for every sentence"),
     ],
 )
 def test_a_shortlist_of_another_model_is_refused_by_its_line(

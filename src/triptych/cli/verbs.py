@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from triptych.cli.interrupts import cleaned_up
 from triptych.cli.signatures import REQUIRED, FunctionText, Parameter, Quantity, is_list, read_function
 from triptych.errors import UsageError
-from triptych.user_code import use_code
+from triptych.user_code import of_ended, use_code
 
 # Options that are not spelled as their parameters are.
 _SPELLED = {
@@ -107,7 +107,12 @@ def add_verb(app: typer.Typer, name: str) -> None:
             gc.freeze()
             gc.enable()
         with cleaned_up():
-            carry_out(**_arguments_by_group(verb, given))
+            try:
+                carry_out(**_arguments_by_group(verb, given))
+            except SystemExit as stop:
+                if (file := of_ended(stop)) is not None:
+                    raise UsageError(f"{file} ended the process (SystemExit: {stop})") from None
+                raise
 
     called.__signature__ = Signature([_typer_parameter(one) for one in own])  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: _annotation(one) for one in own}

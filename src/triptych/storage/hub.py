@@ -184,7 +184,9 @@ class Repository:
         place = self.folder / file
         if not place.is_file():
             if self.offline:
-                raise DataError(f"{self.name}: {file} is not in {self._cache}, and no connection is asked for")
+                raise DataError(
+                    f"{self.name}: {file} is not in {self._cache}, and no connection is asked for"
+                )
             if (found := self._look(file, self.revision)) is None:
                 raise DataError(f"{self.name} has no {file}: only safetensors are read from the Hub")
             if found[0].size > _TAKEN_WHOLE:

@@ -14,7 +14,7 @@ from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
-from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines
+from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines, require_kept_file
 from triptych.text.masking import Masking, MaskingSpec
 from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
@@ -67,6 +67,7 @@ __all__ = [
     "read_sentence_tokenizer",
     "read_shards",
     "read_tokenizer",
+    "require_kept_file",
     "tokenize_corpus",
     "train_tokenizer",
     "train_tokenizers",

@@ -142,6 +142,12 @@ def open_file(path: Path) -> io.BufferedReader:
         raise UsageError(f"{path} cannot be opened: {error.strerror}") from error
 
 
+def require_kept_file(path: Path) -> None:
+    """Refuse a pipe or a device in the place of a text that is read more than once, as a recipe's is."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(f"{path} is not a file, and its text is read more than once: write it to a file")
+
+
 def check_content(head: bytes, expected: str | None, where: str) -> None:
     """Refuse content whose first bytes are not of the expected kind."""
     found = _compression_of(head)

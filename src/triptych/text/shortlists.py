@@ -141,4 +141,9 @@ def read_shortlist(path: Path, tokenizers: TokenizerPair) -> Shortlist:
             by_source[known[0]] = known[1:]
         else:
             always += known[1:]
+    if len(always) == 1:
+        raise DataError(
+            f"{path} has no tokens for every sentence (a line that begins with a tab), so a sentence of "
+            "other words would become empty: make the shortlist anew (triptych shortlist)"
+        )
     return Shortlist(always, by_source)

@@ -26,6 +26,7 @@ from triptych.text import (
     TokenizerPair,
     encode_corpus,
     read_parallel,
+    require_kept_file,
     train_tokenizers,
     trained_once,
 )
@@ -142,6 +143,8 @@ def read_corpora(recipe: Recipe, base: Path, display: Display) -> tuple[Parallel
     data = recipe.data
 
     def read(part: str, spec: CorpusSpec) -> ParallelCorpus:
+        for file in filter(None, (spec.source, spec.target, spec.file)):
+            require_kept_file(base / file)
         text = read_parallel(spec, max_line_chars=data.max_line_chars, base=base)
         display.say(f"{part} text: {text.counts.describe()}")
         return text
