@@ -109,9 +109,10 @@ def test_what_cannot_be_a_recipe_is_refused_and_nothing_is_written(
 
 
 def test_a_pipe_is_no_text_of_a_recipe(triptych: Command) -> None:
+    os.mkfifo("pipe")
     os.mkfifo("pipe.tsv")
-    for options in (["--text"], ["--tsv"], ["--target", "a.en", "--source"]):
-        answer = triptych("new", "mine.toml", *options, "pipe.tsv")
+    for options in (["--text", "pipe"], ["--tsv", "pipe.tsv"], ["--target", "a.en", "--source", "pipe"]):
+        answer = triptych("new", "mine.toml", *options)
         assert (answer.code, Path("mine.toml").exists()) == (2, False)
         assert answer.err.endswith("is not a file, and its text is read more than once: write it to a file\n")
 

@@ -25,12 +25,13 @@ from triptych.text import (
     TokenShards,
     read_documents,
     read_tokenizer,
+    require_kept_file,
     tokenize_corpus,
     train_tokenizer,
     trained_once,
     write_shards,
 )
-from triptych.text.documents import fingerprint, require_documents
+from triptych.text.documents import find_files, fingerprint, require_documents
 from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
 from triptych.training.fitting import fit_language_training, fit_tokenizer, say_choices
 from triptych.training.folder import Prepared, hash_parts, word_vectors
@@ -116,6 +117,9 @@ class TextOfRun:
 
     def __init__(self, recipe: TextRecipe, base: Path) -> None:
         self._data, self._base = recipe.data, base
+        for spec in filter(None, (recipe.data.train, recipe.data.valid)):
+            for file in find_files(spec, base=base):
+                require_kept_file(file)
         self.num_chars = sum(len(part.text) for part in self._read(recipe.data.train))
         if recipe.data.valid is None:
             self.num_chars = self._cut = int(self.num_chars * (1 - recipe.data.valid_share))
