@@ -216,6 +216,10 @@ class ScoreBias(ABC):
     ) -> Tensor:
         """What is added, broadcasting to `[batch, heads, query_len, key_len]`."""
 
+    @property
+    def num_heads(self) -> int:
+        return next(tensor.shape[self.head_dims[name]] for name, tensor in self.tensors().items())
+
     def tensors(self) -> dict[str, Tensor]:
         """What is there of `head_dims`, by name."""
         found = {name: getattr(self, name) for name in self.head_dims}

@@ -16,6 +16,9 @@ from torch import Tensor
 from triptych.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias, distances
 
 Kind = Literal["self", "causal", "cross"]
+HeadSide = Literal["q", "k", "v"]
+# Of something in a number of copies, each for as many consecutive heads: the copies that are left, in order.
+CopiesLeft = Callable[[int], Sequence[int]]
 
 
 @final
@@ -52,6 +55,13 @@ class HeadNorm:
             for part in (self.weight, self.bias)
         )
 
+    def num_copies(self, width: int) -> int:
+        """How many heads, or groups of heads, have numbers of their own; 1 if all have the same."""
+        parts = self.tensors().values()
+        if self.over == "all heads":
+            return max((len(part) // width for part in parts), default=1)
+        return max((len(part) for part in parts if part.ndim > 1), default=1)
+
     @property
     def structure(self) -> tuple[object, ...]:
         """Everything but the weight and the bias."""
@@ -75,6 +85,15 @@ class HeadNorm:
         """The weight and the bias, as far as they are there."""
         parts = {"weight": self.weight, "bias": self.bias}
         return {name: part for name, part in parts.items() if part is not None}
+
+    def select_copies(self, left: CopiesLeft, copies: int, width: int) -> "HeadNorm":
+        """The norm of the copies of a map of that width that are left."""
+
+        def select(own: Tensor) -> Tensor:
+            each = own if len(own) == copies else own.repeat_interleave(copies // len(own), dim=0)
+            return select_rows(each, list(left(copies)))
+
+        return self.with_own(width, select) if self.per_head else self
 
     def with_own(self, width: int, change: Callable[[Tensor], Tensor]) -> "HeadNorm":
         """The norm with what each head has of its own, `[heads, width]`, changed."""
@@ -190,12 +209,14 @@ class HeadGate:
             bias = (moved if bias is None else bias.double() + moved).to(self.weight.dtype)
         return replace(self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias)
 
-    def select_heads(self, order: Sequence[int]) -> "HeadGate":
-        """The gate of some heads, in the order given."""
+    def select_heads(self, order: Sequence[int]) -> "HeadGate | None":
+        """The gate of some heads, in the order given; None if all of them are taken whole."""
         rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
         chosen = [rows[head] for head in self._own(order)]
+        if not chosen:
+            return None
         whole = tuple(self.whole[head] for head in order) if self.whole else ()
-        gate = self.with_tensors({name: part[chosen] for name, part in self.tensors().items()})
+        gate = self.with_tensors({name: select_rows(part, chosen) for name, part in self.tensors().items()})
         return replace(gate, whole=whole)
 
 
@@ -245,6 +266,10 @@ class Scores(ABC):
         self, q: Float[Tensor, "batch heads query_len d_k"], k: Float[Tensor, "batch heads key_len d_k"]
     ) -> Float[Tensor, "batch heads query_len key_len"]:
         """How well each query fits each key."""
+
+    @property
+    def num_heads(self) -> int:
+        return next((len(part) for part in self.tensors().values()), 0)
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name."""
@@ -368,14 +393,54 @@ class Semantics:
         return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
 
     def select_heads(self, kept: Sequence[int]) -> "Semantics":
-        """What it is where some heads are left, in some order: their sinks, biases, gates and scores."""
+        """What it does to queries, keys and values that are made already, of some heads, in some order.
+
+        Norms, which come before that, stay as they are.
+        """
         order = list(kept)
-        parts = {
-            name: part.select_heads(order) for name in _OF_HEADS if (part := getattr(self, name)) is not None
+        found = {
+            name: _select_heads_of(part, order)
+            for name, part in self._parts_of_heads().items()
+            if not isinstance(part, HeadNorm)
         }
-        if self.sinks is None and not parts:
-            return self
-        return replace(self, sinks=None if self.sinks is None else self.sinks[order], **parts)
+        return replace(self, **found) if found else self
+
+    def select_copies(
+        self, left: CopiesLeft, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]
+    ) -> "Semantics":
+        """What it is of the heads that are left, with all that each of them has of its own.
+
+        Args:
+            left: which copies of a map are left.
+            num_heads: how many query heads there are.
+            sides: how many copies of queries, keys and values there are, and how wide each is.
+        """
+        found: dict[str, Any] = {}
+        for name, part in self._parts_of_heads().items():
+            if isinstance(part, HeadNorm):
+                found[name] = part.select_copies(left, *sides[HEADS_OF[name]])
+            else:
+                found[name] = _select_heads_of(part, list(left(num_heads)))
+        return replace(self, **found) if found else self
+
+    def require_heads(self, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]) -> None:
+        """Raise ValueError unless each part has numbers for these heads; arguments as of `select_copies`."""
+        for name, part in self._parts_of_heads().items():
+            if isinstance(part, HeadNorm):
+                copies, width = sides[HEADS_OF[name]]
+                found = part.num_copies(width)
+                fits = copies % found == 0
+            else:
+                copies, found = num_heads, _count_heads(part)
+                fits = found == copies
+            if not fits:
+                words = _IN_WORDS[name].format(self.positions)
+                raise ValueError(f"{words}: there are numbers for {found} heads, and {copies} heads")
+
+    def _parts_of_heads(self) -> dict[str, Any]:
+        """The parts that may have numbers of each head's own, as far as they are there."""
+        parts = {name: getattr(self, name) for name in HEADS_OF}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors of norms, biases, sinks, gates and scores."""
@@ -385,21 +450,20 @@ class Semantics:
 
     def learned(self) -> dict[str, Tensor]:
         """The parameters besides the maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
-        parts = {name: getattr(self, name) for name in (*_NORMS, *_OF_HEADS)}
-        found = {
-            f"{name}_{own}": tensor
-            for name, part in parts.items()
-            if part is not None and (not isinstance(part, ScoreBias) or part.learned)
-            for own, tensor in part.tensors().items()
-        }
-        return found if self.sinks is None else {**found, "sinks": self.sinks}
+        found: dict[str, Tensor] = {}
+        for name, part in self._parts_of_heads().items():
+            if isinstance(part, Tensor):
+                found[name] = part
+            elif not isinstance(part, ScoreBias) or part.learned:
+                found |= {f"{name}_{own}": tensor for own, tensor in part.tensors().items()}
+        return found
 
     def with_learned(self, tensors: Mapping[str, Tensor]) -> "Semantics":
         """The same with other parameters, named as `learned` names them; any not given stay."""
         parts: dict[str, dict[str, Tensor]] = {}
         changed: dict[str, Any] = {}
         for name, tensor in tensors.items():
-            part = next((one for one in (*_NORMS, *_OF_HEADS) if name.startswith(f"{one}_")), "")
+            part = next((one for one in HEADS_OF if name.startswith(f"{one}_")), "")
             own = name.removeprefix(f"{part}_") if part else name
             if part:
                 parts.setdefault(part, {})[own] = tensor
@@ -410,9 +474,37 @@ class Semantics:
         return replace(self, **changed)
 
 
-_NORMS = ("q_norm", "k_norm", "v_norm")
-# Parts with numbers of each head.
-_OF_HEADS = ("bias", "gate", "scores")
+def select_rows(part: Tensor, rows: list[int]) -> Tensor:
+    """Some of the rows, in some order; a view if they follow each other."""
+    first, count = rows[0], len(rows)
+    return part[first : first + count] if rows == list(range(first, first + count)) else part[rows]
+
+
+def _select_heads_of(part: Any, order: list[int]) -> Any:
+    """What some heads have of a part that counts query heads."""
+    return select_rows(part, order) if isinstance(part, Tensor) else part.select_heads(order)
+
+
+def _count_heads(part: Any) -> int:
+    """The number of query heads that a part has numbers for."""
+    return len(part) if isinstance(part, Tensor) else part.num_heads
+
+
+# The parts that may have numbers of each head's own, and whose heads these are. Everything that leaves heads
+# out, or puts them in another order, goes through this list.
+HEADS_OF: Mapping[str, HeadSide] = {
+    "q_norm": "q",
+    "k_norm": "k",
+    "v_norm": "v",
+    "bias": "q",
+    "gate": "q",
+    "scores": "q",
+    "sinks": "q",
+}
+# The others, which all heads have in common.
+ALIKE_FOR_HEADS = frozenset(
+    {"scale", "kind", "clip", "rotary", "temperature", "soft_cap", "window", "chunk", "dropout"}
+)
 _IN_WORDS = {
     "q_norm": "QK-norm",
     "k_norm": "QK-norm",

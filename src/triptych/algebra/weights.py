@@ -17,10 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
-from triptych.algebra.semantics import HeadNorm, Semantics
+from triptych.algebra.semantics import CopiesLeft, HeadNorm, HeadSide, Semantics, select_rows
 
 Side = Literal["q", "k", "v", "o"]
 SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
+HEAD_SIDES: tuple[HeadSide, ...] = ("q", "k", "v")
 
 
 @final
@@ -74,18 +75,47 @@ class Link:
         bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
         return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
 
+    def select_copies(self, left: CopiesLeft) -> "Link":
+        """Some of the copies, in some order, with what the norm has for each.
+
+        A fixed map of which not all is left in place is fixed no longer.
+        """
+        if self.copies == 1:
+            return self
+        chosen = list(left(self.copies))
+        if chosen == list(range(self.copies)):
+            return self
+        bias = None if self.bias is None else select_rows(self.bias, chosen)
+        norm = None if self.norm is None else self.norm.select_copies(left, self.copies, self.d_out)
+        return replace(self, weight=select_rows(self.weight, chosen), bias=bias, norm=norm, learned=True)
+
     @property
-    def gain(self) -> Tensor | None:
-        """`[d_out]`, what the norm after the map multiplies its channels by; None for 1."""
-        weight = None if self.norm is None else self.norm.weight
-        if weight is None or weight.ndim > 1 or len(weight) > self.d_out:
+    def norm_map(self) -> "Link | None":
+        """What the norm after the map does last, `x ↦ γ ∘ x + β`, as a map; None for nothing."""
+        if self.norm is None or not self.norm.tensors():
             return None
-        return torch.nn.functional.pad(weight.to(self.weight.dtype), (0, self.d_out - len(weight)), value=1.0)
+        gain = self._rows_of_norm(self.norm.weight, 1.0)
+        shift = self._rows_of_norm(self.norm.bias, 0.0)
+        copies = math.lcm(len(gain), len(shift))
+        gain, shift = (rows.repeat_interleave(copies // len(rows), dim=0) for rows in (gain, shift))
+        return Link(gain, shift if bool(shift.any()) else None)
+
+    def _rows_of_norm(self, part: Tensor | None, neutral: float) -> Float[Tensor, "copies d_out"]:
+        """The weight or the bias of the norm, of channels that it leaves alone what changes nothing."""
+        assert self.norm is not None
+        if part is None:
+            return self.weight.new_full((1, self.d_out), neutral)
+        whole = self.norm.over == "all heads" or part.ndim == 1
+        rows = part.view(-1, min(len(part), self.d_out)) if whole else part
+        if rows.shape[-1] == 1 and self.norm.channels != 1:  # one number for all channels
+            rows = rows.expand(-1, self.d_out)
+        missing = self.d_out - rows.shape[-1]
+        return torch.nn.functional.pad(rows.to(self.weight.dtype), (0, missing), value=neutral)
 
     def then(self, other: "Link") -> "Link":
         """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`; only the gain of a norm between them is kept."""
-        if (gain := self.gain) is not None:
-            other = Link(gain[None]).then(other)
+        if (norm_map := self.norm_map) is not None:
+            other = replace(norm_map, bias=None).then(other)
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
             # One product with all copies side by side, instead of one with a copy of this map for each.
@@ -161,6 +191,7 @@ class AttentionWeights:
                     raise ValueError(
                         f"the {side} chain has {link.copies} maps: they cannot serve {self.num_heads} heads"
                     )
+        self.semantics.require_heads(self.num_heads, self._head_sides)
         tensors = list(self.tensors())
         kinds = sorted({f"{t.dtype} on {t.device}".removeprefix("torch.") for t in tensors})
         if len(kinds) > 1:
@@ -216,15 +247,29 @@ class AttentionWeights:
             + (0 if gate is None else gate.num_parameters)
         )
 
+    def copies(self, side: Side) -> int:
+        """Number of different maps of a side; 1 for the input itself."""
+        return max((link.copies for link in self.chain(side)), default=1)
+
+    def width(self, side: HeadSide) -> int:
+        """Width of the queries, keys or values of a head."""
+        chain = self.chain(side)
+        return chain[-1].d_out if chain else self.d_model
+
+    @property
+    def _head_sides(self) -> dict[HeadSide, tuple[int, int]]:
+        """How many queries, keys and values there are, and how wide each is."""
+        return {side: (self.copies(side), self.width(side)) for side in HEAD_SIDES}
+
     @property
     def num_key_heads(self) -> int:
         """Number of different key maps."""
-        return max((link.copies for link in self.k), default=1)
+        return self.copies("k")
 
     @property
     def num_value_heads(self) -> int:
         """Number of different value maps."""
-        return max((link.copies for link in self.v), default=1)
+        return self.copies("v")
 
     def multiplied(self, side: Side) -> Link:
         """The chain of a side as one link per head (or group); the identity for an empty chain.
@@ -250,8 +295,8 @@ class AttentionWeights:
                 (place for place, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0
             )
             chains[side] = chain[last:]
-            if last and (gain := chain[last - 1].gain) is not None:
-                chains[side] = (Link(gain[None]).then(chain[last]), *chain[last + 1 :])
+            if last and (norm_map := chain[last - 1].norm_map) is not None:
+                chains[side] = (norm_map.then(chain[last]), *chain[last + 1 :])
         return replace(self, **chains)  # type: ignore[arg-type]
 
     @property
@@ -335,6 +380,15 @@ class AttentionWeights:
         heads = self.num_heads if num_heads is None else num_heads
         q, k, v, o = (change_side(side) for side in SIDES)
         return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
+
+    def select_copies(self, left: CopiesLeft, num_heads: int) -> "AttentionWeights":
+        """The layer of `num_heads` of its heads, in some order, with all that each has of its own.
+
+        `left` says of a map in several copies which are left, in which order; of one in as many copies as
+        there are heads, which heads.
+        """
+        semantics = self.semantics.select_copies(left, self.num_heads, self._head_sides)
+        return self.each_link(lambda link: link.select_copies(left), num_heads=num_heads, semantics=semantics)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
         """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.algebra.cost import cached_numbers
-from triptych.algebra.semantics import HeadNorm, Semantics
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
 from triptych.attention import (
     AttentionCache,
@@ -97,6 +97,7 @@ class FusedAttention(nn.Module):
         self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
         gate = semantics.gate
         if gate is not None:
+            gate = _widened(gate, self.width)
             gate = gate.with_tensors({name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
         self.gate = gate
         if is_cross:
@@ -293,6 +294,15 @@ class FusedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
 
+def _widened(gate: HeadGate, width: int) -> HeadGate:
+    """Gates of channels for values that are filled up to a width: those of the filling are of no use."""
+    if not gate.per_channel:
+        return gate
+    missing = width - gate.weight.shape[1]
+    weight = F.pad(gate.weight, (0, 0, 0, missing))
+    return replace(gate, weight=weight, bias=None if gate.bias is None else F.pad(gate.bias, (0, missing)))
+
+
 def _keeps_once(weights: AttentionWeights) -> bool:
     """Whether keys and values are the same, but for positions that turn keys."""
     semantics = weights.semantics
@@ -313,6 +323,7 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     common = [link for link in weights.k if any(link is other for other in weights.v)]
     between = semantics.rotary is not None or semantics.qk_norm or semantics.clip is not None
     between = between or semantics.v_norm is not None
+    between = between or (semantics.gate is not None and semantics.gate.per_channel)
     if semantics.bias is not None and semantics.bias.reads_content:
         between = True
     rest_k, rest_v = weights.k[len(common) :], weights.v[len(common) :]

@@ -12,7 +12,6 @@ from torch import Tensor
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import fold_norm
-from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
@@ -447,32 +446,9 @@ class Stack:
 
 
 def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
-    """One head of a layer, its tensors views of the layer's; norms over all heads stay as they are."""
-    links: dict[int, Link] = {}
-
-    def of_link(link: Link) -> Link:
-        if id(link) not in links:
-            place = number * link.copies // weights.num_heads
-            own = slice(place, place + 1)
-            bias = None if link.bias is None else link.bias[own]
-            links[id(link)] = replace(link, weight=link.weight[own], bias=bias)
-        return links[id(link)]
-
-    def of_norm(norm: HeadNorm | None, copies: int) -> HeadNorm | None:
-        if norm is None or norm.over != "head" or not norm.per_head:
-            return norm
-        place = number * copies // weights.num_heads
-        parts = {name: part[place] if part.ndim == 2 else part for name, part in norm.tensors().items()}
-        return replace(norm, **parts)  # type: ignore[arg-type]
-
-    semantics = weights.semantics
-    semantics = replace(
-        semantics.select_heads([number]),
-        q_norm=of_norm(semantics.q_norm, weights.num_heads),
-        k_norm=of_norm(semantics.k_norm, weights.num_key_heads),
-    )
-    chains = {side: tuple(map(of_link, weights.chain(side))) for side in SIDES}
-    return replace(weights, num_heads=1, semantics=semantics, o_bias=None, **chains)  # type: ignore[arg-type]
+    """One head of a layer, its tensors views of the layer's."""
+    alone = weights.select_copies(lambda copies: [number * copies // weights.num_heads], 1)
+    return replace(alone, o_bias=None)
 
 
 def _borrowed(lender: str | None) -> str:

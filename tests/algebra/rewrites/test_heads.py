@@ -26,7 +26,7 @@ from tolerances import assert_same
 from triptych.algebra.cost import writing_cost
 from triptych.algebra.function import run_layer
 from triptych.algebra.positions import DisentangledBias
-from triptych.algebra.rewrites.heads import SortHeads, permute_heads, pick, repeat_kv_heads
+from triptych.algebra.rewrites.heads import SortHeads, permute_heads, repeat_kv_heads
 from triptych.algebra.rewrites.merging import merge_kv_heads
 from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
 from triptych.algebra.rewrites.record import RewriteRefusedError
@@ -139,8 +139,8 @@ def test_norms_of_heads_follow_them(over: str) -> None:
     silent, shared = without_effect(weights, [1]), with_norms_of_heads(over)
     shared = replace(
         shared,
-        k=(pick(shared.k[0], torch.tensor([0, 0])),),
-        v=(pick(shared.v[0], torch.tensor([0, 0])),),
+        k=(shared.k[0].select_copies(lambda copies: [0, 0]),),
+        v=(shared.v[0].select_copies(lambda copies: [0, 0]),),
         semantics=replace(shared.semantics, k_norm=HeadNorm(1e-6, torch.ones(12).double(), over="all heads")),
     )
     for before, done in (
@@ -157,7 +157,9 @@ def test_norms_of_heads_follow_them(over: str) -> None:
     again = permute_heads(repeat_kv_heads(weights).weights, [2, 0, 3, 1]).weights
     assert_same(run_layer(again, x), run_layer(weights, x), kind="output")
     with pytest.raises(RewriteRefusedError, match="the keys of a group are normalised with other numbers"):
-        merge_kv_heads(replace(weights, k=(pick(weights.k[0], torch.tensor([0, 0])),)), 1, bounded=True)
+        merge_kv_heads(
+            replace(weights, k=(weights.k[0].select_copies(lambda copies: [0, 0]),)), 1, bounded=True
+        )
 
 
 def test_heads_that_are_normalised_together_stay_and_move_nothing() -> None:
@@ -168,7 +170,7 @@ def test_heads_that_are_normalised_together_stay_and_move_nothing() -> None:
     assert done.weights.num_heads == 4
     assert done.weights.W_O[[1, 2]].abs().max() == 0
     assert done.record.bound == pytest.approx(float(weights.ov.norm()[[1, 2]].max()), rel=0.5)
-    assert "a norm reads the queries or keys of all heads" in done.record.notes[0]
+    assert "a norm reads the queries and keys of all heads" in done.record.notes[0]
 
 
 def test_sinks_follow_their_heads() -> None:

@@ -1,19 +1,17 @@
 """Which heads there are: permuted, sorted, and each given its own key-value head."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from triptych.algebra.rewrites.channels import NAMES, one_map
 from triptych.algebra.rewrites.legality import HEADS_ALIKE, require_nothing_between, unchanged
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
-from triptych.algebra.semantics import HeadNorm
-from triptych.algebra.weights import AttentionWeights, Link, Side
+from triptych.algebra.weights import AttentionWeights, Side
 
 
 @final
@@ -85,28 +83,27 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
         return unchanged("permute_heads", weights, "the heads are in that order")
     HEADS_ALIKE.require("permute_heads", weights)
 
-    def permute(link: Link) -> Link:
-        served = heads // link.copies
+    def left(copies: int) -> list[int]:
+        served = heads // copies
         readers = torch.tensor(order).view(-1, served)
-        if link.copies == 1:
-            return link
-        copies = readers // served
-        torn = (copies != copies[:, :1]).nonzero()
+        read = readers // served
+        torn = (read != read[:, :1]).nonzero()
         if len(torn):
             block, place = torn[0].tolist()
             raise RewriteRefusedError(
                 "permute_heads",
                 f"heads {readers[block, 0]} and {readers[block, place]} would come to share a map, but read "
-                f"two, {copies[block, 0]} and {copies[block, place]} of {link.copies}",
+                f"two, {read[block, 0]} and {read[block, place]} of {copies}",
                 "move whole groups, or give every head its own key-value head first (repeat_kv_heads)",
             )
-        return pick(link, copies[:, 0])
+        found: list[int] = read[:, 0].tolist()
+        return found
 
     return rewritten(
         "permute_heads",
         "bit-exact",
         weights,
-        with_heads(weights, order, permute),
+        weights.select_copies(left, heads),
         checked=(
             f"the order names each of the {heads} heads once",
             "heads that read one map stay together",
@@ -155,32 +152,3 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
         result,
         notes=tuple(notes),
     )
-
-
-def with_heads(
-    weights: AttentionWeights, kept: Sequence[int], change: Callable[[Link], Link]
-) -> AttentionWeights:
-    """A layer with the maps of some heads, in some order, and with what these do besides."""
-
-    def change_norm(norm: HeadNorm | None, side: Side) -> HeadNorm | None:
-        if norm is None or not norm.per_head:
-            return norm
-        chain = weights.chain(side)
-        copies = max((link.copies for link in chain), default=1)
-        width = chain[-1].d_out if chain else weights.d_model
-        return norm.with_own(width, lambda own: change(Link(own).repeat(max(copies, len(own)))).weight)
-
-    semantics = weights.semantics.select_heads(kept)
-    semantics = replace(
-        semantics, q_norm=change_norm(semantics.q_norm, "q"), k_norm=change_norm(semantics.k_norm, "k")
-    )
-    return replace(weights.each_link(change, num_heads=len(kept)), semantics=semantics)
-
-
-def pick(link: Link, copies: Tensor) -> Link:
-    """Some of the copies, in some order; a fixed map of which not all is left in place is fixed no longer."""
-    if copies.tolist() == list(range(link.copies)):
-        return link
-    copies = copies.to(link.weight.device)
-    bias = None if link.bias is None else link.bias[copies]
-    return replace(link, weight=link.weight[copies], bias=bias, learned=True)

@@ -250,6 +250,8 @@ def narrow_latent(
     norm, down = weights.k[0].norm, weights.k[0]
     if norm is None or norm.channels is None or len(weights.k) != 2 or len(weights.v) != 2:
         raise RewriteRefusedError("to_latent", "the norm after map 1 of k is not that of a latent")
+    if norm.centred or norm.bias is not None:
+        raise RewriteRefusedError("to_latent", "the norm of the latent takes a mean off, or has a bias")
     had = norm.channels
     if rank is None or rank >= had:
         return unchanged("to_latent", weights, f"keys and values have one latent, of {had}")

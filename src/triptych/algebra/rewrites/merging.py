@@ -33,6 +33,7 @@ from triptych.algebra.rewrites.moves import Move, bias_row, measure_move, measur
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, Tier, rewritten
 from triptych.algebra.rewrites.rewrite import BETWEEN, LayerRewrite, LayerToRewrite
 from triptych.algebra.rewrites.rotary_pairs import merge_rotary_pairs, require_rotary
+from triptych.algebra.semantics import HeadNorm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link
 
 _NAME = "merge_kv_heads"
@@ -98,8 +99,9 @@ def merge_kv_heads(
     if "qk" in mixed:
         # The key bias of rotary heads turns with its pair.
         plain = plain if pairs else _without_key_bias(plain, notes)
-    else:
-        plain = _with_norms_of_groups(plain, num_kv_heads)
+    for form in FORMS:
+        if form not in mixed:
+            plain = _with_norm_of_groups(plain, form, num_kv_heads)
     attempt = _merged(plain, num_kv_heads, mixed, pairs)
     row = bias_row(plain, "ov")
     lost = (row - bias_row(attempt, "ov")).norm(dim=-1)
@@ -181,20 +183,23 @@ def _equal_copies(link: Link, groups: int) -> bool:
     )
 
 
-def _with_norms_of_groups(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """The layer with one norm of the keys for each group, where key heads have norms of their own."""
-    norm = plain.semantics.k_norm
-    if norm is None:
+def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> AttentionWeights:
+    """The layer with one norm of the keys, or values, for each group, where their heads have their own."""
+    side = _common_side(form)
+    name = f"{side}_norm"
+    norm: HeadNorm | None = getattr(plain.semantics, name)
+    if norm is None or not norm.per_head:
         return plain
 
     def first(own: Tensor) -> Tensor:
-        link = Link(own).repeat(max(plain.k[0].copies, len(own)))
+        link = Link(own).repeat(max(plain.copies(side), len(own)))
         if not _equal_copies(link, groups):
-            raise RewriteRefusedError(_NAME, "qk: the keys of a group are normalised with other numbers")
+            what = f"{form}: the {NAMES[side]} of a group are normalised with other numbers"
+            raise RewriteRefusedError(_NAME, what)
         return _first_of_groups(link, groups).weight
 
-    norm = norm.with_own(plain.k[0].d_out, first)
-    return replace(plain, semantics=replace(plain.semantics, k_norm=norm))
+    changed = norm.with_own(plain.width(side), first)
+    return replace(plain, semantics=replace(plain.semantics, **{name: changed}))
 
 
 def _without_key_bias(plain: AttentionWeights, notes: list[str]) -> AttentionWeights:

@@ -62,7 +62,7 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
     Every map that reads the norm takes it: those to queries, keys and values of self-attention; those to
     queries only in cross-attention, where keys and values take the memory's norm. Where the input itself is
     the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the `q · β` left over is
-    the same for a whole row of scores. The gain of a norm between two maps goes into the second.
+    the same for a whole row of scores. Gain and shift of a norm between two maps go into the second.
     """
     cross = weights.semantics.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm
@@ -84,9 +84,9 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
         for name, norm in gone.items()
         if norm is not None
     ]
-    result = _with_inner_gains_folded(with_chains(source, chains))
+    result = _with_inner_norms_folded(with_chains(source, chains))
     if result.q is not chains.get("q", source.q) or result.v is not chains.get("v", source.v):
-        notes.append("the maps that read a latent took up the gain of its norm")
+        notes.append("the maps that read a latent took up gain and shift of its norm")
     gate = weights.semantics.gate
     if gate is not None and weights.norm is not None:
         norm = _as_map(weights.norm)
@@ -124,23 +124,32 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
     return found
 
 
-def _has_inner_gain(chain: Chain) -> bool:
-    return any(link.gain is not None for link in chain[:-1])
+def _inner_norms(chain: Chain) -> list[Link]:
+    """What norms between the maps of a chain do last, as maps."""
+    return [found for link in chain[:-1] if (found := link.norm_map) is not None]
 
 
-def _with_inner_gains_folded(weights: AttentionWeights) -> AttentionWeights:
-    """The gains of norms between maps in the maps behind them; what was shared is shared still."""
+def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
+    """Gain and shift of norms between maps in the maps behind them; what was shared is shared still."""
+    # A map by itself and those before it, and whether one comes behind it.
+    links: dict[tuple[Chain, bool], Link] = {}
     chains: dict[Chain, Chain] = {}
-    bare: dict[Link, Link] = {}
-    for chain in filter(_has_inner_gain, map(weights.chain, INPUT_SIDES)):
-        links = [*chain]
-        for place, link in enumerate(chain[:-1]):
-            if link.norm is not None and (gain := link.gain) is not None:
-                links[place + 1] = Link(gain[None]).then(links[place + 1])
-                links[place] = bare.setdefault(
-                    link, replace(links[place], norm=replace(link.norm, weight=None))
-                )
-        chains.setdefault(chain, tuple(links))
+
+    def folded(chain: Chain, place: int) -> Link:
+        link, is_last = chain[place], place == len(chain) - 1
+        norm_map = chain[place - 1].norm_map if place else None
+        new = link if norm_map is None else norm_map.then(link)
+        if is_last or link.norm is None or link.norm_map is None:
+            return new
+        return replace(new, norm=replace(link.norm, weight=None, bias=None))
+
+    for chain in map(weights.chain, INPUT_SIDES):
+        if _inner_norms(chain) and chain not in chains:
+            keys = [(chain[: place + 1], place == len(chain) - 1) for place in range(len(chain))]
+            for place, key in enumerate(keys):
+                if key not in links:
+                    links[key] = folded(chain, place)
+            chains[chain] = tuple(links[key] for key in keys)
     return with_chains(
         weights, {side: chains.get(weights.chain(side), weights.chain(side)) for side in INPUT_SIDES}
     )
@@ -183,7 +192,8 @@ def _require_foldable(
 ) -> tuple[str, ...]:
     """What was looked at, if every reader of the norms can take them up."""
     _require_before(_NAME, weights.norm_place)
-    if not any(read.values()) and not any(_has_inner_gain(weights.chain(side)) for side in INPUT_SIDES):
+    inner = {side: _inner_norms(weights.chain(side)) for side in INPUT_SIDES}
+    if not any(read.values()) and not any(inner.values()):
         raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")
     if weights.other_norm_readers and (others is None or others.refused):
         reason = f"the norm is also read by {weights.other_norm_readers}, which "
@@ -196,6 +206,7 @@ def _require_foldable(
     if weights.other_norm_readers and others:
         checked[1] = f"what else reads the norm takes it up as well: {', '.join(others.maps)}"
     shifted = [side for side, norm in read.items() if norm is not None and _as_map(norm).bias is not None]
+    shifted += [side for side in INPUT_SIDES if any(norm_map.bias is not None for norm_map in inner[side])]
     slotless = tuple(side for side in shifted if weights.chain(side) and side not in weights.bias_slots)
     if slotless:
         raise RewriteRefusedError(_NAME, f"there is no bias slot on {named(slotless)} for the shift β")

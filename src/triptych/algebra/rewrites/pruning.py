@@ -12,8 +12,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.channels import in_working_precision
-from triptych.algebra.rewrites.heads import pick, with_heads
+from triptych.algebra.rewrites.channels import NAMES, in_working_precision
 from triptych.algebra.rewrites.legality import (
     HEADS_ALIKE,
     require_nothing_between,
@@ -24,10 +23,11 @@ from triptych.algebra.rewrites.metric import require_moments_of
 from triptych.algebra.rewrites.moves import Move
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
 from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.algebra.semantics import HeadNorm
+from triptych.algebra.weights import AttentionWeights, Link, Side
 
 # What is left of ‖W_OV‖ where a norm makes the values.
-_NORMED = "√(d_v / d_model) ‖W_O‖"
+_NORMED = "√(d_v / d_model) ‖diag(γ) W_O‖"
 
 
 @final
@@ -103,8 +103,8 @@ def prune_heads(
 
     A key-value head goes with the last of the heads that read it. Where the groups that are left
     would have different sizes, key-value heads are repeated for smaller ones of one size: the layer may
-    then hold and cache more numbers than before. Where one norm reads the queries or keys of all heads, the
-    heads stay, and their output maps become zero.
+    then hold and cache more numbers than before. Where one norm reads the queries, keys or values of all
+    heads, the heads stay, and their output maps become zero.
     """
     _require_prunable(weights, heads)
     if not heads:
@@ -118,26 +118,27 @@ def prune_heads(
     kept = [head for head in range(weights.num_heads) if head not in heads]
     notes: tuple[str, ...] = ()
 
-    def select(link: Link) -> Link:
+    def left(copies: int) -> list[int]:
         nonlocal notes
-        if link.copies == 1:
-            return link
-        readers = torch.tensor(kept) // (weights.num_heads // link.copies)
+        readers = torch.tensor(kept) // (weights.num_heads // copies)
         living, served = torch.unique_consecutive(readers, return_counts=True)
-        copies = living.repeat_interleave(served // math.gcd(*served.tolist()))
-        if len(copies) > len(living):
-            what = f"{len(living)} that are left became {len(copies)}"
+        found: list[int] = living.repeat_interleave(served // math.gcd(*served.tolist())).tolist()
+        if len(found) > len(living):
+            what = f"{len(living)} that are left became {len(found)}"
             notes = (f"groups of different sizes would be left: of the key-value heads {what}",)
-        return pick(link, copies)
+        return found
 
-    norms = (weights.semantics.q_norm, weights.semantics.k_norm)
-    if any(norm is not None and norm.over == "all heads" for norm in norms):
-        notes = ("a norm reads the queries or keys of all heads: those left out stay, and their output is 0",)
+    together = _normed_together(weights)
+    if together:
+        notes = (
+            f"a norm reads the {' and '.join(together)} of all heads: those left out stay, and their output "
+            "is 0",
+        )
         last = weights.o[-1].repeat(weights.num_heads)
         weight = last.weight.index_fill(0, torch.tensor([*heads], device=last.weight.device), 0.0)
         result = replace(weights, o=(*weights.o[:-1], replace(last, weight=weight, learned=True)))
     else:
-        result = with_heads(weights, kept, select)
+        result = weights.select_copies(left, len(kept))
     return rewritten(
         "prune_heads",
         "bounded" if active else "rounding-exact",
@@ -153,6 +154,21 @@ def prune_heads(
         else (*notes, f"values are normalised: bound by {_NORMED}"),
         bound=float(lost.whole.max()) if active else 0.0,
     )
+
+
+def _normed_together(weights: AttentionWeights) -> list[str]:
+    """The sides of which one norm reads what the maps of several heads make."""
+    semantics, found = weights.semantics, list[str]()
+    sides: tuple[tuple[Side, HeadNorm | None], ...] = (
+        ("q", semantics.q_norm),
+        ("k", semantics.k_norm),
+        ("v", semantics.v_norm),
+    )
+    for side, own in sides:
+        norms = [own, *(link.norm for link in weights.chain(side) if link.copies > 1)]
+        if any(norm is not None and norm.over == "all heads" for norm in norms):
+            found.append(NAMES[side])
+    return found
 
 
 def _does_something(heads: Sequence[int], lost: Move, measure: str) -> RewriteRefusedError:
@@ -200,17 +216,14 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides.
 
-    Values that a norm made have length √d_v, however small W_V is. W_O is all that counts of them: as a form
-    that reads inputs of length √d_model, √(d_v / d_model) ‖W_O‖.
+    Values that a norm made have length √d_v, however small W_V is. Its weight γ and W_O are all that counts
+    of them: as a form that reads inputs of length √d_model, √(d_v / d_model) ‖diag(γ) W_O‖.
     """
     weights = in_working_precision(weights.behind_norms())
     W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)
-    if (norm := weights.semantics.v_norm) is not None:
-        assert not norm.tensors(), "no model has a norm of values with weights"
-        made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
-        size = (W_O * (made & read)[..., None]).flatten(1).norm(dim=-1)
-        return Move(size * (W_O.shape[1] / W_O.shape[2]) ** 0.5, torch.zeros_like(size))
+    if weights.semantics.v_norm is not None:
+        return _done_by_normed(weights, W_V, W_O, heads)
     gate = weights.semantics.gate
     if weights.semantics.clip is not None or (gate is not None and gate.per_channel):
         of_outputs = W_O.norm(dim=-1)
@@ -221,3 +234,32 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     if bias is None:
         return Move(form, torch.zeros_like(form))
     return Move(form, (bias[heads][:, None, :] @ W_O)[:, 0].norm(dim=-1))
+
+
+def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: list[int]) -> Move:
+    """The same of some heads whose values a norm makes, and the rest of their channels leaves alone."""
+    norm, bias, width = weights.semantics.v_norm, weights.head_bias("v"), W_O.shape[1]
+    assert norm is not None
+    made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
+    if norm.centred:  # a channel of 0 is one of minus the mean
+        made = made.any(dim=-1, keepdim=True).expand_as(made)
+    # The norm by itself, as what follows a map that changes nothing.
+    copies = max(weights.num_value_heads, norm.num_copies(width))
+    after = Link(W_V.new_ones(copies, width), norm=norm).norm_map
+    gain, shift = W_O.new_ones(width), None
+    if after is not None:
+        after = after.repeat(weights.num_heads)
+        gain = after.weight[heads]
+        shift = None if after.bias is None else after.bias[heads]
+    channels = width if norm.channels is None else min(width, norm.channels)
+    together = weights.num_heads if norm.over == "all heads" else 1
+    normed = torch.arange(width, device=W_O.device) < channels
+    length = (channels * together / W_O.shape[2]) ** 0.5
+    size = (W_O * (gain * made * normed)[..., None]).flatten(1).norm(dim=-1) * length
+    size = size + BilinearForm(W_V * ~normed, W_O.mT * (made & ~normed)[:, None, :]).norm()
+    moved = torch.zeros_like(size)
+    if shift is not None:
+        moved = moved + (shift[:, None, :] @ W_O)[:, 0].norm(dim=-1)
+    if bias is not None:
+        moved = moved + ((bias[heads] * ~normed)[:, None, :] @ W_O)[:, 0].norm(dim=-1)
+    return Move(size, moved)

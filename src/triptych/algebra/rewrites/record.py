@@ -122,6 +122,12 @@ def _same_queries_and_keys(one: AttentionWeights, other: AttentionWeights) -> bo
     if len(links[0]) != len(links[1]):
         return False
     return all(
-        mine.weight.shape == theirs.weight.shape and torch.equal(mine.weight, theirs.weight)
+        _same_numbers(mine.weight, theirs.weight) and _same_numbers(mine.bias, theirs.bias)
         for mine, theirs in zip(*links, strict=True)
     )
+
+
+def _same_numbers(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other)
