@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from algebra.rewrites.random_layers import draw_layer
 from heads import D_MODEL, NUM_HEADS, make_layer
 from tolerances import assert_same
 from triptych import thresholds
@@ -302,3 +303,47 @@ def test_the_bytes_of_a_cache_are_those_that_cost_counts(written: str) -> None:
     spec = CostSpec(d_model=24, num_heads=4, context=LENGTH, batch=3, parameterisations=(written,), **sizes)
     (row,) = cost(spec).rows
     assert held == row.cache_bytes
+
+
+def assert_decodes_alike(weights: AttentionWeights, seed: int = 0) -> None:
+    """A model of one such layer gives, decoding, the logits that it gives when it reads a whole text."""
+    config = LanguageModelConfig(num_layers=1, d_model=weights.d_model, num_heads=2)
+    layer = MultiHeadAttention.from_weights(weights)
+    model = LanguageModel(config.architecture("decoder", 30), [layer]).double().eval()
+    ids = torch.randint(0, 30, (1, 7), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        expected = model(ids).logits[0, -1]
+        found = Engine(model).read(ids.tolist())[1][0, :30]
+    scale = max(1.0, float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * scale, msg=f"seed {seed}")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["of channels", "of heads"])
+@pytest.mark.parametrize("values", ["latent", "narrower than keys", "wider than keys", "those of keys"])
+def test_gates_go_with_values_of_any_width_and_writing(values: str, whole: bool) -> None:
+    d_k = 8 if values == "narrower than keys" else 4
+    down = Link(drawn(1, 16, 7) / 4)
+    k = (down, Link(drawn(4, 7, d_k))) if values == "latent" else (Link(drawn(4, 16, d_k) / 4),)
+    own = (Link(drawn(4, 16, 6 if values == "wider than keys" else 4) / 4),)
+    v = (down, Link(drawn(4, 7, 4))) if values == "latent" else k if values == "those of keys" else own
+    d_v = v[-1].d_out
+    gate = HeadGate(drawn(4, 16) if whole else drawn(4, d_v, 16), drawn(4) if whole else drawn(4, d_v))
+    semantics = Semantics(0.5, "causal", gate=gate)
+    q, o = (Link(drawn(4, 16, d_k) / 4),), (Link(drawn(4, d_v, 16)),)
+    assert_decodes_alike(AttentionWeights(16, 4, q, k, v, o, semantics))
+
+
+@pytest.mark.parametrize("seeds", [range(80), pytest.param(range(1_000, 12_000), marks=pytest.mark.slow)])
+def test_drawn_layers_decode_as_they_read(seeds: range) -> None:
+    tried = 0
+    for seed in seeds:
+        weights = draw_layer(seed).without_norms()
+        if weights.semantics.kind != "causal":
+            continue
+        try:
+            MultiHeadAttention.from_weights(weights)
+        except ValueError:  # no layer of ours is written so
+            continue
+        assert_decodes_alike(weights, seed)
+        tried += 1
+    assert tried > len(seeds) / 8

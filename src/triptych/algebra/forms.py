@@ -396,6 +396,11 @@ def are_finite(numbers: Tensor) -> bool:
     return bool(least.isfinite() and most.isfinite())
 
 
+def at_least_float32(numbers: Tensor) -> Tensor:
+    """Numbers in float32, or in float64 if they are that."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+
 def _times(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from triptych.algebra.forms import at_least_float32
 from triptych.algebra.function import channels, for_heads
 from triptych.errors import UsageError
 from triptych.models.blocks import Block, OffsetNorm, Residual
@@ -44,7 +45,7 @@ class LabelledTensor(Tensor):
     def top(self, k: int) -> list[tuple[str, float]]:
         """The tokens of the k largest rows: by value, or by length where rows are vectors."""
         sizes = self.flatten(1).norm(dim=1) if self.ndim > 1 else self.detach().as_subclass(Tensor)
-        found = sizes.float().topk(min(k, len(self.tokens)))
+        found = at_least_float32(sizes).topk(min(k, len(self.tokens)))
         return [
             (self.tokens[i], size)
             for size, i in zip(found.values.tolist(), found.indices.tolist(), strict=True)
@@ -226,7 +227,7 @@ class HeadSteps:
 
     def _logits(self) -> Tensor:
         hidden = self._reader.run([self._text]).hidden
-        return self._reader.logits(hidden[0, self.query]).float()
+        return at_least_float32(self._reader.logits(hidden[0, self.query]))
 
     def table(self, most: int | None = None) -> Table:
         """A row for each key that the query may look at, a column for each step.
@@ -270,7 +271,8 @@ class HeadSteps:
     @property
     def share_of_output(self) -> Float[Tensor, " keys"]:
         """How much of the head's mixed values each key gives, along their direction: they add up to 1."""
-        return self.shares.float() @ self.z.float() / self.z.float().square().sum().clamp(min=1e-30)
+        z = at_least_float32(self.z)
+        return at_least_float32(self.shares) @ z / z.square().sum().clamp(min=1e-30)
 
     def facts(self) -> list[tuple[str, str]]:
         """The steps that are not figures of keys: name and value."""
@@ -281,9 +283,8 @@ class HeadSteps:
             of = "gate" if len(self.gate) == 1 else f"mean of {len(self.gate)} gates"
             found.append((of, f"{float(self.gate.mean()):.3f}"))
         found.append(("mixed values z", f"length {_length(self.z)}"))
-        share = float(self.output.float() @ self.layer_output.float()) / max(
-            float(self.layer_output.float().square().sum()), 1e-30
-        )
+        whole = at_least_float32(self.layer_output)
+        share = float(at_least_float32(self.output) @ whole) / max(float(whole.square().sum()), 1e-30)
         found.append(("output z W_O", f"length {_length(self.output)}, {share:.0%} of the layer's output"))
         found.append(("added to the residual stream", f"length {_length(self.added)}"))
         return found
@@ -386,4 +387,4 @@ def _sublayers(model: AnyModel) -> list[nn.Module]:
 
 
 def _length(vector: Tensor) -> str:
-    return f"{float(vector.float().norm()):.3f}"
+    return f"{float(at_least_float32(vector).norm()):.3f}"

@@ -14,12 +14,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from triptych.algebra.forms import at_least_float32
 from triptych.algebra.function import channels, for_heads, gated
 from triptych.algebra.resampling import ratio_intervals
 from triptych.attending.windows import DocumentWindow, HeadFigures, Place, Told, Windows
 from triptych.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.overflow import require_finite_values
 from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import LayerCall, Reader, Recording, TextIds
 from triptych.text import Tokenizer
@@ -269,9 +271,10 @@ def _losses(
     wanted, rows = batch.targets.repeat(times, 1)[counted], counted.nonzero()[:, 0]
     step, parts = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features), []
     for read, ids in zip(torch.split(hidden[counted], step), torch.split(wanted, step), strict=True):
-        logits = model.head(read)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        parts.append(logits.logsumexp(dim=-1) - logits.gather(1, ids[:, None])[:, 0])
+        logits = at_least_float32(model.head(read))
+        total = logits.logsumexp(dim=-1)
+        require_finite_values(model, total)
+        parts.append(total - logits.gather(1, ids[:, None])[:, 0])
     sums = torch.zeros(counted.shape[0], dtype=torch.float64, device=hidden.device)
     return sums.index_add_(0, rows, torch.cat(parts).double()).view(times, -1)
 

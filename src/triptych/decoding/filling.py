@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from triptych.algebra.forms import at_least_float32
 from triptych.decoding.batches import LONGEST_SHOWN, check_length
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import LanguageModel
+from triptych.models.overflow import require_finite_logits
 from triptych.text import Tokenizer
 
 
@@ -44,7 +47,9 @@ def fill_masks(
     check_length("the text", len(ids), model.max_tokens, max_tokens, LONGEST_SHOWN, "max_tokens")
     model.eval()
     device = model.embeddings.table.weight.device
-    logits = model(torch.tensor([ids], device=device)).logits[0, places, : tokenizer.vocab_size].float()
+    read = torch.tensor([ids], device=device)
+    logits = at_least_float32(model(read).logits[0, places, : tokenizer.vocab_size])
+    require_finite_logits(model, logits, partial(model, read))
     best = logits.softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
     found = []
     for place, values, tokens in zip(places, best.values.tolist(), best.indices.tolist(), strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.decoding.batches import LONGEST_PROMPT, check_length
 from triptych.decoding.cache import TextCache
 from triptych.decoding.engine import Engine
-from triptych.decoding.loop import Asked, DecodingBatch, Loop, Text, require_finite_logits
+from triptych.decoding.loop import Asked, DecodingBatch, Loop, Text, require_finite_best
 from triptych.decoding.sampling import RowState, SamplingOptions, choose
 from triptych.decoding.search import (
     LARGEST_BEAM,
@@ -212,7 +212,7 @@ class Samples(DecodingBatch[Sample]):
         logits = self.logits if len(places) == len(self.texts) else self.logits[places]
         # By row: a `logsumexp` of all rows has other bits in each of them.
         of_all = logits.log_softmax(dim=-1)
-        require_finite_logits(of_all.amax(dim=-1))
+        require_finite_best(of_all.amax(dim=-1))
         chosen = choose(logits[:, : self.engine.num_choices], self._sampling, [text.draws for text in open_])
         log_probs = of_all.gather(1, chosen[:, None])[:, 0]
         self.tokens = chosen.new_zeros(len(self.texts))

@@ -3,16 +3,19 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.algebra.forms import at_least_float32
 from triptych.algebra.resampling import ratio_intervals
 from triptych.decoding.batches import padded_alike
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
+from triptych.models.overflow import require_finite_logits, require_finite_values
 from triptych.text import Tokenizer
 
 _LONGEST_CONTEXT = 1024  # where the model itself sets no limit
@@ -85,10 +88,11 @@ def token_losses(
         read = torch.stack([whole[begin:end] for begin, end, _ in batch])
         logits = model(read).logits if compute is None else compute(read)
         for (begin, end, before), row in zip(batch, logits, strict=True):
-            own = row[before - begin :]
-            own = own if own.dtype == torch.float64 else own.float()
+            own = at_least_float32(row[before - begin :])
             targets = whole[before + 1 : end + 1]
-            found.append(own.logsumexp(dim=-1) - own.gather(1, targets[:, None])[:, 0])
+            total = own.logsumexp(dim=-1)
+            require_finite_values(model, total, None if compute else partial(model, read))
+            found.append(total - own.gather(1, targets[:, None])[:, 0])
     return found
 
 
@@ -112,9 +116,9 @@ def score_continuations(
         read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         for i, logits in zip(batch, model(read).logits, strict=True):
             count = min(len(pairs[i][1]), len(texts[i]) - 1)
-            own = logits[len(texts[i]) - 1 - count : len(texts[i]) - 1]
+            own = at_least_float32(logits[len(texts[i]) - 1 - count : len(texts[i]) - 1])
+            require_finite_logits(model, own, partial(model, read))
             targets = torch.tensor(texts[i][-count:], device=device)
-            own = own if own.dtype == torch.float64 else own.float()
             log_probs = own.log_softmax(dim=-1).gather(1, targets[:, None])
             found[i] = float(log_probs.double().sum()), bool((own.argmax(dim=-1) == targets).all())
     return found

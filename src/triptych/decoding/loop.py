@@ -16,7 +16,7 @@ from triptych.errors import DataError
 ResultT = TypeVar("ResultT")
 
 
-def require_finite_logits(best: Tensor) -> None:
+def require_finite_best(best: Tensor) -> None:
     """Check that the model still computes numbers: a search over NaN has no end."""
     if bool((best.isnan() | (best == torch.inf)).any()):
         raise DataError(

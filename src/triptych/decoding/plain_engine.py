@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from triptych.algebra.forms import at_least_float32
 from triptych.attention import DecoderCache
 from triptych.decoding.cache import rows_of_texts
 from triptych.decoding.engine import GROUP, DecodingEngine
@@ -59,7 +60,7 @@ class PlainEngine(DecodingEngine):
             tap.first = cache.layers.length
         x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
         logits = self.model.head(x[:, 0]).index_fill(1, self._never, -math.inf)
-        return F.pad(logits.float(), (0, -logits.shape[1] % GROUP), value=-math.inf)
+        return F.pad(at_least_float32(logits), (0, -logits.shape[1] % GROUP), value=-math.inf)
 
 
 @final

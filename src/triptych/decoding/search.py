@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from triptych import thresholds
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.glossary import Terms
-from triptych.decoding.loop import DecodingBatch, Text, require_finite_logits
+from triptych.decoding.loop import DecodingBatch, Text, require_finite_best
 from triptych.errors import UsageError
 from triptych.text import OutputRules
 
@@ -306,7 +306,7 @@ class Beams(DecodingBatch[BeamText]):
         own = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
         within = own + totals.gather(1, rows)[:, :, None]
         values, places = within.flatten(1).topk(min(count, within.shape[1] * GROUP), dim=1)
-        require_finite_logits(values[:, 0])
+        require_finite_best(values[:, 0])
         group = chosen.gather(1, places // GROUP)
         tokens = group % groups * GROUP + places % GROUP
         if self.cache.columns is not None:

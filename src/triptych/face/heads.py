@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.algebra.forms import BilinearForm
+from triptych.algebra.forms import BilinearForm, at_least_float32
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import fold_norm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
@@ -73,7 +73,7 @@ class RotaryForm:
         """The energies of the rotary pairs; channels that positions do not turn have none."""
         places = [torch.tensor(channels) for channels in self.rotary.pairs]
         q, k = (
-            torch.stack([rows.float().square().sum(dim=0)[of] for of in places], dim=-1)
+            torch.stack([at_least_float32(rows).square().sum(dim=0)[of] for of in places], dim=-1)
             for rows in (self.left, self.right)
         )
         energies = q[:, :, None] * k[:, None, :] * self.rotary.factor**4

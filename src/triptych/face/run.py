@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from triptych.algebra.forms import at_least_float32
 from triptych.algebra.weights import AttentionWeights
 from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
 from triptych.errors import UsageError
@@ -108,8 +109,8 @@ class Run:
             raise UsageError(f"{self.model} predicts no next token, so its run has no loss")
         ids = torch.tensor(self.ids, device=self.logits.device)
         if self._text.source is None:
-            return F.cross_entropy(self.logits[:-1].float(), ids[1:], reduction="none")
-        return F.cross_entropy(self.logits.float(), ids, reduction="none")
+            return F.cross_entropy(at_least_float32(self.logits[:-1]), ids[1:], reduction="none")
+        return F.cross_entropy(at_least_float32(self.logits), ids, reduction="none")
 
     @property
     def loss(self) -> Float[Tensor, ""]:

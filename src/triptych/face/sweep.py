@@ -85,18 +85,20 @@ def sweep_heads(
                 f"pair {number} has {len(one.ids)} and {len(other.ids)} tokens: a patch goes to the same "
                 "positions"
             )
-    of_clean, of_corrupted = (torch.tensor([float(metric(pair[side])) for pair in before]) for side in (0, 1))
+    of_clean, of_corrupted = (
+        torch.tensor([float(metric(pair[side])) for pair in before], dtype=torch.float64) for side in (0, 1)
+    )
     for number, pair in enumerate(torch.stack((of_clean, of_corrupted), dim=1), start=1):
         if not pair.isfinite().all():
             raise UsageError(
                 f"the metric of pair {number} is {pair.tolist()}, and has to be a number: the loss of a text "
                 "needs two tokens"
             )
-    values = torch.empty(len(heads), len(before))
+    values = torch.empty(len(heads), len(before), dtype=torch.float64)
     for place, head in enumerate(heads):
         progress(head, place, len(heads))
         for text, ((one, _), other_text) in enumerate(zip(before, corrupted, strict=True)):
             values[place, text] = float(metric(patched(head, one, other_text)))
-    by_text = values.T.double()
+    by_text = values.T
     low, high = ratio_intervals(by_text, torch.ones_like(by_text))
     return Sweep(what, tuple(heads), values, of_clean, of_corrupted, low, high)

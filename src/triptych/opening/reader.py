@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from triptych.algebra.forms import are_finite
 from triptych.attention import Kept, LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.decoding import GenerationOptions
@@ -25,6 +26,7 @@ from triptych.decoding.batches import (
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.overflow import require_finite_logits, require_finite_values
 from triptych.models.sites import AnyModel, AttentionSite, attention_sites
 from triptych.opening.opened import OpenedModel
 from triptych.opening.places import PlaceNames
@@ -245,18 +247,22 @@ class Reader(TextModel):
     def run(self, texts: Sequence[TextIds], *, residuals: bool = False) -> Recording:
         """Run the model once, on a batch; gradients flow where they are recorded."""
         model = self.model
-        device = next(model.parameters()).device
         with EvaluationMode(model), record_calls(model) as calls, _residuals(model, residuals) as streams:
-            hidden = (
-                self._run_pairs(model, texts, device)
-                if isinstance(model, EncoderDecoder)
-                else self._run_single(model, texts, device)
-            )
+            hidden = self._hidden(texts)
+        with torch.no_grad(), EvaluationMode(model):
+            # The padding may be whatever it is.
+            if not are_finite(hidden):
+                read = torch.cat([hidden[row, : len(text.ids)] for row, text in enumerate(texts)])
+                require_finite_values(model, read, partial(self._hidden, texts))
         return Recording(tuple(texts), hidden, tuple(calls), {name: (*own,) for name, own in streams.items()})
 
     def logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows outputs"]:
         """Logits of the token after each; of a model without an output table the hidden states themselves."""
-        return hidden if self.model.head is None else self.model.head(hidden)
+        if self.model.head is None:
+            return hidden
+        logits: Tensor = self.model.head(hidden)
+        require_finite_logits(self.model, logits, partial(self.model.head, hidden))
+        return logits
 
     def tokens(self, text: TextIds) -> Mapping[AttentionKind, tuple[tuple[str, ...], tuple[str, ...]]]:
         """The tokens that look, and those looked at, readable, of each kind of attention."""
@@ -356,6 +362,14 @@ class Reader(TextModel):
             "decoder_input_ids": torch.tensor([[*start, *tgt]]),
         }
         return Window(inputs, torch.tensor([*start[1:], *tgt, tokenizers.target.eos_id]))
+
+    def _hidden(self, texts: Sequence[TextIds]) -> Float[Tensor, "batch length d_model"]:
+        """The stream after the last norm."""
+        model = self.model
+        device = next(model.parameters()).device
+        if isinstance(model, EncoderDecoder):
+            return self._run_pairs(model, texts, device)
+        return self._run_single(model, texts, device)
 
     def _run_single(self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device) -> Tensor:
         rows = [one.ids for one in texts]

@@ -90,8 +90,8 @@ def check(seeds: Iterable[int]) -> Counter[tuple[str, str]]:
 
 
 def test_what_is_recorded_as_exact_computes_the_same() -> None:
-    done = check(range(600))
-    assert sum(done.values()) > 100
+    done = check(range(400))
+    assert sum(done.values()) > 60
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_what_each_head_has_of_its_own_goes_with_it(rewrite: str, part: str) -> 
     raise AssertionError(f"{tried} layers with {part} were rewritten")
 
 
-@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1_000, 20_000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(80), pytest.param(range(1_000, 20_000), marks=pytest.mark.slow)])
 def test_a_layer_computes_what_is_written_out(seeds: range) -> None:
     tried = 0
     for seed in seeds:

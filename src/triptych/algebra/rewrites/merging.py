@@ -199,7 +199,8 @@ def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> At
         return _first_of_groups(link, groups).weight
 
     changed = norm.with_own(plain.width(side), first)
-    return replace(plain, semantics=replace(plain.semantics, **{name: changed}))
+    semantics = replace(plain.semantics, **{name: changed})  # type: ignore[arg-type]
+    return replace(plain, semantics=semantics)
 
 
 def _without_key_bias(plain: AttentionWeights, notes: list[str]) -> AttentionWeights:

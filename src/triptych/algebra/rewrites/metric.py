@@ -137,7 +137,7 @@ class FormMetric(Metric):
         members = mine.shape[1]
         return joint_basis(mine.flatten(1, 2)[:, None], seen.flatten(1, 2)[:, None] / members**0.5, "own")
 
-    def _roots(self, prior: float) -> tuple[Float[Tensor, "heads rows r"], Float[Tensor, "heads rows r"]]:
+    def _roots(self, prior: float) -> tuple[Float[Tensor, "heads rows r"], Float[Tensor, "heads others r"]]:
         """R of what every head has for itself, and of what it has in common, as it sees it."""
         if self.form == "qk":
             return self._root("q", prior), self._root("k", prior)

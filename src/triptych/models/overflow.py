@@ -1,0 +1,114 @@
+"""Numbers that a model computes and that are no numbers: where they begin, and what to do.
+
+Weights are checked when a model is read. What is computed of them may still be too large for its dtype, most
+often for float16. What a model gives is checked, not every operation; the layer is looked for afterwards.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triptych.algebra.forms import are_finite
+from triptych.errors import DataError
+from triptych.models.blocks import Block
+from triptych.models.encoder_decoder import EncoderDecoder
+from triptych.models.language_model import LanguageModel
+
+_IN_WORDS = {
+    "self_attention": "the attention",
+    "cross_attention": "the attention to the text that is read",
+    "feed_forward": "the feed-forward layer",
+}
+
+
+class NumbersOverflowError(DataError):
+    """A model computes NaN or infinity from weights that are numbers."""
+
+
+def require_finite_values(
+    model: EncoderDecoder | LanguageModel, values: Tensor, again: Callable[[], object] | None = None
+) -> None:
+    """Check what a model computed.
+
+    Args:
+        model: that computed it.
+        values: what it gave.
+        again: computes it once more, so that the first layer that overflows can be named.
+
+    Raises:
+        NumbersOverflowError: some of the values are NaN or infinite.
+    """
+    if not are_finite(values):
+        raise overflow(model, "" if again is None else _first_place(model, again))
+
+
+def require_finite_logits(
+    model: EncoderDecoder | LanguageModel, logits: Tensor, again: Callable[[], object] | None = None
+) -> None:
+    """The same of logits, of which those of tokens that are never wanted may be −inf."""
+    if not are_finite(logits) and not _are_scores(logits):
+        raise overflow(model, "" if again is None else _first_place(model, again))
+
+
+def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersOverflowError:
+    """The error, which names the place where numbers overflow."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    wider = "float32 or bfloat16" if dtype == "float16" else "float64"
+    by = f"{place} of the model" if place else "the model"
+    return NumbersOverflowError(
+        f"{by} computed numbers that are not finite (NaN or infinite) from weights that are: they overflow "
+        f"{dtype}; read the model in {wider} (dtype=, --dtype)"
+    )
+
+
+def _are_scores(logits: Tensor) -> bool:
+    """Whether there is no NaN and no +inf, and something else than −inf in each row."""
+    rows = logits.detach().amax(dim=-1)  # NaN where there is one in the row
+    return are_finite(rows)
+
+
+def _first_place(model: EncoderDecoder | LanguageModel, again: Callable[[], object]) -> str:
+    """The first part of a model that puts out what is no number, in words; "" if none does."""
+    found = list[str]()
+
+    def look(module: nn.Module, given: Any, result: Any, *, words: str) -> None:
+        if not found and any(not are_finite(tensor) for tensor in _tensors_of(result)):
+            found.append(words)
+
+    with ExitStack() as hooks, torch.no_grad():
+        for words, module in _parts(model):
+            hooks.callback(module.register_forward_hook(partial(look, words=words)).remove)
+        again()
+    return found[0] if found else ""
+
+
+def _parts(model: EncoderDecoder | LanguageModel) -> Iterator[tuple[str, nn.Module]]:
+    """What a model is made of, with its words; what is within a part comes before it in a run."""
+    for name, stack in model.stacks.items():
+        of = f"{name}." if len(model.stacks) > 1 else ""
+        yield "the embeddings", stack.embeddings
+        for number, block in enumerate(stack.blocks):
+            assert isinstance(block, Block)
+            for child, words in _IN_WORDS.items():
+                if hasattr(block, child):
+                    yield f"{words} in layer {of}{number}", getattr(block, child)
+            yield f"layer {of}{number}", block
+        yield "the last norm", stack.final_norm
+        if stack.head is not None:
+            yield "the output table", stack.head
+
+
+def _tensors_of(result: Any) -> Iterator[Tensor]:
+    """The numbers that a part of a model puts out; of an attention layer its output alone."""
+    if isinstance(result, Tensor):
+        if result.is_floating_point():
+            yield result
+    elif isinstance(output := getattr(result, "output", None), Tensor):
+        yield output
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from _tensors_of(part)
