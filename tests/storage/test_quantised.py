@@ -158,6 +158,49 @@ def test_gptq(
     assert torch.equal(unpacked(tmp_path, tensors, config), expected)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2", None])
+def test_gptq_zeros_that_contradict_sym_are_refused(tmp_path: Path, bits: int, version: str | None) -> None:
+    middle = 1 << (bits - 1)
+    right = middle if version == "gptq_v2" else middle - 1
+    other = {middle: middle - 1, middle - 1: middle}[right]
+    stored = torch.full((D_IN // GROUP, D_OUT), right)
+    one_off = stored.clone()
+    one_off[-1, -1] = other
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": True}
+    config |= {} if version is None else {"checkpoint_format": version}
+    numbers = torch.randint(0, 1 << bits, (D_IN, D_OUT))
+
+    def tensors(zeros: Tensor) -> dict[str, Tensor]:
+        return {
+            "a.qweight": packed(numbers.T.contiguous(), bits).T.contiguous(),
+            "a.qzeros": packed(zeros, bits),
+            "a.scales": torch.ones(D_IN // GROUP, D_OUT),
+            **beside(),
+        }
+
+    assert torch.equal(unpacked(tmp_path, tensors(stored), config), (numbers - middle).float().T)
+    for wrong in (torch.full_like(stored, other), one_off):
+        with pytest.raises(DataError, match=f"sym: true, which puts every zero at {middle}, and as"):
+            unpacked(tmp_path, tensors(wrong), config)
+        assert unpacked(tmp_path, tensors(wrong), config | {"sym": False}).shape == (D_OUT, D_IN)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_scales_of_other_groups_than_the_configuration_has_are_refused(tmp_path: Path, method: str) -> None:
+    d_in, d_out = 4 * GROUP, 16
+    tensors = {
+        "a.qweight": words(*((d_in // 8, d_out) if method == "gptq" else (d_in, d_out // 8))),
+        "a.qzeros": words(4, d_out // 8),
+        "a.scales": torch.ones(4, d_out),
+        **beside(),
+    }
+    config = {"quant_method": method, "bits": 4, "group_size": 2 * GROUP}
+    with pytest.raises(DataError, match=f"scales for 4 groups, and {d_in} inputs in groups of"):
+        unpacked(tmp_path, tensors, config)
+    assert unpacked(tmp_path, tensors, config | {"group_size": GROUP}).shape == (d_out, d_in)
+
+
 @pytest.mark.parametrize("at_a_time", [1, 5 * D_OUT, 1 << 20])
 def test_awq(tmp_path: Path, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised, "_NUMBERS_AT_A_TIME", at_a_time)

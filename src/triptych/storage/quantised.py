@@ -70,11 +70,21 @@ class Gptq(Packed):
     bits: int
     group: int
     zero_offset: int
+    symmetric: bool  # whether the configuration says that numbers lie evenly around their zero
     method = "GPTQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         packed, zeros, scales = parts[:3]
         offsets = _unpacked(zeros, self.bits) + self.zero_offset
+        middle = 1 << (self.bits - 1)
+        if self.symmetric and bool((offsets != middle).any()):
+            other = int(offsets[offsets != middle][0])
+            version = "gptq" if self.zero_offset else "gptq_v2"
+            raise ValueError(
+                f"quantization_config says sym: true, which puts every zero at {middle}, and as "
+                f"checkpoint_format {version} stores them some are {other}: one of the two is wrong"
+            )
+        _require_groups(scales, self.shape[1], self.group)
         groups = parts[3].long() if len(parts) > 3 else torch.arange(self.shape[1]) // self.group
         return _block_by_block(
             packed, self.shape, offsets, scales, groups, lambda words: _unpacked(words.mT, self.bits).mT
@@ -94,12 +104,22 @@ class Awq(Packed):
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         packed, zeros, scales = parts
+        _require_groups(scales, self.shape[1], self.group)
         groups = torch.arange(self.shape[1]) // self.group
 
         def numbers(words: Tensor) -> Tensor:
             return _unpacked(words, 4).view(len(words), -1, 8)[..., _AWQ_ORDER].flatten(1)
 
         return _block_by_block(packed, self.shape, numbers(zeros), scales, groups, numbers)
+
+
+def _require_groups(scales: Tensor, d_in: int, group: int) -> None:
+    """Check that there are scales for the groups of the configuration, and for no others."""
+    wanted = ceil(d_in / group)
+    if len(scales) != wanted:
+        raise ValueError(
+            f"there are scales for {len(scales)} groups, and {d_in} inputs in groups of {group} are {wanted}"
+        )
 
 
 def _block_by_block(
@@ -247,7 +267,8 @@ def _packed_in_groups(
         second = settings.value("quantization_config.checkpoint_format") == "gptq_v2"
         d_in = rows * per_word
         size = group if group > 0 else d_in
-        return Gptq(module, tuple(names), (columns, d_in), bits, size, 0 if second else 1)
+        symmetric = settings.value("quantization_config.sym") is True
+        return Gptq(module, tuple(names), (columns, d_in), bits, size, 0 if second else 1, symmetric)
     if method == "awq" and bits == 4:
         return Awq(module, tuple(names), (columns * per_word, rows), group if group > 0 else rows)
     raise DataError(
