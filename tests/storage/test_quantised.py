@@ -188,17 +188,16 @@ def test_gptq_zeros_that_contradict_sym_are_refused(tmp_path: Path, bits: int, v
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_scales_of_other_groups_than_the_configuration_has_are_refused(tmp_path: Path, method: str) -> None:
-    d_in, d_out = 4 * GROUP, 16
     tensors = {
-        "a.qweight": words(*((d_in // 8, d_out) if method == "gptq" else (d_in, d_out // 8))),
-        "a.qzeros": words(4, d_out // 8),
-        "a.scales": torch.ones(4, d_out),
+        "a.qweight": words(*((D_IN // 8, D_OUT) if method == "gptq" else (D_IN, D_OUT // 8))),
+        "a.qzeros": words(D_IN // GROUP, D_OUT // 8),
+        "a.scales": torch.ones(D_IN // GROUP, D_OUT),
         **beside(),
     }
-    config = {"quant_method": method, "bits": 4, "group_size": 2 * GROUP}
-    with pytest.raises(DataError, match=f"scales for 4 groups, and {d_in} inputs in groups of"):
+    config = {"quant_method": method, "bits": 4, "group_size": D_IN}
+    with pytest.raises(DataError, match=f"scales for 2 groups, and {D_IN} inputs in groups of {D_IN} are 1"):
         unpacked(tmp_path, tensors, config)
-    assert unpacked(tmp_path, tensors, config | {"group_size": GROUP}).shape == (d_out, d_in)
+    assert unpacked(tmp_path, tensors, config | {"group_size": GROUP}).shape == (D_OUT, D_IN)
 
 
 @pytest.mark.parametrize("at_a_time", [1, 5 * D_OUT, 1 << 20])

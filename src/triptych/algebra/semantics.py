@@ -28,7 +28,7 @@ class HeadNorm:
 
     Attributes:
         eps: added to the mean square.
-        weight: `[width]`, or `[heads, width]` for a weight of each head's own, which serves as many
+        weight: as stored, less `offset`: `[width]`, or `[heads, width]` for a weight of each head's own, which serves as many
             consecutive heads as it takes; None for 1.
         bias: like `weight`; None for 0.
         centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
@@ -37,6 +37,8 @@ class HeadNorm:
         channels: how many channels are normalised, the first ones; all if None.
         turned: whether the weight, one for all heads, is multiplied with after positions turned what is
             normalised (`apply_late_gain`).
+        offset: what the weight is relative to: 1 where `w` of `1 + w` is stored. It is added in float32 at
+            least, in which the small numbers that are stored do not get lost.
     """
 
     eps: float
@@ -46,6 +48,7 @@ class HeadNorm:
     over: Literal["head", "all heads"] = "head"
     channels: int | None = None
     turned: bool = False
+    offset: float = 0.0
 
     @property
     def per_head(self) -> bool:
@@ -66,7 +69,7 @@ class HeadNorm:
     def structure(self) -> tuple[object, ...]:
         """Everything but the weight and the bias."""
         shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
-        return self.eps, self.centred, self.over, self.channels, self.turned, shapes
+        return self.eps, self.centred, self.over, self.channels, self.turned, self.offset, shapes
 
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
         if self.channels is not None and self.channels < x.shape[-1]:
@@ -79,7 +82,14 @@ class HeadNorm:
         if not self.turned or self.weight is None:
             return x
         missing = x.shape[-1] - len(self.weight)
-        return x * torch.nn.functional.pad(self.weight.to(x.dtype), (0, missing), value=1.0)
+        gain = self.gain(torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+        return x * torch.nn.functional.pad(gain, (0, missing), value=1.0)
+
+    def gain(self, dtype: torch.dtype) -> Tensor:
+        """What channels are multiplied by, where there is a weight."""
+        assert self.weight is not None
+        weight = self.weight.to(dtype)
+        return weight + self.offset if self.offset else weight
 
     def tensors(self) -> dict[str, Tensor]:
         """The weight and the bias, as far as they are there."""
@@ -107,7 +117,10 @@ class HeadNorm:
         return replace(self, **parts)
 
     def _normalised(self, x: Tensor) -> Tensor:
-        weight, bias = self._numbers(None if self.turned else self.weight, x), self._numbers(self.bias, x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        plain = self.turned or self.weight is None
+        weight = self._numbers(None if plain else self.gain(wide), x)
+        bias = self._numbers(self.bias, x)
         if self.over == "all heads":
             normal = self._scaled(x.transpose(1, 2).flatten(2), weight, bias)
             return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)

@@ -94,7 +94,8 @@ class Link:
         """What the norm after the map does last, `x ↦ γ ∘ x + β`, as a map; None for nothing."""
         if self.norm is None or not self.norm.tensors():
             return None
-        gain = self._rows_of_norm(self.norm.weight, 1.0)
+        weight = None if self.norm.weight is None else self.norm.gain(self.weight.dtype)
+        gain = self._rows_of_norm(weight, 1.0)
         shift = self._rows_of_norm(self.norm.bias, 0.0)
         copies = math.lcm(len(gain), len(shift))
         gain, shift = (rows.repeat_interleave(copies // len(rows), dim=0) for rows in (gain, shift))

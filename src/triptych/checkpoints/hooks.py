@@ -3,11 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
+from triptych.algebra.forms import at_least_float32
 from triptych.algebra.positions import DisentangledBias, ScoreBias
 from triptych.algebra.weights import Link
 from triptych.checkpoints.layer import Place
@@ -89,12 +91,14 @@ class DeBERTa(Hook):
                 f"{tensors.name}, tensor {place.beside(spec.table)}: {len(rows)} rows, "
                 f"where {2 * span:,} are used"
             )
-        table = _normed(place, take, rows[: 2 * span])
+        # What is made of stored numbers is made in float32 at least.
+        table = _normed(place, take, at_least_float32(rows[: 2 * span]))
         shared = bool(spec.shared_maps) and place.holds(spec.shared_maps)
 
         def through(link: Link, own: str) -> Tensor:
             used = link if shared else _link(place, tensors, take, own, link)
-            return used(table[None, None])[0]
+            bias = None if used.bias is None else at_least_float32(used.bias)
+            return replace(used, weight=at_least_float32(used.weight), bias=bias)(table[None, None])[0]
 
         return DisentangledBias(
             keys=through(k, spec.key_map) if "c2p" in parts else None,
@@ -128,7 +132,10 @@ def _normed(place: Place, take: Take, table: Tensor) -> Tensor:
     module = place.position.table_norm
     if not module or "layer_norm" not in str(place.value("norm_rel_ebd") or ""):
         return table
-    gain, shift = (take(place.beside(f"{module}.{part}"), table.shape[1:]) for part in ("weight", "bias"))
+    gain, shift = (
+        at_least_float32(take(place.beside(f"{module}.{part}"), table.shape[1:]))
+        for part in ("weight", "bias")
+    )
     return torch.nn.functional.layer_norm(
         table, gain.shape, gain, shift, place.number("layer_norm_eps | 1e-7")
     )

@@ -290,7 +290,7 @@ def _layer_tensors(place: Place, weights: AttentionWeights) -> dict[str, Tensor]
     for name, numbers in weights.semantics.learned().items():
         match name.rpartition("_"):
             case (("q_norm" | "k_norm") as side, _, "weight") if norm is not None:
-                found[side] = numbers - norm.offset if norm.offset else numbers
+                found[side] = numbers
             case (("q_norm" | "k_norm") as side, _, "bias"):
                 found[f"{side}.bias"] = numbers
             case "gate", _, "weight":

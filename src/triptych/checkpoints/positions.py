@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from triptych.algebra.forms import at_least_float32
 from triptych.algebra.positions import (
     ALiBi,
     GrowingBase,
@@ -300,7 +301,7 @@ def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> S
     spec, names = place.position, table_names(place, tensors)
     table = take(names[0], None)
     for name in names[1:]:
-        table = table + take(name, None)
+        table = at_least_float32(table) + take(name, None)
     at = f"{tensors.where(names[0])}, tensor {names[0]}"
     if spec.patches is not None:
         rows, columns = _grid(place, spec.patches)

@@ -236,11 +236,9 @@ class LayerReader:
             eps /= rotary.factor**2
 
         def norm(part: str) -> HeadNorm:
-            gain = parts.get(part)
-            gain = None if gain is None else gain + spec.offset
-            turned = spec.turned and gain is not None
-            bias, centred = parts.get(f"{part}.bias"), spec.kind == "layer"
-            return HeadNorm(eps, gain, bias, centred, spec.over, turned=turned)
+            gain, bias = parts.get(part), parts.get(f"{part}.bias")
+            turned, centred = spec.turned and gain is not None, spec.kind == "layer"
+            return HeadNorm(eps, gain, bias, centred, spec.over, turned=turned, offset=spec.offset)
 
         return norm("q_norm"), norm("k_norm")
 

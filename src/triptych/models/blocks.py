@@ -43,10 +43,13 @@ class OffsetNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_model)) if has_bias else None
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        shape, weight = x.shape[-1:], self.offset + self.weight
+        # In float32 at least: next to 1, the numbers that are stored would lose what they are stored for.
+        shape, wide = x.shape[-1:], torch.promote_types(x.dtype, torch.float32)
+        weight = self.offset + self.weight.to(wide)
         if self.kind == "layer":
-            return F.layer_norm(x, shape, weight, self.bias, self.eps)
-        return F.rms_norm(x, shape, weight, self.eps)
+            bias = None if self.bias is None else self.bias.to(wide)
+            return F.layer_norm(x.to(wide), shape, weight, bias, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(wide), shape, weight, self.eps).to(x.dtype)
 
 
 def make_norm(config: NormConfig | None, d_model: int) -> nn.Module:
