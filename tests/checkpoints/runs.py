@@ -176,6 +176,8 @@ IN_EVERY_RUN = (
     *("bert", "roberta", "electra, discriminator", "albert in groups", "bart", "bart, untied", "t5, gated"),
 )
 FEW = tuple(name for name in IN_EVERY_RUN if name in ("gpt2", "llama") or name not in DECODERS)
+# RoFormer's angles, and Marian's, are not saved.
+NOT_SAVED = {"roformer": "encoder.embed_positions", "marian": "embed_positions"}
 # BLOOM writes the root of 2/π with eight digits, RoFormer sines and cosines with seven; Marian's are float32.
 TOLERANCE = {
     **dict.fromkeys(("bloom", "bloom, six heads"), 1e-9),
@@ -202,9 +204,7 @@ def made(name: str, folder: Path, changes: Mapping[str, Any] | None = None) -> A
             config._experts_implementation = "eager"
         return config
 
-    # RoFormer's angles, and Marian's, are not saved.
-    not_saved = {"roformer": "encoder.embed_positions", "marian": "embed_positions"}
-    return saved(run.of_class, configure, folder, leave=not_saved.get(run.tiny, ""))
+    return saved(run.of_class, configure, folder, leave=NOT_SAVED.get(run.tiny, ""))
 
 
 Model = LanguageModel | EncoderDecoder

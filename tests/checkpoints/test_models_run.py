@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from checkpoints.oracle import apart, changed, fields_not_understood, in_float64
 from checkpoints.runs import (
     DECODERS,
     FEW,
+    NOT_SAVED,
     PAIRS,
     REFUSED,
     RUNS,
@@ -87,6 +89,33 @@ def test_float32_models_agree_to_five_digits(name: str, tmp_path: Path) -> None:
     found, expected = outputs(model(*ids)), outputs(other(input_ids=ids[0], **target))
     assert found.dtype == torch.float32
     assert apart(found, expected) < 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+# Norms whose gains are stored less 1, of heads too; tables of distances that are sums, or made of maps.
+_DERIVED = ("gemma3, text", "gemma3, both ways", "t5gemma", "deberta-v2", "deberta", *FEW)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", some(RUNS, _DERIVED))
+@torch.no_grad()
+def test_narrow_files_are_computed_with_as_wide_ones_are(
+    name: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    other = made(name, tmp_path)
+    path = tmp_path / "model.safetensors"
+    held, angles = load_file(path), ("inv_freq", NOT_SAVED.get(RUNS[name].tiny, "inv_freq"))
+
+    def narrow(key: str, tensor: Tensor) -> Tensor:
+        whole = not tensor.is_floating_point() or any(part in key for part in angles)
+        return tensor if whole else tensor.to(stored)
+
+    path.unlink()
+    save_file({key: narrow(key, tensor) for key, tensor in held.items()}, path, {"format": "pt"})
+    for key, tensor in other.state_dict().items():
+        tensor.copy_(narrow(key, tensor))
+    ids = read_by(name)
+    found, expected = outputs(loaded(name, tmp_path, torch.float64)(*ids)), outputs(theirs(other, *ids))
+    assert apart(found, expected) < 1e-6 * max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", some(RUNS, FEW))

@@ -28,8 +28,8 @@ class HeadNorm:
 
     Attributes:
         eps: added to the mean square.
-        weight: as stored, less `offset`: `[width]`, or `[heads, width]` for a weight of each head's own, which serves as many
-            consecutive heads as it takes; None for 1.
+        weight: as stored, less `offset`: `[width]`, or `[heads, width]` for a weight of each head's own,
+            which serves as many consecutive heads as it takes; None for 1.
         bias: like `weight`; None for 0.
         centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
         over: "head": each head by itself; "all heads": over the channels of all heads together, with a weight

@@ -196,7 +196,7 @@ def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> At
         if not _equal_copies(link, groups):
             what = f"{form}: the {NAMES[side]} of a group are normalised with other numbers"
             raise RewriteRefusedError(_NAME, what)
-        return _first_of_groups(link, groups).weight
+        return own if link.copies <= groups else _first_of_groups(link, groups).weight
 
     changed = norm.with_own(plain.width(side), first)
     semantics = replace(plain.semantics, **{name: changed})  # type: ignore[arg-type]
