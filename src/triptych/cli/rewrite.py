@@ -15,7 +15,15 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError
 from triptych.face import Model, load
-from triptych.rewriting.certificate import UNPADDED, Certificate, Cost, LayerRecord, NormRecord, card
+from triptych.rewriting.certificate import (
+    UNPADDED,
+    Certificate,
+    Cost,
+    LayerRecord,
+    NormRecord,
+    card,
+    renumbered,
+)
 from triptych.rewriting.planning import Plan
 
 
@@ -132,6 +140,8 @@ def _print_plan(plan: Plan, console: Console) -> None:
     console.print(_steps_table(plan.layers))
     if plan.norms:
         console.print(_steps_table(plan.norms, "other norms"))
+    if said := renumbered(plan.layers):
+        console.print(said)
     _print_savings(plan, console)
     console.print(
         f"attention in the file: {plan.bytes_before:,} bytes now, {plan.bytes_after:,} afterwards"

@@ -140,6 +140,8 @@ class LayerRecord(_Frozen):
     Attributes:
         module: its name in the checkpoint.
         steps: the steps that were done or refused.
+        heads: its heads as they are now, each by the number that it had; None where all have that number
+            still.
         measured: errors on the probes; None if the layer did not change.
         measured_on_text: errors on inputs of the original layer at some positions of the comparison text;
             None without a text.
@@ -147,8 +149,17 @@ class LayerRecord(_Frozen):
 
     module: str
     steps: tuple[StepRecord, ...]
+    heads: tuple[int, ...] | None = None
     measured: Measured | None = None
     measured_on_text: Measured | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_none(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Leave out what older certificates lack, so that they are read and written unchanged."""
+        record = write(self)
+        if self.heads is None:
+            record.pop("heads", None)
+        return record
 
     @property
     def changed(self) -> bool:
@@ -337,15 +348,18 @@ def shown_rewrite(
 ) -> list[tuple[str, str]]:
     """What a rewrite did, in at most six rows: its steps, and the cost before and after."""
     names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
-    rows = []
-    for name in names[:4]:
+    moved = sum(isinstance(part, LayerRecord) and part.heads is not None for part in parts)
+    rows, most = [], 3 if moved else 4
+    for name in names[:most]:
         found = [step for part in parts for step in part.steps if step.rewrite == name]
         done = [step for step in found if not step.refused]
         bound = max((step.bound for step in done), default=0.0)
         said = f"{len(done)} of {len(found)}, {_weakest(done)}" if done else "refused"
         rows.append((name, said + (f", forms move by at most {bound:.3g}" if bound else "")))
-    if len(names) > 4:
-        rows.append(("…", ", ".join(names[4:])))
+    if len(names) > most:
+        rows.append(("…", ", ".join(names[most:])))
+    if moved:
+        rows.append(("renumbered", f"heads of {moved} layers have other numbers: layers[…].heads"))
     return [*rows, ("attention", _said_costs("", before, after).strip())]
 
 
@@ -414,6 +428,8 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
             *_step_lines(name, certificate.norms, "norms that maps outside the attention read"),
         )
     ]
+    if said := renumbered(certificate.layers):
+        yield [said]
     yield [_said_costs("In this file: attention", certificate.before, certificate.after)]
     if certificate.unpadded is not None:
         yield [_said_costs(UNPADDED, certificate.before, certificate.unpadded)]
@@ -445,6 +461,8 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
     yield [f"Try it again: `{words}{text}`."]
 
 
+# Layers of which a summary says how heads were renumbered.
+_LAYERS_SHOWN = 12
 UNPADDED = (
     "This format has fixed shapes: what the new maps do not need is filled with zeros. As a run of triptych, "
     "where each layer has its own widths, the attention would have"
@@ -459,6 +477,19 @@ def _said_costs(what: str, before: Cost, after: Cost) -> str:
     ]
     said = (f"{name} {one:,} → {other:,}" for name, one, other in pairs if one or other)
     return f"{what} {'; '.join(said)}."
+
+
+def renumbered(layers: Sequence[LayerRecord]) -> str:
+    """Which heads have other numbers than before, in words; "" if none has."""
+    moved = [layer for layer in layers if layer.heads is not None]
+    if not moved:
+        return ""
+    said = [f"{layer.module}: {' '.join(map(str, layer.heads or ()))}" for layer in moved[:_LAYERS_SHOWN]]
+    more = f"; and {len(moved) - _LAYERS_SHOWN} more layers" if len(moved) > _LAYERS_SHOWN else ""
+    return (
+        f"Heads have other numbers now in {len(moved)} of {len(layers)} layers. The numbers that they had, in "
+        f"their new order: {'; '.join(said)}{more}."
+    )
 
 
 def _step_lines(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:

@@ -336,6 +336,9 @@ def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same
         one, other = pair.read(layer.module)
         done = rewriting.layer(pair.original, one)
         steps += _step_differences(layer.module, layer.steps, done.record.steps, words, same)
+        # Certificates of older versions do not say it.
+        if layer.heads != done.record.heads and (words or layer.heads is not None):
+            steps.append(f"{layer.module}: heads are {layer.heads}, and come out as {done.record.heads}")
         if layer.measured is not None and done.record.tier == "bounded":
             functions += _other_function(pair, layer, one, other, done, 0.0 if same == _SAME else same)
         elif done.record.changed != (layer.measured is not None):

@@ -263,7 +263,8 @@ class Rewriting:
             raise RewriteRefusedError("write", why).at(site.name)
         self.settings |= written.settings
         steps = tuple(StepRecord.from_outcome(outcome, read.cache_bytes) for outcome in done.outcomes)
-        record = LayerRecord(module=site.module, steps=steps)
+        heads = _other_numbers(done.kept, read.weights.num_heads, written.shapes.num_heads)
+        record = LayerRecord(module=site.module, steps=steps, heads=heads)
         if record.took_up_norm:
             self.folded.add(site)
         return FinishedLayer(done, written, record, costs)
@@ -275,3 +276,12 @@ class Rewriting:
     def norms(self) -> tuple[NormRecord, ...]:
         """What was done to norms that maps outside the attention read."""
         return self.other_norms.records(self.folded.__contains__)
+
+
+def _other_numbers(kept: tuple[int, ...] | None, before: int, written: int) -> tuple[int, ...] | None:
+    """The heads of a layer as it is written, by the numbers that they had; None if all have those still.
+
+    A format of fixed sizes has the heads that are left in their old places.
+    """
+    in_old_places = kept is not None and len(kept) < before == written
+    return None if in_old_places or kept == tuple(range(before)) else kept

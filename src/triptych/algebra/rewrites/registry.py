@@ -40,7 +40,7 @@ REWRITES: tuple[type[Rewrite], ...] = (
 )
 BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 
-# Every exact rewrite that makes nothing larger.
+# Every exact rewrite that makes nothing larger and leaves heads that do something in their order.
 EXACT: tuple[Rewrite, ...] = (
     Fold(),
     FoldNorm(),
@@ -49,7 +49,6 @@ EXACT: tuple[Rewrite, ...] = (
     FoldValueBias(),
     PruneHeads(),
     GaugeFix(),
-    SortHeads(),
 )
 
 
