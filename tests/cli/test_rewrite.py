@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from checkpoints.tiny_marian import write_marian
 from command import Command
-from small_checkpoints import D, gpt2, gpt2_that_runs, llama
+from small_checkpoints import HEADS, LAYERS, D, gpt2, gpt2_that_runs, llama
 from tiny_recipe import tiny_recipe
 from triptych.algebra.rewrites.registry import REWRITES, option_names, purpose, signature
 from triptych.algebra.rewrites.rewrite import Rewrite
@@ -61,16 +61,49 @@ def test_exact_rewrites_are_told_written_and_certified(triptych: Command, tmp_pa
     for said in ("fold_norm", "drop_key_bias", "rounding-exact", "parameters", "at most", f"written: {out}"):
         assert said in answer.out
     found = certified(out)
-    assert names(found) == [
-        *("fold", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads", "gauge_fix"),
-        "sort_heads",
-    ]
+    exact = ["fold", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads", "gauge_fix"]
+    assert names(found) == exact
+    assert "Heads have other numbers" not in answer.out
+    assert [layer.heads for layer in found.layers] == [None] * LAYERS
     assert found.tier == "rounding-exact"
     after = load_file(out / "model.safetensors")
     assert after.keys() == load_file(source / "model.safetensors").keys()
     assert not after["h.0.attn.c_attn.bias"][D:].any()
     assert triptych("verify", out, "--against", source).code == 0
     assert triptych("inspect", out).code == 0
+
+
+@pytest.mark.parametrize("step", ["sort_heads", "permute_heads(order=[2, 0, 1, 3])"])
+def test_what_renumbers_heads_says_so(triptych: Command, tmp_path: Path, step: str) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    planned = triptych("rewrite", source, "--do", step, "--plan")
+    answer = triptych("rewrite", source, "-o", out, "--do", step)
+    assert answer.code == 0, answer.err
+    found, said = certified(out), "Heads have other numbers now in"
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    moved = 0
+    for number, layer in enumerate(found.layers):
+        name, order = f"h.{number}.attn.c_proj.weight", layer.heads or range(HEADS)
+        old, new = (held[name].view(HEADS, -1, D) for held in (before, after))
+        assert torch.equal(new, old[list(order)])
+        moved += layer.heads is not None
+        if layer.heads is not None:
+            assert f"{layer.module}: {' '.join(map(str, layer.heads))}" in answer.out
+    assert moved
+    for text in (planned.out, answer.out, (out / "README.md").read_text()):
+        assert f"{said} {moved} of {LAYERS} layers" in text
+    assert triptych("verify", out, "--against", source).code == 0
+
+
+def test_heads_that_stay_in_their_places_are_not_renumbered(triptych: Command, tmp_path: Path) -> None:
+    source, out = gpt2(tmp_path / "source"), tmp_path / "out"
+    answer = triptych("rewrite", source, "-o", out, "--do", "prune_heads(heads=[1])")
+    assert answer.code == 0, answer.err
+    assert {layer.heads for layer in certified(out).layers} == {None}
+    assert "other numbers" not in answer.out
+    held = load_file(out / "model.safetensors")["h.0.attn.c_proj.weight"].view(HEADS, -1, D)
+    assert not held[1].any()
+    assert held[2].any()
 
 
 def test_rewrites_by_name_are_done_in_the_order_given(triptych: Command, tmp_path: Path) -> None:

@@ -291,7 +291,8 @@ class Fitting:
                     "leave repeat_kv_heads out",
                 )
         chains = {str(side): (*whole.chain(side)[:-1], link) for side, link in filled.items()}
-        return replace(whole, num_heads=old.heads, **chains)  # type: ignore[arg-type]
+        semantics = replace(self.semantics, scale=whole.scale)  # with what each of the old heads has
+        return replace(whole, num_heads=old.heads, semantics=semantics, **chains)  # type: ignore[arg-type]
 
     def _in_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         groups = whole.k[-1].copies

@@ -487,8 +487,8 @@ def renumbered(layers: Sequence[LayerRecord]) -> str:
     said = [f"{layer.module}: {' '.join(map(str, layer.heads or ()))}" for layer in moved[:_LAYERS_SHOWN]]
     more = f"; and {len(moved) - _LAYERS_SHOWN} more layers" if len(moved) > _LAYERS_SHOWN else ""
     return (
-        f"Heads have other numbers now in {len(moved)} of {len(layers)} layers. The numbers that they had, in "
-        f"their new order: {'; '.join(said)}{more}."
+        f"Heads have other numbers now in {len(moved)} of {len(layers)} layers. The numbers that they had, "
+        f"in their new order: {'; '.join(said)}{more}."
     )
 
 
