@@ -16,6 +16,7 @@ from triptych.face.engines import evaluate_text
 from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
 from triptych.opening import open_language_model
 from triptych.text import Tokenizer, TokenizerSpec, train_tokenizers
+from triptych.text.training import train_tokenizer
 
 TEXTS = ["the cat sat on the mat", "a dog ran", "", "where is the cat now, and where is the dog?"]
 
@@ -153,3 +154,17 @@ def test_a_model_is_run_in_the_dtype_asked_for(tmp_path: Path) -> None:
     generator = triptych.load(tmp_path / "gpt2", device="cpu", dtype=torch.bfloat16).generator()
     assert generator.model.embeddings.table.weight.dtype == torch.bfloat16
     assert generator.generate(["What"], GenerationOptions(3))[0][0].ids
+
+
+def test_a_text_of_which_too_much_is_unknown_has_no_bits_per_byte() -> None:
+    known = "the cat sat on the mat. " * 400
+    own = train_tokenizer(TokenizerSpec(kind="characters", vocab_size=60), [known])
+    plain = measure_likelihood(model(own.vocab_size), own, [known], context=8)
+    assert plain.unknown == 0
+    assert plain.bits_per_byte is not None
+    for hidden, given in (("今", True), ("今" * 20, False), ("今天" * 3000, False)):
+        found = measure_likelihood(model(own.vocab_size), own, [known + hidden], context=8)
+        assert found.unknown == pytest.approx(len(hidden) / len(known + hidden))
+        assert (found.bits_per_byte is not None) == given
+        assert (found.why_no_bits == "") == given
+        assert found.figures()["unknown"] == found.unknown

@@ -117,13 +117,15 @@ def _likelihoods(models: Sequence[str], found: Sequence[Likelihood]) -> Table:
             f"{one.nats_per_token:.4f}",
             "{:.4f} to {:.4f}".format(*one.interval),
             f"{one.perplexity:.2f}",
-            f"{one.bits_per_byte:.4f}",
+            "" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}",
             f"{one.tokens:,}",
         )
         for model, one in zip(models, found, strict=True)
     )
     columns = ("model", "nats per token", "95 % interval", "perplexity", "bits per byte", "tokens")
-    return Table("Likelihoods", columns, rows, numeric=(1, 2, 3, 4, 5))
+    reasons = ((model, one.why_no_bits) for model, one in zip(models, found, strict=True))
+    caption = "\n".join(f"{model}: {reason}" for model, reason in reasons if reason)
+    return Table("Likelihoods", columns, rows, caption=caption, numeric=(1, 2, 3, 4, 5))
 
 
 def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
@@ -170,13 +172,15 @@ def _print_scores(found: Evaluation) -> None:
 
 def _print_likelihood(found: Likelihood) -> None:
     low, high = found.interval
+    bits = found.why_no_bits if found.bits_per_byte is None else f"{found.bits_per_byte:.4f} bits per byte"
     print(
         f"{found.nats_per_token:.4f} nats per token ({low:.4f} to {high:.4f}), perplexity "
-        f"{found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
+        f"{found.perplexity:.2f}, {bits}"
     )
     plural = "s" * (found.documents != 1)
     print(
         f"{found.tokens:,} tokens, {found.num_bytes:,} bytes, {found.documents:,} document{plural}; windows "
-        f"of {found.context:,} tokens, stride {found.stride:,}; interval over {found.units}",
+        f"of {found.context:,} tokens, stride {found.stride:,}; interval over {found.units}"
+        + (f"; {found.unknown:.2%} of the characters are unknown to the tokenizer" if found.unknown else ""),
         file=sys.stderr,
     )

@@ -17,6 +17,7 @@ from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.overflow import require_finite_logits, require_finite_values
 from triptych.text import Tokenizer
+from triptych.text.unknown import count_unknown, why_no_bits
 
 _LONGEST_CONTEXT = 1024  # where the model itself sets no limit
 _LOGITS_AT_A_TIME = 1 << 26
@@ -37,6 +38,7 @@ class Likelihood:
     documents: int  # texts that were scored, each by itself
     interval: tuple[float, float]  # 95 % bootstrap interval of the nats per token
     units: str  # what was drawn for it: "documents", or of a single document its "windows"
+    unknown: float = 0.0  # share of the characters that the tokenizer does not know, at least
 
     @property
     def nats_per_token(self) -> float:
@@ -47,8 +49,14 @@ class Likelihood:
         return math.exp(min(self.nats_per_token, 700.0))
 
     @property
-    def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.num_bytes
+    def bits_per_byte(self) -> float | None:
+        """None where too much is unknown to the tokenizer: what it does not see costs it no bits."""
+        return None if self.why_no_bits else self.nats / math.log(2) / self.num_bytes
+
+    @property
+    def why_no_bits(self) -> str:
+        """Why there are no bits per byte; "" if there are."""
+        return why_no_bits(self.unknown)
 
     def figures(self) -> dict[str, Any]:
         """As JSON has them."""
@@ -60,6 +68,7 @@ class Likelihood:
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
             "bytes": self.num_bytes,
+            "unknown": self.unknown,
             "documents": self.documents,
             "context": self.context,
             "stride": self.stride,
@@ -145,11 +154,14 @@ def measure_likelihood(
     if not 1 <= stride <= context:
         raise UsageError(f"the stride is {stride:,} tokens: give between 1 and the context of {context:,}")
     losses, num_bytes = list[list[Tensor]](), 0
+    characters = unknown = 0
     model.eval()
     for done, document in enumerate(documents, start=1):
         if document:
             (ids,) = tokenizer.encode([document], add_special=True)
             losses.append(token_losses(model, ids, context, stride, compute))
+            characters += len(document)
+            unknown += count_unknown(tokenizer, document, ids)
             # The first token is not predicted.
             num_bytes += len(document.encode()) - len(
                 "".join(tokenizer.decode([ids[:1]] if ids else [])).encode()
@@ -165,4 +177,7 @@ def measure_likelihood(
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     low, high = map(float, ratio_intervals(sums, counts))
     nats, tokens = float(sums.sum()), int(counts.sum())
-    return Likelihood(nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units)
+    share = unknown / max(1, characters)
+    return Likelihood(
+        nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units, share
+    )

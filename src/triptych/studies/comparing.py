@@ -149,7 +149,24 @@ def compare_study(
     for name in rewrites:
         parent = by_name[study.parent_of(name)]
         by_name[name] = Variant(name, parent.recipe, flops=parent.flops)
+    if without := _without_bits(study, results):
+        raise UsageError(
+            f"study {study.name}: {', '.join(without)}: there are no bits per byte, because too much of the "
+            "validation text is unknown to the tokenizer (<unk>): take bits_per_byte out of metrics, which "
+            "needs no run to be made again, or give the tokenizer a larger vocab_size"
+        )
     return Outcome(study, folder, by_name, results, failed, runner.sweep_seconds)
+
+
+def _without_bits(study: Study, results: Mapping[str, Mapping[int, Result]]) -> list[str]:
+    """Variants with runs that have no bits per byte, where the study asks for them."""
+    if "bits_per_byte" not in study.metrics:
+        return []
+    return [
+        name
+        for name, of_seeds in results.items()
+        if any("bits_per_byte" not in one.figures for one in of_seeds.values())
+    ]
 
 
 def _make_runs(

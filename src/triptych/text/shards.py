@@ -31,6 +31,7 @@ _INDEX = "shards.json"
 _CHARACTERS_AT_ONCE = 1 << 21
 _PARTS_AT_ONCE = 10_000
 _MOST_MAPPED = 16
+_COUNTED_AT_A_TIME = 1 << 20
 _FORMAT: Literal["triptych token shards 1"] = "triptych token shards 1"
 
 
@@ -75,6 +76,14 @@ class TokenShards:
     def bytes_per_token(self) -> float:
         """Size of the text over the number of tokens: nats per token over this and ln 2 are bits per byte."""
         return self.num_bytes / self.num_tokens
+
+    def share_of(self, token: int | None, most: int = 1 << 24) -> float:
+        """How often a token comes among the first ones, at most this many; 0 for None."""
+        count, seen = 0, min(self.num_tokens, most)
+        for start in range(0, 0 if token is None else seen, _COUNTED_AT_A_TIME):
+            part = self.tokens(start, min(start + _COUNTED_AT_A_TIME, seen))
+            count += int(np.count_nonzero(part == token))
+        return count / max(1, seen)
 
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
         """A copy of the tokens from `start` up to `stop`."""

@@ -32,6 +32,7 @@ from triptych.text import (
     write_shards,
 )
 from triptych.text.documents import find_files, fingerprint, require_documents
+from triptych.text.unknown import unknown_token, why_no_bits
 from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
 from triptych.training.fitting import fit_language_training, fit_tokenizer, say_choices
 from triptych.training.folder import Prepared, hash_parts, word_vectors
@@ -94,7 +95,9 @@ def prepared_text(
         learned = _language_batches(recipe, tokenizer, train, shuffle=True)
         judged = _language_batches(recipe, tokenizer, valid, shuffle=False)
         sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
-        return LanguageObjective(own, learned, judged, valid.bytes_per_token, sample)
+        too_many = why_no_bits(valid.share_of(unknown_token(tokenizer)))
+        bytes_per_token = None if too_many else valid.bytes_per_token
+        return LanguageObjective(own, learned, judged, bytes_per_token, sample)
 
     def fingerprints() -> dict[str, str]:
         both = [part.encode() for part in text.fingerprints()]
@@ -175,6 +178,10 @@ class TextOfRun:
                 f"{part} text: {shards.num_documents:,} document{plural}, {shards.num_tokens:,} tokens, "
                 f"{shards.bytes_per_token:.2f} bytes a token"
             )
+            if share := shards.share_of(unknown_token(tokenizer)):
+                display.say(f"{part} text: {share:.2%} of the tokens are unknown (<unk>)")
+            if part == "validation" and (reason := why_no_bits(share, "tokens of the validation text")):
+                display.say(f"{reason}: give the tokenizer a larger vocab_size, or another kind")
         return train, valid
 
     def _train(self) -> Iterator[TextPart]:

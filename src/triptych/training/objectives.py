@@ -239,7 +239,7 @@ class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
         model: LanguageModel,
         train: Batches[LanguageBatch],
         valid: Batches[LanguageBatch],
-        bytes_per_token: float,
+        bytes_per_token: float | None,
         sample: Callable[[LanguageModel], str] | None = None,
     ) -> None:
         super().__init__(model, train, valid, bytes_per_token, uses_whole_model=sample is not None)
@@ -264,7 +264,8 @@ class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
         return indices[: max(tokens // context, 2)]
 
     def describe(self, figures: Mapping[str, float]) -> str:
-        return f"{super().describe(figures)}  {figures['valid_bits_per_byte']:.4f} bits per byte"
+        bits = figures.get("valid_bits_per_byte")
+        return super().describe(figures) + ("" if bits is None else f"  {bits:.4f} bits per byte")
 
     def sample(self, model: LanguageModel) -> str | None:
         return None if self._sample is None else self._sample(model)

@@ -1,0 +1,39 @@
+"""Characters that a tokenizer does not know: what stands for them cannot be told apart any more."""
+
+from collections.abc import Sequence
+
+from triptych.text.tokenizers import Tokenizer
+
+# The largest share of a text that may be unknown where its bits per byte are given. An unknown character
+# hides up to 20 bits, which is what it takes to name one of all characters: at this share the figure is at
+# most 0.02 bits a character too low.
+MOST_UNKNOWN = 0.001
+
+
+def unknown_token(tokenizer: Tokenizer) -> int | None:
+    """The token that stands for what is unknown; None without, or where it has another use, as GPT-2's."""
+    others = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    return None if tokenizer.unk_id in others else tokenizer.unk_id
+
+
+def count_unknown(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> int:
+    """How many characters of a text its tokens do not tell, at least.
+
+    A token may stand for several, which are missing when the other tokens are decoded.
+    """
+    unknown = unknown_token(tokenizer)
+    count = 0 if unknown is None else list(ids).count(unknown)
+    if not count:
+        return 0
+    (told,) = tokenizer.decode([[token for token in ids if token != unknown]])
+    return max(count, len(text) - len(told))
+
+
+def why_no_bits(share: float, what: str = "characters") -> str:
+    """Why bits per byte are not given for a text of which this share is unknown; "" if they are."""
+    if share <= MOST_UNKNOWN:
+        return ""
+    return (
+        f"no bits per byte: {share:.2%} of the {what} are unknown to the tokenizer (<unk>), more than "
+        f"{MOST_UNKNOWN:.1%}"
+    )

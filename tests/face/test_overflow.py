@@ -1,0 +1,93 @@
+"""Weights that are numbers, and what is computed of them that is none: one error that names the layer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import triptych
+from command import Command
+from small_checkpoints import gpt2_that_runs
+from triptych.models.overflow import NumbersOverflowError
+
+TEXT = "w1 w2 w3 w4 w5 w6"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 in float16 whose second feed-forward layer is too large for that."""
+    found = gpt2_that_runs(tmp_path_factory.mktemp("overflow") / "model")
+    path = found / "model.safetensors"
+    tensors = {name: tensor.half().clone() for name, tensor in load_file(path).items()}
+    (large,) = [name for name in tensors if name.endswith("h.1.mlp.c_proj.weight")]
+    tensors[large] = tensors[large].sign() * 6e4
+    path.unlink()
+    save_file(tensors, path, {"format": "pt"})
+    return found
+
+
+CALLS: dict[str, Callable[[triptych.Model], object]] = {
+    "run": lambda model: model.run(TEXT),
+    "run with gradients": lambda model: model.run(TEXT, grad=True),
+    "score": lambda model: model.score(TEXT),
+    "evaluate": lambda model: model.evaluate(TEXT),
+    "attend": lambda model: model.attend(TEXT),
+    "attend_over": lambda model: model.attend_over(TEXT),
+    "worth": lambda model: model.attend_over(TEXT, worth="zero"),
+    "sweep": lambda model: model.sweep(TEXT, TEXT, lambda run: run.loss),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_overflows_is_one_error_that_names_the_layer(
+    folder: Path, call: Callable[[triptych.Model], object]
+) -> None:
+    place = (
+        r"^(the feed-forward layer in )?layer 1 of the model computed numbers that are not finite .*float16"
+    )
+    with pytest.raises(NumbersOverflowError, match=f"{place}; read the model in float32 or bfloat16"):
+        call(triptych.load(folder))
+    for dtype in ("float32", "bfloat16"):
+        call(triptych.load(folder, dtype=dtype))
+
+
+COMMANDS = {
+    "attend": ("attend", "MODEL", TEXT),
+    "attend --json": ("attend", "MODEL", TEXT, "--json"),
+    "attend --csv": ("attend", "MODEL", TEXT, "--csv", "OUT"),
+    "attend --html": ("attend", "MODEL", TEXT, "--html", "OUT"),
+    "attend --svg": ("attend", "MODEL", TEXT, "--heads", "2.1", "--svg", "OUT"),
+    "attend --steps": ("attend", "MODEL", TEXT, "--steps", "2.1:3"),
+    "attend --over": ("attend", "MODEL", "--over", "TEXT"),
+    "attend --over --explain": ("attend", "MODEL", "--over", "TEXT", "--explain"),
+    "attend --over --worth": ("attend", "MODEL", "--over", "TEXT", "--worth", "zero"),
+    "evaluate": ("evaluate", "MODEL", "--text", "TEXT", "--json"),
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_the_command_says_so_and_writes_nothing(
+    folder: Path, words: tuple[str, ...], triptych: Command, tmp_path: Path
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(TEXT * 4)
+    named = {"MODEL": folder, "TEXT": text, "OUT": out}
+    answer = triptych(*(named.get(word, word) for word in words))
+    assert answer.code == 1
+    assert "not finite" in answer.err
+    assert answer.out == ""
+    assert not out.exists()
+
+
+def test_a_bias_that_hides_tokens_is_no_overflow(tmp_path: Path) -> None:
+    model = triptych.load(gpt2_that_runs(tmp_path / "model"))
+    language = model.opened.language_model
+    assert language.head is not None
+    hidden = torch.zeros(language.vocab_size)
+    hidden[3] = -torch.inf
+    language.head.output.bias = torch.nn.Parameter(hidden)
+    assert model.run("w1 w2").logits[:, 3].isinf().all()
+    assert json.dumps(model.evaluate("w1 w2 w4").figures(), allow_nan=False)
