@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from heads import (
     D_MODEL,
@@ -26,8 +27,8 @@ from triptych.algebra.rewrites.norm_folding import (
     require_readers_foldable,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadGate, HeadNorm
-from triptych.algebra.weights import AttentionWeights, Norm, Side
+from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
+from triptych.algebra.weights import AttentionWeights, Link, Norm, Side
 from triptych.attention.projections import PARAMETERISATIONS
 
 # A fixed map takes up nothing.
@@ -248,3 +249,23 @@ def test_a_layer_takes_up_a_norm_along_with_what_else_reads_it_or_not_at_all() -
     assert "what else reads the norm takes it up as well: fc_in" in record.checked
     with pytest.raises(RewriteRefusedError, match="which cannot take it up: it is packed"):
         fold_norm(weights, OtherReaders(("fc_in",), "it is packed"))
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_the_shift_of_a_norm_between_maps_goes_into_the_map_behind_it(per_head: bool) -> None:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    own = (4, 6) if per_head else (6,)
+    norm = HeadNorm(1e-6, drawn(*own) + 1.5, drawn(*own), centred=True)
+    down = Link(drawn(4 if per_head else 1, D_MODEL, 6) / 4, None, norm)
+    k, v = (down, Link(drawn(4, 6, 4))), (down, Link(drawn(4, 6, 4), drawn(4, 4)))
+    q, o = (Link(drawn(4, D_MODEL, 4)),), (Link(drawn(4, 4, D_MODEL)),)
+    weights, x = AttentionWeights(D_MODEL, 4, q, k, v, o, Semantics(0.5)), random_input(5)
+    folded = fold_norm(weights).weights
+    assert folded.k[0] is folded.v[0]
+    assert not folded.k[0].norm.tensors()
+    torch.testing.assert_close(run_layer(folded, x), run_layer(weights, x), rtol=0, atol=1e-10)
+    slotless = replace(weights, bias_slots=frozenset("qvo"))
+    with pytest.raises(RewriteRefusedError, match="no bias slot on k for the shift"):
+        fold_norm(slotless)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import triptych
+import triptych as library
 from command import Command
 from small_checkpoints import gpt2_that_runs
 from triptych.models.overflow import NumbersOverflowError
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-CALLS: dict[str, Callable[[triptych.Model], object]] = {
+CALLS: dict[str, Callable[[library.Model], object]] = {
     "run": lambda model: model.run(TEXT),
     "run with gradients": lambda model: model.run(TEXT, grad=True),
     "score": lambda model: model.score(TEXT),
@@ -43,15 +43,15 @@ CALLS: dict[str, Callable[[triptych.Model], object]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_what_overflows_is_one_error_that_names_the_layer(
-    folder: Path, call: Callable[[triptych.Model], object]
+    folder: Path, call: Callable[[library.Model], object]
 ) -> None:
     place = (
         r"^(the feed-forward layer in )?layer 1 of the model computed numbers that are not finite .*float16"
     )
     with pytest.raises(NumbersOverflowError, match=f"{place}; read the model in float32 or bfloat16"):
-        call(triptych.load(folder))
+        call(library.load(folder))
     for dtype in ("float32", "bfloat16"):
-        call(triptych.load(folder, dtype=dtype))
+        call(library.load(folder, dtype=dtype))
 
 
 COMMANDS = {
@@ -83,7 +83,7 @@ def test_the_command_says_so_and_writes_nothing(
 
 
 def test_a_bias_that_hides_tokens_is_no_overflow(tmp_path: Path) -> None:
-    model = triptych.load(gpt2_that_runs(tmp_path / "model"))
+    model = library.load(gpt2_that_runs(tmp_path / "model"))
     language = model.opened.language_model
     assert language.head is not None
     hidden = torch.zeros(language.vocab_size)
