@@ -423,10 +423,7 @@ class Semantics:
     ) -> "Semantics":
         """What it is of the heads that are left, with all that each of them has of its own.
 
-        Args:
-            left: which copies of a map are left.
-            num_heads: how many query heads there are.
-            sides: how many copies of queries, keys and values there are, and how wide each is.
+        `sides` has how many copies of queries, keys and values there are, and how wide each is.
         """
         found: dict[str, Any] = {}
         for name, part in self._parts_of_heads().items():

@@ -32,16 +32,7 @@ class NumbersOverflowError(DataError):
 def require_finite_values(
     model: EncoderDecoder | LanguageModel, values: Tensor, again: Callable[[], object] | None = None
 ) -> None:
-    """Check what a model computed.
-
-    Args:
-        model: that computed it.
-        values: what it gave.
-        again: computes it once more, so that the first layer that overflows can be named.
-
-    Raises:
-        NumbersOverflowError: some of the values are NaN or infinite.
-    """
+    """Check that what a model computed is numbers; `again` computes it once more, to find the first layer."""
     if not are_finite(values):
         raise overflow(model, "" if again is None else _first_place(model, again))
 
