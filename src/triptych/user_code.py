@@ -139,18 +139,17 @@ def file_digests(tree: Any) -> dict[str, str]:
 def require_digests(wanted: Mapping[str, object]) -> None:
     """Check that the files are those that a run was trained with, before any of them is executed.
 
-    Raises:
-        UsageError: a file differs. If it was not executed before, for something else, it is forgotten, and
-            the file that was known by its name before is known again.
+    A file that differs raises a `UsageError`. If it was not executed before, for something else, it is
+    forgotten, and the file that was known by its name before is known again.
     """
     for name, sha256 in wanted.items():
         given = _FILES.get(name)
         if given is None or given.sha256 == sha256:
             continue
-        if given.module is None and given.before is None:
+        if given.module is None:
             del _FILES[name]
-        elif given.module is None:
-            _FILES[name] = given.before
+            if given.before is not None:
+                _FILES[name] = given.before
         raise UsageError(
             f"{given.path} (SHA-256 {given.sha256[:12]}…) is not the {name} that the run was trained with "
             f"({str(sha256)[:12]}…): give that file with --code"
