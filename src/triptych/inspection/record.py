@@ -271,7 +271,7 @@ def averages(inspection: Inspection) -> Table:
     rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "excess", "subspaces"):
-            rows.append((f"the same, {both}, above chance", f"{_mean(found):+.3f}", "0", "1 at most"))
+            rows.append((f"excess over chance of {both}", f"{_mean(found):+.3f}", "0", "1 at most"))
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "cosine", "maps"):
             rows.append((f"cosine of {both}", f"{_mean(found):+.3f}", "0", _BY_BASIS))

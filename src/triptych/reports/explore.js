@@ -376,7 +376,7 @@ class Explorer {
         { of: form, name: "here", values: values.map((value) => value / high) },
         { of: "chance", name: "chance", values: random.slice(0, values.length).map((value) => (value * size) / high) }], 1);
     };
-    const titles = { qk_effective_rank: "effective rank of W_QK", ov_effective_rank: "effective rank of W_OV", qk_symmetric_share: "symmetric share of W_QK", ov_copying: "copying score of W_OV", qk_times_chance: "overlap of W_Q and W_K, times chance" };
+    const titles = { qk_effective_rank: "effective rank of W_QK", ov_effective_rank: "effective rank of W_OV", qk_symmetric_share: "symmetric share of W_QK", ov_copying: "copying score of W_OV", qk_times_chance: "overlap of W_Q and W_K, times chance", qk_excess: "the same, excess over chance" };
     const facts = Object.entries(figures).filter(([, value]) => typeof value === "number").map(([name, value]) => make("div", {}, make("dt", {}, titles[name]), make("dd", {}, digits(value))));
     const tables = [["qk", "asks", "is asked"], ["ov", "reads", "writes"]].map(([form, left, right]) => {
       const rows = directions.filter((one) => one.form === form).map(({ number, value, reads, writes }, i) => make("tr", {},

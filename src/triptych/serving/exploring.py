@@ -346,6 +346,7 @@ class Explorer:
             "qk_symmetric_share",
             "ov_copying",
             "qk_times_chance",
+            "qk_excess",
         )
         return {
             "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *model[layer].between],
