@@ -12,12 +12,11 @@ from triptych.inspection.record import averages, findings
 from triptych.reports import MetricPoint, Report, Table, TranslationSample, require_charts, write_report
 from triptych.storage.untrusted import read_json
 from triptych.text import Tokenizer
-from triptych.text.corpora import read_parallel
 from triptych.training import AnyRecipe, Recipe, read_recipe
 from triptych.training.folder import RECIPE, SUMMARY, holds_run
-from triptych.training.language import TextOfRun
 from triptych.training.metrics import read_metrics
 from triptych.training.recipe import TextRecipe
+from triptych.training.validation import validation_pairs, validation_parts
 
 _NUM_SAMPLES = 10
 # Texts whose attention the page shows.
@@ -94,14 +93,11 @@ def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, 
     """The first validation texts, each with its translation or what follows; else why there are none."""
     try:
         if isinstance(recipe, Recipe):
-            data = recipe.data
-            pairs = read_parallel(data.valid or data.train, max_line_chars=data.max_line_chars, base=Path())
-            if data.valid is None:
-                pairs = pairs.split(data.valid_share)[1]
+            pairs = validation_pairs(recipe, Path())
             return list(islice(zip(pairs.source, pairs.target, strict=True), _NUM_SAMPLES)), ()
         # Half of what the model reads at once, so that there is room to go on.
         most = (model.opened.language_model.context or 2 * _MOST_CHARACTERS) // 2
-        parts = islice(TextOfRun(recipe, Path()).validation(), _NUM_SAMPLES)
+        parts = islice(validation_parts(recipe, Path()), _NUM_SAMPLES)
         return [_beginning_and_rest(part.text, model.opened.tokenizer, most) for part in parts], ()
     except (DataError, UsageError) as error:
         return [], (f"The validation text cannot be read, so there are no samples: {error}",)

@@ -30,7 +30,7 @@ def masked_reader() -> Any:
 def loss(reader: Any, windows: Any) -> float:
     (total, count) = (0.0, 0)
     with torch.no_grad():
-        for batch in batches_of(reader, windows, 1):
+        for batch in batches_of(reader, windows, 1 << 13):
             logits = reader.logits(reader.run(batch.texts).hidden)
             log_probs = logits.log_softmax(dim=-1).gather(-1, batch.targets[..., None])[..., 0]
             total -= float(log_probs[batch.predicts].sum())
@@ -123,8 +123,8 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_an_encoder_predicts_tokens_that_are_hidden_the_same_ones_every_time() -> None:
     reader = masked_reader()
     windows = windows_of(reader)
-    (batch,) = batches_of(reader, windows, 1)
-    (again,) = batches_of(reader, windows, 1)
+    (batch,) = batches_of(reader, windows, 1 << 13)
+    (again,) = batches_of(reader, windows, 1 << 13)
     assert batch.texts == again.texts
     for text, targets, predicts in zip(batch.texts, batch.targets, batch.predicts, strict=True):
         hidden = predicts[: len(text.ids)]

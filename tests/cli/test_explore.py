@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,8 +23,11 @@ from browser import Page
 from command import Command
 from served import Served
 from small_checkpoints import bert_that_runs
+from triptych.attending.held_out import HeldOutText
 from triptych.face import Model, load
 from triptych.serving.exploring import Explorer, Shown, change_model, rounded
+from triptych.training import Recipe, read_recipe
+from triptych.training.validation import validation_pairs
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
@@ -203,6 +207,92 @@ def test_states_that_the_docs_link_to_are_changes_that_models_take(language_mode
         assert len(changed.run(TEXT).tokens) > 1
 
 
+HELD_OUT = ["The dog sat on the mat. " * 2, "A cat ran away", "and the dog sat down. " * 2]
+
+
+@pytest.fixture
+def held_out(served: Served, language_model: Model) -> Iterator[HeldOutText]:
+    """The text on which the small GPT-2 that is served is measured."""
+    explorer = served.state.models["gpt"].explorer
+    text = explorer.held_out = language_model.held_out(HELD_OUT * 16)
+    yield text
+    explorer.held_out = None
+
+
+def test_a_what_if_is_measured_on_a_held_out_text_part_by_part(
+    served: Served, held_out: HeldOutText, language_model: Model
+) -> None:
+    about = served.ask("/v1/explore/models", {}).body["models"]
+    assert [one["held_out"] for one in about] == [
+        {"name": "", "tokens": held_out.num_tokens, "parts": held_out.num_parts, "units": "documents"},
+        None,
+    ]
+    fields = {"model": "gpt", "changes": ["tie(*, W_Q, W_K)", "ablate(1.0)"]}
+    assert held_out.num_parts > 2
+    for parts in range(1, held_out.num_parts):
+        found = served.ask("/v1/explore/held_out", {**fields, "parts": parts}).body
+        assert found == {"parts": parts, "loss": None, "interval": None}
+    found = served.ask("/v1/explore/held_out", {**fields, "parts": held_out.num_parts}).body
+    changed = language_model.tie("*", "W_Q", "W_K").ablate("1.0")
+    evaluated = [one.evaluate(HELD_OUT * 16) for one in (language_model, changed)]
+    assert found["loss"] == pytest.approx([one.nats_per_token for one in evaluated], rel=1e-5)
+    assert found["interval"] == pytest.approx(held_out.compare(changed.reader).interval, rel=1e-4)
+    missing = served.ask("/v1/explore/held_out", {**fields, "model": "small", "changes": [], "parts": 1})
+    assert (missing.status, "--held-out FILE" in missing.body["error"]["message"]) == (400, True)
+
+
+def test_a_run_is_measured_on_its_validation_text(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    text, page = ["explore", small_run, "--text", "twelve"], tmp_path / "page.html"
+    done = triptych(*text, "--html", page)
+    assert (done.code, done.out) == (0, f"written: {page}\n")
+    recipe = read_recipe(small_run / "recipe.toml")
+    assert isinstance(recipe, Recipe)
+    pairs = validation_pairs(recipe, Path())
+    model = load(small_run)
+    own = model.held_out(pairs.source, pairs.target)
+    assert f"held-out text: {own.num_tokens:,} tokens that the run was validated on" in done.err
+    answers = recorded_answers(page)
+    calls = {key: value for key, value in answers.items() if key.startswith("held_out ")}
+    (tied,) = [value for key, value in calls.items() if "tie(cross.0, W_K, W_V)" in key]
+    found = own.compare(model.tie("cross.0", "W_K", "W_V").reader)
+    assert tied["loss"] == pytest.approx([found.before, found.after], rel=1e-3)
+    for name, lines in (("source", pairs.source[:9]), ("target", pairs.target[:9])):
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    given = ["--held-out", tmp_path / "source", "--held-out-targets", tmp_path / "target"]
+    assert triptych(*text, "--html", page, *given).code == 0
+    (about,) = recorded_answers(page)["models {}"]["models"]
+    assert (about["held_out"]["name"], about["held_out"]["units"]) == ("source", "documents")
+    for wrong, says in (
+        (["--held-out", tmp_path / "source"], "give the translations of the held-out sentences"),
+        (["--held-out-targets", tmp_path / "target"], "give both"),
+        (["--held-out", tmp_path / "none", *given[2:]], "none"),
+    ):
+        refused = triptych(*text, "--html", page, *wrong)
+        assert (refused.code, says in refused.err, refused.err.count("\n")) == (2, True, 1), refused
+
+
+def test_a_run_whose_text_has_gone_is_explored_without_it(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    folder, page = tmp_path / "run", tmp_path / "page.html"
+    shutil.copytree(small_run, folder)
+    recipe = (folder / "recipe.toml").read_text(encoding="utf-8")
+    moved = re.sub(r"\[data\.valid\][^\[]*", '[data.valid]\nfile = "gone.tsv"\n\n', recipe)
+    assert moved != recipe
+    (folder / "recipe.toml").write_text(moved, encoding="utf-8")
+    done = triptych("explore", folder, "--text", "twelve", "--html", page)
+    assert (done.code, "no held-out text: the validation text of" in done.err) == (0, True), done
+    assert not [key for key in recorded_answers(page) if key.startswith("held_out ")]
+
+
+def recorded_answers(page: Path) -> dict[str, Any]:
+    """What a page has in place of a server."""
+    text = page.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="answers">(.*?)</script>', text, re.S)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
 # The page in a browser.
 
 
@@ -271,6 +361,31 @@ def test_a_switch_changes_the_row_the_text_and_the_link_and_goes_back(tab: Page,
     wait_for(tab, "document.querySelector('[data-remove]') === null")
     wait_for(tab, SETTLED)
     assert text_of(tab, "#keys") == before
+
+
+def test_the_page_says_what_a_few_tokens_show_and_what_a_held_out_text_does(
+    tab: Page, served: Served, language_model: Model
+) -> None:
+    state = "#decoder.1.0.2&model=gpt&text=The+cat+sat&if=tie(*,+W_Q,+W_K)"
+    opened(tab, served, state)
+    assert "shows nothing of how good a design is" in text_of(tab, "#few")
+    assert "triptych explore MODEL --held-out FILE" in text_of(tab, "#few")
+    assert tab.value("document.getElementById('held-out')") is None
+    explorer = served.state.models["gpt"].explorer
+    text = explorer.held_out = language_model.held_out(HELD_OUT * 16)
+    try:
+        opened(tab, served, state)
+        found = text.compare(language_model.tie("*", "W_Q", "W_K").reader)
+        assert f"{found.before:.3f} → {found.after:.3f} (" in text_of(tab, "#held-out")
+        assert "95 % interval of the difference over documents" in text_of(tab, "#held-out")
+        assert f"({text.num_tokens:,} tokens)" in text_of(tab, "#effect")
+        said = text_of(tab, "#held-out")
+        tab.point_at('.glance a[data-at]:not([aria-current]):not([data-at$="-1"])', click=True)
+        wait_for(tab, "document.getElementById('held-out') !== null")
+        assert text_of(tab, "#held-out") == said  # of the same changes, it is not computed again
+        assert tab.complaints == []
+    finally:
+        explorer.held_out = None
 
 
 def test_what_the_model_refuses_is_said_and_the_switch_goes_back(tab: Page, served: Served) -> None:

@@ -26,7 +26,7 @@ def inspected_layer(**given: Any) -> InspectedLayer:
             for key in ("maps", "subspaces", "cut", "foldable", "broken", "spectra", "angles", "pictures")
         },
         **dict.fromkeys(("layer", "num_key_heads", "d_model", "d_k", "d_v", "parameters", "num_bytes"), 0),
-        **{"turns": False, "rotary_pairs": None, "caveats": ()},
+        **{"turns": False, "rotary_pairs": None, "caveats": (), "centred": False},
     }
     return InspectedLayer(**{**plain, **given})
 

@@ -76,6 +76,7 @@ def test_every_head_has_a_row_with_every_measure(tmp_path: Path) -> None:
 def test_figures_are_those_of_the_tensors(tmp_path: Path) -> None:
     found = inspected(gpt2(tmp_path)).layers[1]
     joined = load_file(tmp_path / "model.safetensors")["h.1.attn.c_attn.weight"].double()
+    joined = joined - joined.mean(dim=0)  # LayerNorm removes the mean
     head = slice(2 * WIDTH, 3 * WIDTH)
     W_Q, W_K = joined[:, head], joined[:, D:][:, head]
     S = torch.linalg.svdvals(W_Q @ W_K.T)[:WIDTH]
@@ -286,7 +287,8 @@ def test_how_far_the_three_maps_are_from_one(tmp_path: Path) -> None:
     assert all(x is not None and x > 0.2 for x in layers[1].figures["qkv_apart"])
     assert layers[1].figures["qkv_apart_rotated"] == pytest.approx([0.0] * HEADS, abs=1e-6)
     # By the definition, of the third.
-    head = unrelated.double().unflatten(1, (3, HEADS, WIDTH))[:, :, 1]
+    read = unrelated.double() - unrelated.double().mean(dim=0)  # LayerNorm removes the mean
+    head = read.unflatten(1, (3, HEADS, WIDTH))[:, :, 1]
     lost = (head - head.mean(dim=1, keepdim=True)).square().sum() / head.square().sum()
     assert layers[2].figures["qkv_apart"][1] == pytest.approx(float(lost))
 

@@ -1,6 +1,8 @@
 """Intervals and tests against scipy and against simulated studies."""
 
+import csv
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,11 +55,40 @@ def test_the_exact_p_value_is_that_of_scipys_permutation_test(count: int) -> Non
     assert exact_p_value([*differences]) == pytest.approx(expected)
 
 
-def test_the_exact_p_value_of_many_pairs_is_drawn_and_is_never_0() -> None:
-    differences = np.random.default_rng(3).normal(0.3, size=40)
+@pytest.mark.parametrize("count", [17, 18])
+def test_the_exact_p_value_counts_every_way_of_more_pairs_too(count: int) -> None:
+    differences = np.random.default_rng(count).normal(0.3, size=count).round(2)  # with ties
+    ways = np.arange(2**count)[:, None] >> np.arange(count) & 1
+    sums = np.abs((1 - 2 * ways) @ differences).round(9)
+    assert exact_p_value([*differences]) == (sums >= abs(differences.sum()).round(9)).mean()
+
+
+def test_the_exact_p_value_of_more_than_40_pairs_is_drawn_and_is_never_0() -> None:
+    assert exact_p_value([1.0] * 40) == 2 / 2**40
+    assert exact_p_value([1.0] * 41) == 2**-16
+    differences = np.random.default_rng(3).normal(0.3, size=41)
     drawn, students = exact_p_value([*differences]), paired_p_value([*differences])
-    assert drawn == pytest.approx(students, rel=0.2)
-    assert exact_p_value([1.0] * 40) == 2**-16
+    assert drawn == pytest.approx(students, rel=0.3)
+    pairs = {seed: float(one) for seed, one in enumerate(differences)}
+    assert [
+        compare({"v": {seed: pairs[seed] for seed in range(count)}}, dict.fromkeys(pairs, 0.0))["v"].is_drawn
+        for count in (40, 41)
+    ] == [False, True]
+
+
+def test_the_pooled_figures_of_one_matrix_are_those_of_its_runs() -> None:
+    results = Path(__file__).parents[2] / "docs" / "results" / "studies" / "results"
+    pooled: dict[int, float] = {}
+    for study, count in (("one-matrix-again", 10), ("one-matrix-third", 16), ("one-matrix", 21)):
+        with (results / study / "runs.csv").open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["variant"] in ("factored", "bilinear")]
+        losses = {(row["variant"], int(row["seed"])): float(row["loss"]) for row in rows}
+        seeds = {seed for _, seed in losses}
+        pooled |= {seed: losses["bilinear", seed] - losses["factored", seed] for seed in seeds}
+        assert len(pooled) == count
+        if count == 16:
+            assert f"{exact_p_value([*pooled.values()]):.2g}" == "0.0037"
+    assert f"{exact_p_value([*pooled.values()]):.2g}" == "0.00017"
 
 
 def test_differences_that_cancel_exactly_are_no_evidence() -> None:

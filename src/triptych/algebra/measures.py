@@ -88,11 +88,18 @@ def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
     )
 
 
-def measure_heads(weights: AttentionWeights, rotary_pairs: RotaryPairs | None = None) -> HeadMeasures:
-    """Measure every head of a layer, a few at a time on each of torch's threads."""
+def measure_heads(
+    weights: AttentionWeights, rotary_pairs: RotaryPairs | None = None, num_removed: int = 0
+) -> HeadMeasures:
+    """Measure every head of a layer, a few at a time on each of torch's threads.
+
+    `num_removed` directions of their input are not in the maps (`centring`): chance is that of the others.
+    """
     itself, pairs = weights.semantics.kind != "cross", comparable(weights)
     chunks = list(_chunks(weights))
-    return _join(_on_threads(lambda chunk: _measured(_Cores(chunk), itself, pairs, rotary_pairs), chunks))
+    return _join(
+        _on_threads(lambda chunk: _measured(_Cores(chunk, num_removed), itself, pairs, rotary_pairs), chunks)
+    )
 
 
 def _measured(
@@ -177,7 +184,8 @@ def _with_rotary_pairs(parts: "_Cores", rotary_pairs: RotaryPairs) -> Tensor:
 class _Cores:
     """The small matrices that represent the maps of a few heads."""
 
-    def __init__(self, chunk: "_Chunk") -> None:
+    def __init__(self, chunk: "_Chunk", num_removed: int = 0) -> None:
+        self._num_removed = num_removed
         maps = {side: reduce(Link.then, chain).weight.double() for side, chain in chunk.chains.items()}
         maps["o"] = maps["o"].mT
         self._d = {side: W.shape[1] for side, W in maps.items()}
@@ -227,7 +235,8 @@ class _Cores:
         between = self._between.get((one, other))
         if between is None:
             return None
-        found = compare_maps(self.spans[one], self.spans[other], between, self._d[one])
+        d = self._d[one] - self._num_removed
+        found = compare_maps(self.spans[one], self.spans[other], between, d)
         return MapSimilarity(*map(self.known, found))
 
 

@@ -29,6 +29,16 @@ class MapSimilarity(NamedTuple):
         """The overlap over its chance level."""
         return self.overlap / self.chance
 
+    @property
+    def excess(self) -> Float[Tensor, " heads"]:
+        """The overlap above its chance level, as a share of the most that it can be above it.
+
+        0 is chance and 1 the same subspace whatever the sizes are, while the most that `times_chance` can be
+        is the width of the input over that of the larger map. NaN where a map reads the whole input.
+        """
+        left = 1 - self.chance
+        return ((self.overlap - self.chance) / left).where(left > 0, torch.nan)
+
 
 class Span(NamedTuple):
     """What of a map W = Q R, with orthonormal columns in Q, is needed to compare it."""

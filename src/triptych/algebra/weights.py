@@ -157,6 +157,7 @@ class Norm:
     weight: Float[Tensor, " d_model"]  # as stored
     bias: Float[Tensor, " d_model"] | None = None
     offset: float = 0.0  # what the stored weight is relative to: 1 for the families that store `w` of `1 + w`
+    centred: bool = False  # whether it takes the mean of its input away: a LayerNorm does
 
 
 @final

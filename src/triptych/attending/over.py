@@ -12,7 +12,7 @@ from triptych.attending.explaining import explain_text
 from triptych.attending.page import HeadNote
 from triptych.attending.windows import MOST_TOKENS, HeadFigures, cut_windows
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_WORTH
-from triptych.attending.worth import Instead, Worth, measure_worth, require_loss
+from triptych.attending.worth import Instead, Worth, measure_worth, require_worth
 from triptych.attending.writing import measure_copies
 from triptych.errors import UsageError
 from triptych.opening import Reader
@@ -203,7 +203,7 @@ def attend_over(
     texts = given_texts(reader, text, documents)
     targets = None if targets is None else given_lines(targets)
     if worth is not None:
-        require_loss(reader)
+        require_worth(reader)
     windows = cut_windows(reader, texts, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]

@@ -102,10 +102,11 @@ def measure_worth(
     reader: Reader, windows: Windows, instead: Instead, progress: Told = lambda done, total: None
 ) -> Worth:
     """Leave every head of a model out in turn, and measure the loss on a text."""
-    require_loss(reader)
+    require_worth(reader)
     model = reader.model
     sites = attention_sites(model)
-    batches = [*batches_of(reader, windows, max(site.layer.num_heads for site in sites))]
+    most_heads = max(site.layer.num_heads for site in sites)
+    batches = [*batches_of(reader, windows, _TOKENS_AT_A_TIME // most_heads)]
     losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)
     changes = {
         site.name: torch.zeros(windows.num_units, site.layer.num_heads, dtype=torch.float64) for site in sites
@@ -118,7 +119,7 @@ def measure_worth(
         for batch in batches:
             with head_outputs(sites) as outputs:
                 run = reader.run(batch.texts, residuals=True)
-            whole = _losses(model, batch, run.hidden)[0].cpu()
+            whole = row_losses(model, batch, run.hidden)[0].cpu()
             losses.index_add_(0, batch.units, whole)
             tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
             for site in sites:
@@ -149,33 +150,38 @@ def measure_worth(
     return Worth(instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum()))
 
 
-def require_loss(reader: Reader) -> None:
-    """The model predicts tokens, the next ones or those that a mask hides, and can run from any block on."""
+def require_worth(reader: Reader) -> None:
+    """The model has a loss, and can run from any block on."""
     model = reader.model
-    if isinstance(model, EncoderDecoder):
-        return
-    if any(block.keys is not None or block.input is not None for block in model.architecture.blocks):
+    blocks = model.architecture.blocks if isinstance(model, LanguageModel) else ()
+    if any(block.keys is not None or block.input is not None for block in blocks):
         raise UsageError(
             f"{reader.name} has blocks that read more than the stream before them: heads cannot be left out "
             "one layer at a time (--worth)"
         )
+    require_loss(reader, "leaving heads out (--worth)")
+
+
+def require_loss(reader: Reader, what: str) -> None:
+    """The model predicts tokens, the next ones or those that a mask hides; `what` needs the loss of them."""
+    model = reader.model
+    if isinstance(model, EncoderDecoder):
+        return
     if model.head is None or model.head.config.outputs not in (None, model.vocab_size):
-        raise UsageError(
-            f"{reader.name} has no head that predicts tokens, and so no loss: leaving heads out (--worth) "
-            "needs one"
-        )
+        raise UsageError(f"{reader.name} has no head that predicts tokens, and so no loss: {what} needs one")
     if not model.causal and reader.tokenizer.mask_id is None:
         raise UsageError(
-            f"the tokenizer of {reader.name} has no mask token: an encoder has no loss (--worth) without it"
+            f"the tokenizer of {reader.name} has no mask token: without it an encoder has no loss, and "
+            f"{what} needs one"
         )
 
 
-def batches_of(reader: Reader, windows: Windows, num_heads: int) -> Iterator[WindowBatch]:
-    """Windows of like lengths together, within a number of tokens times the heads of a layer."""
+def batches_of(reader: Reader, windows: Windows, most_tokens: int) -> Iterator[WindowBatch]:
+    """Windows of like lengths together, within a number of tokens."""
     units, whole = torch.tensor(windows.unit_of), windows.windows
     lengths = [[0] * window.num_tokens for window in whole]
     limit = reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
-    for like in batches_of_like_length(lengths, max(1, _TOKENS_AT_A_TIME // num_heads)):
+    for like in batches_of_like_length(lengths, max(1, most_tokens)):
         for part in padded_alike(like, [len(own) for own in lengths], limit):
             yield _batch(reader, [(i, whole[i]) for i in part], units[part])
 
@@ -249,7 +255,7 @@ def _losses_from(
         first = order.index(site.block)
         x = repeated(run.residuals[model.architecture.kind][first])
         mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
-        return _losses(model, batch, model.from_stream(x, first, mask=mask))
+        return row_losses(model, batch, model.from_stream(x, first, mask=mask))
     assert batch.src_tokens is not None
     mask = repeated(batch.src_tokens[:, None, None, :])
     read, written = run.residuals["encoder"], run.residuals["decoder"]
@@ -258,10 +264,10 @@ def _losses_from(
     else:
         memory, first = repeated(model.encoder.final_norm(read[-1])), site.block
     x = model.decoder.from_stream(repeated(written[first]), first, memory=memory, memory_mask=mask)
-    return _losses(model, batch, x)
+    return row_losses(model, batch, x)
 
 
-def _losses(
+def row_losses(
     model: LanguageModel | EncoderDecoder, batch: WindowBatch, hidden: Float[Tensor, "all length d_model"]
 ) -> Float[Tensor, "times rows"]:
     """Sums over the tokens of each row in nats; the rows may come several times."""

@@ -62,7 +62,10 @@ class NormSite:
     def read(self, tensors: Tensors) -> Norm:
         gain, shift = self.own_tensors
         return Norm(
-            tensors.read(gain), tensors.read(shift) if shift in tensors.infos else None, self.spec.offset
+            tensors.read(gain),
+            tensors.read(shift) if shift in tensors.infos else None,
+            self.spec.offset,
+            centred=self.spec.kind == "layer",
         )
 
     @property

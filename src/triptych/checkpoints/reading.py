@@ -197,7 +197,9 @@ class LayerReader:
 
     def _norm(self, parts: Mapping[str, Tensor]) -> Norm | None:
         norm = self.place.norm
-        return Norm(parts["norm"], parts.get("norm.bias"), norm.offset) if norm and "norm" in parts else None
+        if norm is None or "norm" not in parts:
+            return None
+        return Norm(parts["norm"], parts.get("norm.bias"), norm.offset, centred=norm.kind == "layer")
 
     def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
         """The norms whose outputs are read, wherever they are, as far as the family tells."""
@@ -223,7 +225,7 @@ class LayerReader:
         if gain is None or gain.shape != (reader[0].d_in,) or not gain.dtype.is_floating_point:
             return None
         shift = self.tensors.read(of_shift) if of_shift in infos else None
-        return Norm(self.tensors.read(of_gain), shift, spec.offset)
+        return Norm(self.tensors.read(of_gain), shift, spec.offset, centred=spec.kind == "layer")
 
     def _head_norms(
         self, parts: Mapping[str, Tensor], rotary: RotaryEmbedding | None

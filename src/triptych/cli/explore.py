@@ -8,14 +8,18 @@ from typing import Annotated
 from urllib.parse import urlencode
 
 import triptych
+from triptych.attending.held_out import HeldOutText
 from triptych.cli.failures import say
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_written, progress_bar
-from triptych.errors import UsageError
-from triptych.face import load
+from triptych.errors import DataError, UsageError
+from triptych.face import Model, load
 from triptych.reports import is_page
 from triptych.serving.recording import write_page
+from triptych.training import read_recipe
+from triptych.training.folder import RECIPE
+from triptych.training.validation import validation_text
 
 
 def explore(
@@ -24,6 +28,8 @@ def explore(
     text: str | None = None,
     port: int = 8000,
     over: Path | None = None,
+    held_out: Path | None = None,
+    held_out_targets: Path | None = None,
     no_open: bool = False,
     html: Path | None = None,
     force: bool = False,
@@ -39,20 +45,27 @@ def explore(
         text: The text to begin with.
         port: Port of 127.0.0.1 to listen at.
         over: Measure what heads do over this file, for the gallery. Default: over the text on the page.
+        held_out: Measure what a switch does to the loss on this file, which the model did not learn from; of
+            a translator the sentences. A few kB will do. Default: a run's validation text, where it is found.
+        held_out_targets: The translations of --held-out, line by line.
         no_open: Print the address and open no browser.
         html: Write the page of --text to this file, with recorded answers, and serve nothing.
         force: Replace an existing file, even if triptych did not write it.
 
     Examples:
         triptych explore gpt2
-        triptych explore gpt2 --text "The king said that" --html king.html
+        triptych explore gpt2 --held-out text.txt --text "The king said that" --html king.html
     """
+    if held_out_targets is not None and held_out is None:
+        raise UsageError("--held-out-targets are the translations of --held-out: give both")
     if html is not None:
         if text is None:
             raise UsageError("--html writes the page of one text: give --text")
         require_free([Output(html, is_page)], [Path(model)] if Path(model).exists() else [], force=force)
+        opened = load(model, **opening)
+        given = _held_out(opened, held_out, held_out_targets)
         with progress_bar("{task.description}", "recording", of_bytes=False) as tell:
-            write_page(load(model, **opening), text, html, tell)
+            write_page(opened, text, html, given, tell)
         print_written([html], Terminal(soft_wrap=True))
         return
     address = f"http://127.0.0.1:{port}/" + ("" if text is None else f"#&{urlencode({'text': text})}")
@@ -63,6 +76,31 @@ def explore(
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._")[:64] or "model"
-    opened = {name: load(model, **opening)}
-    triptych.serve(opened, port=port, shutdown_timeout=1.0, over=over, page_only=True, ready=ready)
+    opened = load(model, **opening)
+    given = _held_out(opened, held_out, held_out_targets)
+    triptych.serve(
+        {name: opened},
+        port=port,
+        shutdown_timeout=1.0,
+        over=over,
+        held_out=given,
+        page_only=True,
+        ready=ready,
+    )
     say("stopped")
+
+
+def _held_out(model: Model, text: Path | None, targets: Path | None) -> HeldOutText | None:
+    """The text that was given, or that a run was validated on; None without one."""
+    if text is not None:
+        return model.held_out(text, targets)
+    folder = Path(model.name)
+    if not (folder / RECIPE).is_file():
+        return None
+    try:
+        found = model.held_out(*validation_text(read_recipe(folder / RECIPE), Path()))
+    except (DataError, UsageError) as error:
+        say(f"no held-out text: the validation text of {model.name} cannot be read ({error})")
+        return None
+    say(f"held-out text: {found.num_tokens:,} tokens that the run was validated on")
+    return found

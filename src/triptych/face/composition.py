@@ -21,13 +21,15 @@ class Composition:
 
     For heads a of an earlier layer and b of a later one, with W_OV of a and the form F of b, the score is
     `‖W_OV F‖ / (‖W_OV‖ ‖F‖)` in Frobenius norms: F is W_QK of b for "Q", its transpose for "K", W_OV for "V".
-    Maps read normalised input: the gain of the norm before a layer is folded into them.
+    Maps read normalised input: the gain of the norm before a layer is folded into them. Of a model with
+    LayerNorms the mean that they remove is taken out of what maps read and of what heads write; an RMSNorm
+    removes nothing.
 
     Attributes:
         into: "Q", "K" or "V": what of the later head reads what the earlier one wrote.
         scores: `[layers, heads, layers, heads]`, earlier head first; NaN where it is not the earlier one.
         chance: √E[score²] where the one form is turned against the other at random: `1 / √d_model`, whatever
-            their spectra.
+            their spectra, or `1 / √(d_model − 1)` behind LayerNorms.
         layers: the names of the layers.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
@@ -63,7 +65,11 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
     heads = [[_head_to_compose(head, into) for head in layer] for layer in layers]
     most, d = max(map(len, heads)), layers[0].d_model
     scores = torch.full((len(heads), most, len(heads), most), torch.nan)
-    writes = [_stacked([head.ov.left for head in own], [head.ov.right for head in own]) for own in heads]
+    is_centred = [(norm := layer.weights.norm) is not None and norm.centred for layer in layers]
+    writes = []
+    for own, removes_mean in zip(heads, is_centred, strict=True):
+        W_V, W_O = _stacked([head.ov.left for head in own], [head.ov.right for head in own])
+        writes.append((W_V, _without_mean(W_O) if removes_mean else W_O))
     reads = writes
     if into != "V":
         forms = [[_qk(head) for head in own] for own in heads]
@@ -80,7 +86,8 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
             norms = _product_norms(W_V, W_O)[:, None] * _product_norms(left, right)
             found = torch.linalg.matrix_norm(whole) / norms
             scores[i, : len(heads[i]), j, : len(heads[j])] = found.float()
-    return Composition(into, scores, d**-0.5, tuple(layer.name for layer in layers))
+    chance = (d - all(is_centred)) ** -0.5
+    return Composition(into, scores, chance, tuple(layer.name for layer in layers))
 
 
 def _head_to_compose(head: Head, into: Into) -> Head:
@@ -111,6 +118,12 @@ def _qk(head: Head) -> tuple[Tensor, Tensor]:
 
 def _stacked(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack([*left]).double(), torch.stack([*right]).double()
+
+
+def _without_mean(written: Tensor) -> Tensor:
+    """`[heads, d_model, d_v]`: what heads write, without the mean over the stream's channels."""
+    left: Tensor = written - written.mean(dim=1, keepdim=True)
+    return left
 
 
 def _triangle(maps: Tensor) -> Tensor:

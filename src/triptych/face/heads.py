@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.algebra.centring import centred
 from triptych.algebra.forms import BilinearForm, at_least_float32
 from triptych.algebra.positions import RotaryEmbedding
 from triptych.algebra.rewrites import fold_norm
-from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
+from triptych.algebra.weights import SIDES, AttentionWeights, Link, Norm, Side
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
 from triptych.opening.places import head_of
@@ -223,11 +224,17 @@ class Head:
     def folded(self) -> "Head":
         """The same head reading normalised input: gain and shift of the norm before it are in its maps.
 
+        The mean, which a LayerNorm removes, is taken out of what they read.
+
         Raises:
             RewriteRefusedError: the norm cannot be folded (post-norm, sandwich), or there is none.
         """
         slots = replace(self.weights, other_norm_readers="", bias_slots=frozenset(("q", "k", "v", "o")))
-        return Head(self.layer, self.number, fold_norm(slots.to(torch.float64)).weights.to(slots.dtype))
+        folded = fold_norm(slots.to(torch.float64)).weights
+        norm, memory_norm = (_without_gain(norm) for norm in (slots.norm, slots.memory_norm))
+        maps = centred(folded, norm, memory_norm, keys=self.borrows is None)
+        read = replace(maps, o=folded.o)
+        return Head(self.layer, self.number, read.to(slots.dtype))
 
     def _map(self, side: Side) -> Link:
         found = None if self._own is not None else self.layer.read_map(side, self.number)
@@ -449,6 +456,11 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
     """One head of a layer, its tensors views of the layer's."""
     alone = weights.select_copies(lambda copies: [number * copies // weights.num_heads], 1)
     return replace(alone, o_bias=None)
+
+
+def _without_gain(norm: Norm | None) -> Norm | None:
+    """A norm whose gain is in the maps that read it."""
+    return None if norm is None else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
 
 
 def _borrowed(lender: str | None) -> str:

@@ -16,7 +16,7 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
-from triptych.inspection.layers import InspectedLayer, inspect_layer
+from triptych.inspection.layers import InspectedLayer, as_read, inspect_layer
 from triptych.inspection.record import NEAR, Inspection, NearCopy
 from triptych.progress import Progress, untold
 
@@ -48,7 +48,7 @@ def inspect(
         layer = checkpoint.read(site)
         maps = layer.weights.with_single_links()
         found.append(inspect_layer(checkpoint, layer, maps, heads, ignore_rotary))
-        sketched.add(layer, maps, found[-1])
+        sketched.add(layer, as_read(layer).with_single_links(), found[-1])
         done += found[-1].num_bytes
         del layer, maps
     most = max(layer.num_heads for layer in found) - 1
@@ -133,7 +133,7 @@ class _Sketches:
         """The factors of a layer; the last two layers are cached."""
         if site not in self._kept:
             layer = self._checkpoint.read(site)
-            self._kept[site] = self._factors(layer, layer.weights.with_single_links())
+            self._kept[site] = self._factors(layer, as_read(layer).with_single_links())
             while len(self._kept) > 2:
                 self._kept.pop(next(iter(self._kept)))
         else:

@@ -9,6 +9,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from triptych.algebra.centring import centred, removed_directions
 from triptych.algebra.measures import COMPARED, HeadMeasures, RotaryPairs, measure_heads
 from triptych.algebra.positions import DisentangledBias
 from triptych.algebra.rewrites import RewriteRefusedError, Rewritten, drop_key_bias, fold, fold_value_bias
@@ -66,6 +67,8 @@ class InspectedLayer:
     parameters: int  # number of parameters of the layer
     broken: dict[str, int]  # tensors with entries that are not finite, and how many
     num_bytes: int  # bytes read for the layer
+    # whether the direction that a LayerNorm removes was taken out of the maps before they were measured
+    centred: bool
 
     @property
     def name(self) -> str:
@@ -77,6 +80,11 @@ class InspectedLayer:
         if not self.turns:
             return "form"
         return "form, rotary ignored" if self.rotary_pairs is None else "rotary pairs"
+
+
+def as_read(layer: AttentionLayer) -> AttentionWeights:
+    """The maps of a layer without what a LayerNorm before or after it removes."""
+    return centred(layer.weights, layer.inputs.x, layer.inputs.memory, keys=layer.borrows is None)
 
 
 def inspect_layer(
@@ -94,7 +102,9 @@ def inspect_layer(
         longest = checkpoint.longest_text(site)
         seen = min(longest, semantics.window or longest, semantics.chunk or longest)
         pairs = RotaryPairs.from_rotation(semantics.rotary.of_length(longest), seen)
-    measured = measure_heads(weights, pairs)
+    read = layer.inputs.memory if site.kind == "cross" else layer.inputs.x
+    removed = None if read is None else removed_directions(read)
+    measured = measure_heads(as_read(layer), pairs, 0 if removed is None else removed.shape[1])
     chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
     small = (*(tensor for tensor in weights.tensors() if tensor.ndim < 3), *semantics.tensors())
     finite = bool(measured.finite.all()) and all(bool(tensor.isfinite().all()) for tensor in small)
@@ -137,6 +147,7 @@ def inspect_layer(
         parameters=weights.num_parameters,
         broken={} if finite else dict(checkpoint.broken(layer)),
         num_bytes=checkpoint.bytes_of(site),
+        centred=removed is not None,
     )
 
 
@@ -189,7 +200,7 @@ def _measures(measured: HeadMeasures) -> dict[str, Tensor | None]:
     for pair, similarity in measured.similarity.items():
         found |= {
             f"{pair}_{name}": None if similarity is None else getattr(similarity, name)
-            for name in ("overlap", "times_chance", "p_value", "cosine", "procrustes", "cka")
+            for name in ("overlap", "times_chance", "excess", "p_value", "cosine", "procrustes", "cka")
         }
     symmetry = measured.symmetry
     found |= {

@@ -91,7 +91,8 @@ def _of_pair(pair: str) -> Iterator[Measure]:
         (
             "times_chance",
             f"overlap of {both} over chance",
-            "The same over what random subspaces of these sizes have on average: 1 is chance.",
+            "The same over what random subspaces of these sizes have on average: 1 is chance. At most it is "
+            "d over the width of the larger map: compare models by the excess.",
         ),
         (
             "p_value",
@@ -150,6 +151,15 @@ MEASURES: tuple[Measure, ...] = (
         "At least this share is lost, however each of them is rotated within the head first.",
         _LIKENESS,
         of_basis=True,
+    ),
+    *(
+        Measure(
+            f"{pair}_excess",
+            f"excess of the overlap of W_{pair[0].upper()} and W_{pair[1].upper()} over chance",
+            "(overlap − chance)/(1 − chance): 0 is chance, 1 one space, whatever the sizes.",
+            _LIKENESS,
+        )
+        for pair in ("qk", "qv", "kv")
     ),
     *(
         Measure(

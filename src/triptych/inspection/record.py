@@ -235,6 +235,11 @@ def _notes(inspection: Inspection) -> Iterator[str]:
     if broken:
         first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
         yield f"Not finite, left out: {first}{' …' if len(broken) > 4 else ''}."
+    if num_centred := sum(layer.centred for layer in layers):
+        yield (
+            f"Centred in {_count_of(num_centred, 'layer')}: the mean, which LayerNorm removes, is taken out "
+            "of what maps read and of what W_O writes."
+        )
     turning = sum(layer.rotary_pairs is not None for layer in layers)
     if turning:
         yield (
@@ -264,6 +269,9 @@ def _notes(inspection: Inspection) -> Iterator[str]:
 def averages(inspection: Inspection) -> Table:
     """Means over the heads, compared with random weights of the same sizes."""
     rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
+    for pair, both in _PAIRS.items():
+        if found := _distinct(inspection, pair, "excess", "subspaces"):
+            rows.append((f"excess over chance of {both}", f"{_mean(found):+.3f}", "0", "1 at most"))
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "cosine", "maps"):
             rows.append((f"cosine of {both}", f"{_mean(found):+.3f}", "0", _BY_BASIS))

@@ -240,7 +240,9 @@ def _norm_of(norm: nn.Module) -> Norm | None:
     match norm:
         case nn.LayerNorm() | OffsetNorm():
             offset = norm.offset if isinstance(norm, OffsetNorm) else 0.0
-            return Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), offset)
+            shift = None if norm.bias is None else norm.bias.detach()
+            is_layer_norm = isinstance(norm, nn.LayerNorm) or norm.kind == "layer"
+            return Norm(norm.weight.detach(), shift, offset, centred=is_layer_norm)
         case nn.RMSNorm():
             return Norm(norm.weight.detach())
         case _:

@@ -19,6 +19,10 @@ async function ask(name, fields) {
   return found;
 }
 
+const counted = (number, name) => `${number.toLocaleString("en")} ${name}${number === 1 ? "" : "s"}`;
+const signed = (value) => `${value < 0 ? "−" : "+"}${digits(Math.abs(value))}`;
+const fromTo = (before, after) => `${digits(before)} → ${digits(after)} (${signed(after - before)})`;
+
 class Explorer {
   constructor() {
     this.row = new Row();
@@ -33,6 +37,7 @@ class Explorer {
   get model() { return this.models.find(({ name }) => name === byId("model").value); }
   get isTranslator() { return this.model.pairs; } // a text has a target, which it writes or is given
   get asked() { return { model: this.model.name, text: this.text, target: this.target, changes: this.changes }; }
+  get changed() { return `${this.model.name} ${this.changes.join(" ")}`; }
   // The layer and the head that are looked at; of the mean of heads none
   get place() {
     const { kind, layer, at } = this.viewer;
@@ -159,6 +164,7 @@ class Explorer {
         await this.draw(data);
       }
       await this.showAfter(turn);
+      await this.compare(turn);
       if (byId("forms").open) await this.showForms(turn);
       if (recorded && this.changes.length) return;
       const data = await ask("gallery", this.asked);
@@ -296,9 +302,11 @@ class Explorer {
 
   showEffect(next) {
     const place = byId("effect");
-    if (!next) { place.replaceChildren(); return; }
+    const { held_out } = this.model;
+    const heldOut = held_out && this.changes.length ? [make("div", {}, make("dt", {}, `loss on the held-out text (${counted(held_out.tokens, "token")}${held_out.name ? ` of ${held_out.name}` : ""}), nats per token`), make("dd", { id: "held-out" }, this.heldOut?.of === this.changed ? this.heldOut.said : "computing …"))] : [];
+    if (!next) { place.replaceChildren(make("dl", { class: "facts" }, ...heldOut)); return; }
     if (!this.changes.length) {
-      place.replaceChildren(make("p", { class: "note" }, `Loss on the text: ${next.loss[0] === null ? "–" : `${digits(next.loss[0])} nats per token`}. Press a switch: the change of the next token, of the loss and of the text is shown here.`));
+      place.replaceChildren(make("p", { class: "note" }, `Loss on the text: ${next.loss[0] === null ? "–" : `${digits(next.loss[0])} nats per token (${counted(next.loss_tokens, "token")})`}. Press a switch: the change of the next token, of the loss and of the text is shown here.`));
       return;
     }
     const [before, after] = next.loss;
@@ -306,14 +314,36 @@ class Explorer {
     const facts = [
       [`KL of the next token ${this.isTranslator ? "where" : "at"} “${shortly(next.token)}” (${next.at})${this.isTranslator ? " is written" : ""}`, `${small(next.kl)} nats`],
       ["KL, mean over the text", `${small(next.mean_kl)} nats`],
-      ["loss on the text, nats per token", before === null ? "–" : `${digits(before)} → ${digits(after)} (${after >= before ? "+" : "−"}${digits(Math.abs(after - before))})`],
+      [`loss on the text (${counted(next.loss_tokens, "token")}), nats per token`, before === null ? "–" : fromTo(before, after)],
     ].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
     const most = Math.max(...next.tokens.flatMap(([, ...both]) => both));
     const bar = (value, kind) => { const node = make("span", { class: `bar ${kind}` }); node.style.width = `${(100 * value) / most}%`; return node; };
     const rows = next.tokens.slice(0, 8).map(([token, was, is]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, bar(was, "was"), bar(is, "is")), make("td", { class: "number" }, `${percent(was)} → ${percent(is)}`)));
-    place.replaceChildren(make("dl", { class: "facts" }, ...facts),
+    const few = `The loss on ${counted(next.loss_tokens, "token")} shows nothing of how good a design is: it can fall where the loss on a longer text rises.`;
+    const told = held_out ? "The held-out text tells what the change does to this model, and not what a model trained with it would be." : "A held-out text of some kB tells more: triptych explore MODEL --held-out FILE.";
+    place.replaceChildren(make("dl", { class: "facts" }, ...facts, ...heldOut),
+      ...(before === null && !held_out ? [] : [make("p", { class: "note", id: "few" }, `${before === null ? "" : `${few} `}${told}`)]),
       make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)),
       make("dl", { class: "both", id: "after" }));
+  }
+  // What the changes do to the loss on the held-out text, which is read in parts, so that a click does not wait for it
+  async compare(turn) {
+    const { held_out, name } = this.model;
+    const of = this.changed;
+    if (!this.changes.length || !held_out || (this.heldOut?.of === of && this.heldOut.isDone)) return;
+    const tell = (said, isDone) => {
+      this.heldOut = { of, said, isDone };
+      if (byId("held-out")) byId("held-out").textContent = said;
+    };
+    try {
+      for (let parts = recorded ? held_out.parts : 1; parts <= held_out.parts; parts++) {
+        const { loss, interval } = await ask("held_out", { model: name, changes: this.changes, parts });
+        if (turn !== this.turn) return;
+        if (!loss) { tell(`reading: part ${parts} of ${held_out.parts}`, false); continue; }
+        const ends = interval ? `95 % interval of the difference over ${held_out.units}: ${interval.map(signed).join(" to ")}` : "one window, so no interval";
+        tell(`${fromTo(...loss)}; ${ends}`, true);
+      }
+    } catch (error) { tell(error.message, true); }
   }
   async showAfter(turn) {
     if (!this.changes.length || !this.candidates && !this.target) return;
@@ -346,7 +376,7 @@ class Explorer {
         { of: form, name: "here", values: values.map((value) => value / high) },
         { of: "chance", name: "chance", values: random.slice(0, values.length).map((value) => (value * size) / high) }], 1);
     };
-    const titles = { qk_effective_rank: "effective rank of W_QK", ov_effective_rank: "effective rank of W_OV", qk_symmetric_share: "symmetric share of W_QK", ov_copying: "copying score of W_OV", qk_times_chance: "overlap of W_Q and W_K, times chance" };
+    const titles = { qk_effective_rank: "effective rank of W_QK", ov_effective_rank: "effective rank of W_OV", qk_symmetric_share: "symmetric share of W_QK", ov_copying: "copying score of W_OV", qk_times_chance: "overlap of W_Q and W_K, times chance", qk_excess: "the same, excess over chance" };
     const facts = Object.entries(figures).filter(([, value]) => typeof value === "number").map(([name, value]) => make("div", {}, make("dt", {}, titles[name]), make("dd", {}, digits(value))));
     const tables = [["qk", "asks", "is asked"], ["ov", "reads", "writes"]].map(([form, left, right]) => {
       const rows = directions.filter((one) => one.form === form).map(({ number, value, reads, writes }, i) => make("tr", {},

@@ -1,7 +1,7 @@
 """Norms that maps outside the attention read, folded into these maps one at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -153,7 +153,7 @@ class OtherNorms:
 def neutral_norm(norm: Norm) -> Norm:
     """Gain 1 and shift 0, as the norm stores them."""
     shift = None if norm.bias is None else torch.zeros_like(norm.bias)
-    return Norm(torch.full_like(norm.weight, 1 - norm.offset), shift, norm.offset)
+    return replace(norm, weight=torch.full_like(norm.weight, 1 - norm.offset), bias=shift)
 
 
 def _examine(site: NormSite, tensors: Tensors) -> _Examined:
@@ -237,7 +237,8 @@ def _folded_blocks(
     norm: Norm, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[tuple[int | slice, ...], Tensor, Tensor | None]]:
     """The map with the norm in it, block by block: computed in float64 and cast once."""
-    wide = Norm(norm.weight.double(), None if norm.bias is None else norm.bias.double(), norm.offset)
+    shift = None if norm.bias is None else norm.bias.double()
+    wide = replace(norm, weight=norm.weight.double(), bias=shift)
     for block in blocks(weight):
         part = None if bias is None else bias[block].double()
         new, new_bias = fold_norm_into_map(wide, weight[block].double(), part)

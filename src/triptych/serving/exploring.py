@@ -17,6 +17,7 @@ from torch import Tensor
 from triptych.algebra.chance import random_spectra
 from triptych.attending import Attention
 from triptych.attending.attention import readable
+from triptych.attending.held_out import HeldOutText
 from triptych.attending.over import OverText
 from triptych.attending.page import HeadNote, viewer_data
 from triptych.attending.writing import OutputTable
@@ -25,6 +26,8 @@ from triptych.face import Head, Model, RotaryForm, Run
 
 # Models with what-ifs that are kept, each with what it generates with, and texts that they read.
 _MOST_MODELS, _MOST_TEXTS = 4, 16
+# Losses of parts of the held-out text that are kept.
+_MOST_PARTS = 4096
 _MOST_KEYS = 32
 _MOST_NEXT = 8
 _MOST_NEW_TOKENS = 64
@@ -135,14 +138,18 @@ class Explorer:
     Attributes:
         model: as it was opened.
         over: what its heads do over a text, for the gallery; None to measure it on the text that is shown.
+        held_out: the text on which changes are measured; None without one.
     """
 
-    def __init__(self, model: Model, over: OverText | None = None) -> None:
-        self.model, self.over = model, over
+    def __init__(
+        self, model: Model, over: OverText | None = None, held_out: HeldOutText | None = None
+    ) -> None:
+        self.model, self.over, self.held_out = model, over, held_out
         self._changed = lru_cache(_MOST_MODELS)(self._change)
         self._attention = lru_cache(_MOST_TEXTS)(self._attend)
         self._run = lru_cache(_MOST_TEXTS)(self._run_text)
         self._inspection = lru_cache(_MOST_TEXTS)(self._inspect)
+        self._held_out_losses = lru_cache(_MOST_PARTS)(self._read_held_out)
 
     def _change(self, changes: tuple[str, ...]) -> Model:
         return change_model(self._changed(changes[:-1]), changes[-1]) if changes else self.model
@@ -185,8 +192,41 @@ class Explorer:
             sizes = {"d_model": layer.d_model, "d_k": head.d_k, "d_v": head.d_v}
             about = {"heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "between": layer.between}
             places.append({"name": layer.name, "kind": layer.kind, **sizes, **about})
-        can = list(self.model.can)
-        return {"can": can, "pairs": self.reads_pairs, "layers": places, "exact": list(_EXACT)}
+        can, held_out = list(self.model.can), None
+        if self.held_out is not None:
+            held_out = {
+                "name": self.held_out.name,
+                "tokens": self.held_out.num_tokens,
+                "parts": self.held_out.num_parts,
+                "units": self.held_out.units,
+            }
+        return {
+            "can": can,
+            "pairs": self.reads_pairs,
+            "layers": places,
+            "exact": list(_EXACT),
+            "held_out": held_out,
+        }
+
+    def compare(self, changes: tuple[str, ...], parts: int) -> dict[str, Any]:
+        """What changes do to the loss on the held-out text, once all of its parts are read.
+
+        Reading takes longer than an answer may: who asks for one part more each time waits for one part.
+        """
+        text = self.held_out
+        if text is None:
+            raise UsageError("there is no held-out text: triptych explore MODEL --held-out FILE gives one")
+        parts = min(max(1, parts), text.num_parts)
+        losses = [[self._held_out_losses(which, part) for part in range(parts)] for which in ((), changes)]
+        if parts < text.num_parts:
+            return {"parts": parts, "loss": None, "interval": None}
+        before, after = (torch.stack(own).sum(dim=0) for own in losses)
+        found = text.compared(before, after)
+        return {"parts": parts, "loss": [found.before, found.after], "interval": found.interval}
+
+    def _read_held_out(self, changes: tuple[str, ...], part: int) -> Tensor:
+        assert self.held_out is not None, "`compare` asks for it"
+        return self.held_out.losses(self._changed(changes).reader, part)
 
     def write(self, text: str, changes: tuple[str, ...], count: int) -> dict[str, Any]:
         """The translation or the continuation of a text, with alternatives and scores."""
@@ -276,6 +316,7 @@ class Explorer:
             "kl": float(kl[at]),
             "mean_kl": float(kl.mean()),
             "loss": [self._loss(asked.text, run) for run in (before, after)],
+            "loss_tokens": len(self._losses(asked.text, before)),
             "tokens": [
                 [readable(piece), *(float(log[at, number].exp()) for log in logs)]
                 for piece, number in zip(pieces, ids, strict=True)
@@ -284,10 +325,15 @@ class Explorer:
 
     def _loss(self, text: str, run: Run) -> float | None:
         """The loss of a translation, or of the text without its continuation, in nats per token."""
+        losses = self._losses(text, run)
+        return float(losses.mean()) if len(losses) else None
+
+    def _losses(self, text: str, run: Run) -> Tensor:
+        """What `_loss` is the mean of."""
         losses = run.losses
         if not self.reads_pairs:
             losses = losses[: max(1, len(self.model.reader.encode([text])[0].ids) - 1)]
-        return float(losses.mean()) if len(losses) else None
+        return losses
 
     def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
         """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
@@ -300,6 +346,7 @@ class Explorer:
             "qk_symmetric_share",
             "ov_copying",
             "qk_times_chance",
+            "qk_excess",
         )
         return {
             "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *model[layer].between],

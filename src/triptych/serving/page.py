@@ -86,6 +86,10 @@ QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
         lambda of, given: of.row(_shown(given), *_layer_and_head(given), given.number("query", -1, 1 << 24)),
         "One row of a head step by step, and what `changes` do to the next token and the loss.",
     ),
+    "held_out": (
+        lambda of, given: of.compare(_changes(given), given.number("parts", 1, 1 << 16)),
+        "What `changes` do to the loss on the held-out text, once `parts` are all of its parts.",
+    ),
     "head": (
         lambda of, given: of.head(_changes(given), *_layer_and_head(given)),
         "The maps and forms of a head: pictures, spectra, singular directions.",

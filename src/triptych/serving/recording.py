@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from triptych.attending.held_out import HeldOutText
 from triptych.errors import TriptychError
 from triptych.face import Model
 from triptych.files import write_text
@@ -18,14 +19,16 @@ _DIGITS, _NEW_TOKENS = 4, 12
 _RANKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
-def write_page(model: Model, text: str, path: Path, progress: Progress = untold) -> None:
+def write_page(
+    model: Model, text: str, path: Path, held_out: HeldOutText | None = None, progress: Progress = untold
+) -> None:
     """Write the page of one text as one HTML file that needs no server.
 
     It has all attention weights, one row of every head, every row of the head that tells most, the matrices
-    of every head, and the what-ifs of that head one by one.
+    of every head, and the what-ifs of that head one by one, each with its loss on the held-out text.
     """
     name = Path(model.name).name
-    recorded = _Recording(Explorer(model), name, text, progress).answers
+    recorded = _Recording(Explorer(model, held_out=held_out), name, text, progress).answers
     title = f"Explore attention: {printable(name)}"
     write_text(path, make_page("explore.html", title=title, answers=recorded))
 
@@ -63,6 +66,7 @@ class _Recording:
                 self.row((call,), telling, layer, head)
                 self.view("view", (call,))
                 self.write((call,))
+                self.compare((call,))
             except TriptychError as error:  # the model refuses it, and the page says why
                 self.answers[f"why {call}"] = str(error)
 
@@ -100,6 +104,11 @@ class _Recording:
         asked = Shown(self.text, self.target, changes)
         found = self.explorer.view(asked, measured=question == "gallery")
         return self.keep(question, self.asked(changes), found)
+
+    def compare(self, changes: tuple[str, ...]) -> None:
+        if (text := self.explorer.held_out) is not None:
+            fields = {"model": self.name, "changes": list(changes), "parts": text.num_parts}
+            self.keep("held_out", fields, self.explorer.compare(changes, text.num_parts))
 
     def row(
         self, changes: tuple[str, ...], kind: dict[str, Any], number: int, head: int, query: int | None = None

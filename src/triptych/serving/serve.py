@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from triptych.attending.held_out import HeldOutText
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.face import Model
@@ -29,6 +30,7 @@ def serve(
     limits: Limits | None = None,
     shutdown_timeout: float = 30.0,
     over: Path | None = None,
+    held_out: HeldOutText | None = None,
     page_only: bool = False,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
@@ -46,6 +48,8 @@ def serve(
         limits: of every request.
         shutdown_timeout: seconds that running requests get to end when the process is told to stop.
         over: a text on which the page at / measures what heads do. Default: the text that is on the page.
+        held_out: the text on which the page at / measures what a change does to the loss of the one model
+            that is served: `Model.held_out`. Default: none, and the page says so.
         page_only: the page is all that is wanted, so that a translator needs no languages in its name.
         ready: called when requests are answered.
 
@@ -70,6 +74,8 @@ def serve(
         raise UsageError(f"--port {port}: give a number from 1 to 65535")
     if not 0 < workers <= _MOST_WORKERS:
         raise UsageError(f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}")
+    if held_out is not None and len(models) != 1:
+        raise UsageError(f"the held-out text is of one model, and {len(models)} are served: leave it out")
     limits = limits or Limits()
     arguments = (
         _pickled(models, limits) if workers > 1 else b""
@@ -80,6 +86,7 @@ def serve(
             _require_servable(model, workers, page_only=page_only)
             if over is not None:
                 model.explorer.over = model.model.attend_over(over)
+            model.explorer.held_out = held_out
         listening = stack.enter_context(_listening(host, port))
         others = [running.ServingProcess(served, arguments) for _ in range(workers - 1)]
         for process in others:

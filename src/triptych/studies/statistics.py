@@ -3,15 +3,16 @@
 Runs are paired by seed: two variants of a seed saw the same text in the same order from the same initial
 values wherever they have the same parameters, so the difference of a pair varies less than either figure.
 
-Two tests are made. Student's t assumes normal differences. The exact sign-flip test assumes only that a
-difference is as likely to be d as −d if the variants are equal; it decides whether a difference is seen.
+Two tests are made. Student's t assumes normal differences. The sign-flip test assumes only that a difference
+is as likely to be d as −d if the variants are equal; it decides whether a difference is seen. It is exact
+for at most 40 pairs.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import final
+from typing import Any, final
 
 import numpy as np
 from jaxtyping import Float
@@ -21,8 +22,9 @@ CONFIDENCE = 0.95
 # The power with which a difference would be found again.
 _POWER = 0.8
 _MOST_SEEDS = 10_000
-# All sign flips of at most this many differences; as many drawn ones of more.
-_ALL_FLIPS = 16
+# All sign flips of at most this many differences are counted; of more, some are drawn.
+MOST_EXACT = 40
+_DRAWN_FLIPS = 1 << 16
 # Up to this many seeds the power of the sign-flip test is simulated; with more it is close to Student's.
 _SIMULATED_SEEDS = 12
 _SIMULATIONS = 2000
@@ -51,7 +53,8 @@ class Comparison:
     difference: Estimate  # mean of variant − baseline, with its interval
     p_value: float  # of the paired t-test, two-sided; NaN where no test is possible
     corrected: float  # the same, corrected for the number of variants (Holm)
-    exact: float  # p-value of the sign-flip test, two-sided; NaN where no test is possible
+    # p-value of the sign-flip test, two-sided; NaN where no test is possible. Of over 40 pairs it is drawn.
+    exact: float
     exact_corrected: float  # the same, corrected for the number of variants (Holm)
     num_tests: int  # that number
     differences: dict[int, float]  # of each pair, by seed
@@ -60,6 +63,11 @@ class Comparison:
     def effect(self) -> float:
         """Mean difference over the standard deviation of the differences (Cohen's d_z)."""
         return effect_size(list(self.differences.values()))
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether `exact` is of drawn sign flips, and not of all."""
+        return len(self.differences) > MOST_EXACT
 
     @property
     def seeds_needed(self) -> int | None:
@@ -126,13 +134,16 @@ def exact_p_value(differences: Sequence[float]) -> float:
     """The p of a two-sided sign-flip test that differences are symmetric about 0; NaN for fewer than two.
 
     p is the share of all 2ⁿ ways to flip their signs that give a sum at least as far from 0. It is at least
-    2/2ⁿ. For more than 16 differences, 65,536 ways are drawn, the same ones every time.
+    2/2ⁿ. For more than 40 differences p is not exact: 65,536 ways are drawn, the same ones every time.
 
     Source: Fisher 1935, The Design of Experiments, section 21.
     """
     if len(differences) < 2:
         return math.nan
-    return float(_share_as_far(np.asarray(differences, dtype=float)[:, None])[0])
+    sample = np.asarray(differences, dtype=float)
+    if len(sample) > MOST_EXACT:
+        return float(_share_as_far(sample[:, None], _drawn_flips(len(sample)))[0])
+    return _exact_share(sample)
 
 
 def least_seeds(num_tests: int) -> int:
@@ -151,22 +162,45 @@ def too_few(seeds: int, num_tests: int) -> str:
     )
 
 
-def _share_as_far(samples: Float[np.ndarray, "count studies"]) -> Float[np.ndarray, " studies"]:
-    """The share of sign flips whose sum is as far from 0 as the column's own, for each column."""
-    sums = np.abs(_flips(len(samples)) @ samples)
-    # Sums that are equal on paper differ by rounding.
-    far_enough = sums[0] - 1e-12 * np.abs(samples).sum(axis=0)
-    shares: Float[np.ndarray, " studies"] = (sums >= far_enough).mean(axis=0)
+def _exact_share(sample: Float[np.ndarray, " count"]) -> float:
+    """The share of all sign flips whose sum is as far from 0 as the sample's own.
+
+    The sums are those of one half of the sample plus those of the other: of 40 differences 2²⁰ each.
+    """
+    middle = len(sample) // 2
+    one, other = (_all_flips(len(half)) @ half for half in (sample[:middle], sample[middle:]))
+    far = _far_enough(sample)
+    other.sort()
+    above = len(other) - np.searchsorted(other, far - one, side="left")
+    below = np.searchsorted(other, -far - one, side="right")
+    ways = len(one) * len(other)
+    return min(int(above.sum() + below.sum()), ways) / ways  # all are both where the sum is 0
+
+
+def _share_as_far(
+    samples: Float[np.ndarray, "count studies"], flips: Float[np.ndarray, "flips count"]
+) -> Float[np.ndarray, " studies"]:
+    """The share of some sign flips whose sum is as far from 0 as the column's own, for each column."""
+    shares: Float[np.ndarray, " studies"] = (np.abs(flips @ samples) >= _far_enough(samples)).mean(axis=0)
     return shares
 
 
+def _far_enough(samples: Float[np.ndarray, "count *studies"]) -> Any:
+    """How far from 0 the sum of signs is to be; sums that are equal on paper differ by rounding."""
+    return np.maximum(np.abs(samples.sum(axis=0)) - 1e-12 * np.abs(samples).sum(axis=0), 0.0)
+
+
 @lru_cache(maxsize=4)
-def _flips(count: int) -> Float[np.ndarray, "flips count"]:
-    """Ways to flip signs; the first changes none. Only one of two opposite ways is among them."""
-    if count <= _ALL_FLIPS:
-        ways = np.arange(2 ** (count - 1))[:, None]
-        return 1.0 - 2.0 * (ways >> np.arange(count) & 1)[:, ::-1]
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(2**_ALL_FLIPS, count))
+def _all_flips(count: int) -> Float[np.ndarray, "flips count"]:
+    """All ways to flip signs; the first changes none."""
+    ways = np.arange(2**count)[:, None]
+    return 1.0 - 2.0 * (ways >> np.arange(count) & 1)
+
+
+@lru_cache(maxsize=4)
+def _drawn_flips(count: int) -> Float[np.ndarray, "flips count"]:
+    """Ways to flip signs, drawn; the first changes none."""
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(_DRAWN_FLIPS, count))
     signs[0] = 1.0
     return signs
 
@@ -206,7 +240,7 @@ def _power(effect: float, count: int, level: float) -> float:
 
     if count <= _SIMULATED_SEEDS:
         studies = np.random.default_rng(count).normal(effect, size=(count, _SIMULATIONS))
-        return float((_share_as_far(studies) < level).mean())
+        return float((_share_as_far(studies, _all_flips(count)) < level).mean())
     critical = float(t.isf(level / 2, count - 1))
     shift = effect * math.sqrt(count)
     if shift > 30:  # far past certainty, where the distribution is slow to work out

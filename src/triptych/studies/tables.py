@@ -105,7 +105,9 @@ def _what_is_corrected(differences: Sequence[Comparison]) -> str:
         if num_tests > 1
         else "There is one comparison, so p is not corrected, also not for other metrics and studies."
     )
-    return f"{covers} {too_few(pairs, num_tests)}".rstrip()
+    drawn = "Where there are more than 40 pairs, the exact p is of 65,536 drawn sign flips. "
+    is_drawn = any(one.is_drawn for one in differences)
+    return f"{covers} {drawn if is_drawn else ''}{too_few(pairs, num_tests)}".rstrip()
 
 
 def costs_table(outcome: Outcome) -> Table:
@@ -201,7 +203,8 @@ def conclusions(outcome: Outcome) -> list[str]:
 
 
 def _p_values(one: Comparison) -> str:
-    return f"exact p = {one.exact_corrected:.2g}, Student's {one.corrected:.2g}"
+    kind = "p (drawn)" if one.is_drawn else "exact p"
+    return f"{kind} = {one.exact_corrected:.2g}, Student's {one.corrected:.2g}"
 
 
 def runs_csv(outcome: Outcome) -> str:

@@ -1,0 +1,43 @@
+"""The text that a run was validated on, read again from where its recipe says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from triptych.text import ParallelCorpus
+from triptych.text.corpora import read_parallel
+from triptych.text.documents import TextPart, whole_documents
+from triptych.training.language import TextOfRun
+from triptych.training.recipe import AnyRecipe, Recipe, TextRecipe
+
+# What a page or a measure needs at most of a text.
+_MOST_CHARACTERS = 1 << 20
+
+
+def validation_pairs(recipe: Recipe, base: Path) -> ParallelCorpus:
+    """The sentence pairs that a run is validated on; paths of the recipe are from `base`."""
+    data = recipe.data
+    pairs = read_parallel(data.valid or data.train, max_line_chars=data.max_line_chars, base=base)
+    return pairs if data.valid is not None else pairs.split(data.valid_share)[1]
+
+
+def validation_parts(recipe: TextRecipe, base: Path) -> Iterator[TextPart]:
+    """The text that a run is validated on, in parts; paths of the recipe are from `base`."""
+    return TextOfRun(recipe, base).validation()
+
+
+def validation_text(recipe: AnyRecipe, base: Path) -> tuple[list[str], list[str] | None]:
+    """The beginning of that text: documents, or sentences with their translations."""
+    if isinstance(recipe, Recipe):
+        pairs = validation_pairs(recipe, base)
+        return pairs.source, pairs.target
+    return [*whole_documents(_first_parts(validation_parts(recipe, base)))], None
+
+
+def _first_parts(parts: Iterator[TextPart]) -> Iterator[TextPart]:
+    left = _MOST_CHARACTERS
+    for part in parts:
+        if left <= 0:
+            return
+        text = part.text[:left]
+        left -= len(part.text)
+        yield TextPart(text, ends_document=part.ends_document or left <= 0)
