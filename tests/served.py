@@ -75,3 +75,17 @@ class Served:
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
             return Answer(response.status, json.loads(text) if is_json else text, dict(response.headers))
+
+    def events(self, path: str, fields: Any, started: threading.Barrier | None = None) -> list[Any]:
+        """The events of a stream; with a barrier, the rest is read when all others have begun."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with closing(connection):
+            connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            found = list[Any]()
+            for line in response:
+                if started is not None and not found:
+                    started.wait(60)
+                if line.startswith(b"data: {"):
+                    found.append(json.loads(line[6:]))
+            return found

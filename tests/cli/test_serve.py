@@ -603,18 +603,18 @@ def test_a_text_that_fails_fails_alone_and_one_that_nobody_waits_for_is_not_comp
 
 
 def test_a_batch_holds_so_much_text_and_what_has_begun_is_not_told_twice() -> None:
-    job, told = Doubling(), list[str]()
+    job, told = Doubling(), list[tuple[int, str]]()
     with worked_queue() as queue:
         started(queue, job)
         long = [Item(job, "x" * 12), Item(job, "y"), Item(job, "bad", told.append)]
-        long[2].say("begun")
+        long[2].say(0, "begun")
         queue.submit(long)
         job.go_on.set()
         assert [long[0].result.result(60), long[1].result.result(60)] == ["x" * 24, "yy"]
         with pytest.raises(UsageError, match="bad"):
             long[2].result.result(60)
-    assert job.batches == [1, 1, 2, 1]  # the long text alone; "bad" is not tried again
-    assert told == ["begun"]
+    assert job.batches == [1, 1, 2, 1, 1]  # the long text alone; "bad" is tried again, alone
+    assert told == [(0, "begun")]
 
 
 def test_a_queue_takes_in_so_much_and_no_more() -> None:

@@ -132,6 +132,10 @@ class ModelJob(QueuedJob):
 
     model: ServedModel
 
+    @property
+    def repeats(self) -> bool:
+        return self.model.is_batch_invariant is not False
+
 
 @final
 @dataclass(frozen=True)
@@ -171,17 +175,12 @@ class Continuing(ModelJob, Decoding):
         return self.model.generator.loop(limits.batch_items, limits.batch_tokens)
 
     def begin(self, item: Item) -> Asked[list[Continuation]]:
-        def tell(sample: int, text: str) -> None:
-            if text:
-                item.say((sample, text))
-
-        return self.model.generator.begin(item.given, self.options, tell)
+        return self.model.generator.begin(item.given, self.options, item.say)
 
     def compute(self, items: Sequence[Item]) -> list[list[Continuation]]:
         def tell(row: int, text: str) -> None:
             number, sample = divmod(row, self.options.num_samples)
-            if text:
-                items[number].say((sample, text))
+            items[number].say(sample, text)
 
         texts = [item.given for item in items]
         return self.model.generator.continue_tokens(texts, self.options, tell)

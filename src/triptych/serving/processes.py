@@ -112,7 +112,7 @@ class ServingProcess:
     def _receive(self, number: int, kind: str, found: Any) -> None:
         if kind == "part":
             if not (item := self._items[number]).is_left:
-                item.say(found)
+                item.say(*found)
         elif kind == "result":
             self._items.pop(number).result.set_result(found)
         else:
