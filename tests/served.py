@@ -2,11 +2,16 @@
 
 import http.client
 import json
+import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -26,7 +31,40 @@ class Answer(NamedTuple):
     headers: dict[str, str]
 
 
-class Served:
+class Asking:
+    """A server that is asked over HTTP."""
+
+    port: int
+
+    def ask(self, path: str, fields: Any = None, *, form: bool = False, **headers: str) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with closing(connection):
+            kind = "application/x-www-form-urlencoded" if form else "application/json"
+            body = None if fields is None else urlencode(fields, doseq=True) if form else json.dumps(fields)
+            headers = {name.replace("_", "-"): value for name, value in headers.items()}
+            method = "GET" if fields is None else "POST"
+            connection.request(method, path, body, {"Content-Type": kind, **headers})
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            return Answer(response.status, json.loads(text) if is_json else text, dict(response.headers))
+
+    def events(self, path: str, fields: Any, started: threading.Barrier | None = None) -> list[Any]:
+        """The events of a stream; with a barrier, the rest is read when all others have begun."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with closing(connection):
+            connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            found = list[Any]()
+            for line in response:
+                if started is not None and not found:
+                    started.wait(60)
+                if line.startswith(b"data: {"):
+                    found.append(json.loads(line[6:]))
+            return found
+
+
+class Served(Asking):
     """A server in a thread of this process."""
 
     def __init__(
@@ -63,29 +101,34 @@ class Served:
         for process in self.processes:
             process.close()
 
-    def ask(self, path: str, fields: Any = None, *, form: bool = False, **headers: str) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with closing(connection):
-            kind = "application/x-www-form-urlencoded" if form else "application/json"
-            body = None if fields is None else urlencode(fields, doseq=True) if form else json.dumps(fields)
-            headers = {name.replace("_", "-"): value for name, value in headers.items()}
-            method = "GET" if fields is None else "POST"
-            connection.request(method, path, body, {"Content-Type": kind, **headers})
-            response = connection.getresponse()
-            text = response.read().decode()
-            is_json = response.headers.get_content_type() == "application/json"
-            return Answer(response.status, json.loads(text) if is_json else text, dict(response.headers))
 
-    def events(self, path: str, fields: Any, started: threading.Barrier | None = None) -> list[Any]:
-        """The events of a stream; with a barrier, the rest is read when all others have begun."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with closing(connection):
-            connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            found = list[Any]()
-            for line in response:
-                if started is not None and not found:
-                    started.wait(60)
-                if line.startswith(b"data: {"):
-                    found.append(json.loads(line[6:]))
-            return found
+class ServedCommand(Asking):
+    """`triptych serve` as a process of its own; what it says is at standard error."""
+
+    def __init__(self, *arguments: object, stderr: Any = subprocess.DEVNULL, **environment: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "triptych", "serve", *map(str, arguments), "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=stderr,
+            env={**os.environ, "TRIPTYCH_API_KEY": "", **environment},
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "ServedCommand":
+        until = time.monotonic() + 120
+        while True:
+            assert self.process.poll() is None, "it has ended"
+            assert time.monotonic() < until, "it does not answer"
+            with suppress(OSError):
+                if self.ask("/health").status == 200:
+                    return self
+            time.sleep(0.05)
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()

@@ -25,6 +25,10 @@ class Source:
     ) -> None:
         self.name, self.record, self.where, self.found = name, record, where, found
 
+    def named(self, name: str) -> "Source":
+        """The same files under another name, which messages about the model have."""
+        return Source(name, self.record, self.where, self.found)
+
     @cached_property
     def path(self) -> Path:
         """The folder, or a tensor file next to its `config.json`; what is on the Hub is fetched whole."""

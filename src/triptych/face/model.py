@@ -140,6 +140,10 @@ class Model(RunnableModel):
     `model[3, 2]` is head 2 of layer 3, `model["cross.3"][2]` one of an encoder-decoder's cross-attention.
     """
 
+    def named(self, name: str) -> "Model":
+        """The same model under another name, which its records and messages have instead of a path."""
+        return Model(self._opened.named(name), self._changes)
+
     @check_choices
     def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> "Model":
         """The model with some heads off: what they give W_O is replaced.

@@ -49,6 +49,15 @@ class Opened:
         if self.temporary is not None:
             weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
 
+    def named(self, name: str) -> "Opened":
+        """The same source, and the module if it was built, under another name in records and messages."""
+        source = None if self.source is None else self.source.named(name)
+        made = replace(self, name=name, source=source, temporary=None)
+        made.__dict__["named_after"] = self  # whose temporary folder goes when nobody has it any more
+        if "model" in self.__dict__:
+            made.__dict__["model"] = self.model.named(name)
+        return made
+
     @cached_property
     def attention(self) -> AttentionSource:
         """The attention layers; weights are read when they are first used."""

@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 from triptych.serving import completions, embeddings, page, records, translation
 from triptych.serving.limits import RequestError
-from triptych.serving.server import Endpoint, Server, log
+from triptych.serving.logs import log
+from triptych.serving.server import Endpoint, Server
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})

@@ -60,7 +60,7 @@ def _summed_scores(scores: Tensor) -> Tensor:
 def _truncated(model: Model, place: str, rank: str) -> Model:
     head = model[place]
     most = head.d_k
-    if not rank.isdigit() or not 0 < int(rank) <= most:
+    if not rank.isdecimal() or not 0 < int(rank) <= most:
         raise UsageError(f"truncate({place}, {rank}): the rank is a number from 1 to {most}")
     U = head.qk.svd().U[:, : int(rank)]
     return model.replace(place, W_Q=U @ (U.mT @ head.W_Q.to(U)))

@@ -50,7 +50,7 @@ class ServedModel:
 
     Attributes:
         name: its name in requests.
-        model: what `triptych.load` gave.
+        model: what `triptych.load` gave, under its name in requests.
         can: what it can do.
         languages: source and target of a translator; None where its name does not end in them.
         queue: the items that wait for it.
@@ -69,14 +69,16 @@ class ServedModel:
             )
         if model.why_not_run:
             raise UsageError(f"{name} cannot be served: {model.why_not_run}")
-        self.name, self.model, self.can = name, model, model.can
+        self.name = name
+        self.model = model.named(name)
+        self.can = model.can
         found = _LANGUAGES.search(name) if "translate" in self.can else None
         self.languages: tuple[str, str] | None = None if found is None else (found[1], found[2])
         self.is_batch_invariant: bool | None = None
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
         self.limits = limits
-        self.explorer = Explorer(model)
+        self.explorer = Explorer(self.model)
         self.queue = Queue(limits)
         size = sum(parameter.numel() for parameter in model.opened.model.parameters())
         threads = 1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()

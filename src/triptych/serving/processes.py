@@ -14,8 +14,8 @@ from triptych.decoding.workers import Helper
 from triptych.errors import TriptychError
 from triptych.face import Model
 from triptych.serving.limits import Limits, RequestError
+from triptych.serving.logs import log
 from triptych.serving.models import SERVED_HERE, ServedModel
-from triptych.serving.server import log
 from triptych.serving.worker import Item, Lane
 
 _DIED = "the process that computed this has ended: send it again"

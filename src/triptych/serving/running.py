@@ -10,9 +10,9 @@ from typing import Any, final
 import uvicorn
 
 from triptych.serving.application import web_application
+from triptych.serving.logs import LogHandler, log
 from triptych.serving.processes import ServingProcess as ServingProcess
 from triptych.serving.server import Server as Server
-from triptych.serving.server import log
 
 
 @final
@@ -24,11 +24,12 @@ class Serving(uvicorn.Server):
 
     def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
         """A server that has `seconds` to stop, and calls `ready` when it listens."""
-        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
         app, most = web_application(server, public=public), max(1, round(seconds))
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=most, **quiet))
         self._server, self._seconds, self._until, self._ready = server, seconds, 0.0, ready
         self._says_why = True
+        _log_of_uvicorn()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -36,7 +37,7 @@ class Serving(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.is_stopping:
-            logging.getLogger("uvicorn.error").disabled = True  # it logs what is cut off, with tracebacks
+            logging.getLogger("uvicorn.error").disabled = True  # it logs what is cut off
             raise KeyboardInterrupt
         self._server.is_stopping, self._until = True, time.monotonic() + self._seconds
 
@@ -53,3 +54,11 @@ class Serving(uvicorn.Server):
             )
             self._says_why = False
         return await super().on_tick(counter)
+
+
+def _log_of_uvicorn() -> None:
+    """Warnings of uvicorn are lines of the log."""
+    own = logging.getLogger("uvicorn")
+    own.handlers = [LogHandler()]
+    own.propagate = False
+    own.setLevel(logging.WARNING)

@@ -12,6 +12,7 @@ from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.face import Model
 from triptych.serving.limits import Limits
+from triptych.serving.logs import flush_log
 from triptych.serving.models import ServedModel
 from triptych.threads import torch_threads
 
@@ -89,7 +90,10 @@ def serve(
         for process in others:
             process.start()
         server = running.Server(served, limits, keys)
-        running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
+        try:
+            running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
+        finally:
+            flush_log()
 
 
 def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> None:

@@ -2,10 +2,8 @@
 
 import asyncio
 import hmac
-import json
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -17,6 +15,7 @@ from starlette.responses import Response
 from triptych.errors import TriptychError
 from triptych.serving.fields import Fields
 from triptych.serving.limits import Limits, RequestError
+from triptych.serving.logs import log, num_lost
 from triptych.serving.models import ModelJob, ServedModel
 from triptych.serving.worker import Item
 
@@ -55,6 +54,8 @@ class Server:
         self.new_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=of)
         running = Gauge("vllm:num_requests_running", "Texts computed now.", name, registry=of)
         waiting = Gauge("vllm:num_requests_waiting", "Texts that wait.", name, registry=of)
+        lost = Gauge("triptych:log_lines_lost", "Lines of the log that could not be written.", registry=of)
+        lost.set_function(num_lost)
         workers = Gauge("triptych:workers", "Processes that compute.", registry=of)
         workers.set_function(lambda: self.num_workers)
         for model in models:
@@ -100,10 +101,7 @@ class Server:
             case ClientDisconnect():
                 return _GONE, "the client has gone away"
             case TriptychError():  # of the request: its text is too long, its options do not go together
-                message = str(error)
-                for model in self.models.values():
-                    message = message.replace(model.model.name, model.name)
-                return 400, message
+                return 400, str(error)
         log({"error": repr(error)[:500]})
         return 500, "the server failed; its log says why"
 
@@ -161,7 +159,3 @@ async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
-
-def log(record: Mapping[str, Any]) -> None:
-    """Write a line of the log, JSON on standard error."""
-    print(json.dumps(record), file=sys.stderr, flush=True)
