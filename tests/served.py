@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -19,9 +18,9 @@ import uvicorn
 
 from triptych.face import Model
 from triptych.serving.application import web_application
+from triptych.serving.connections import uvicorn_config
+from triptych.serving.fleet import Fleet
 from triptych.serving.limits import Limits
-from triptych.serving.models import ServedModel
-from triptych.serving.processes import ServingProcess
 from triptych.serving.server import Server
 
 
@@ -75,16 +74,12 @@ class Served(Asking):
         num_processes: int = 1,
     ) -> None:
         limits = limits or Limits()
-        arguments = pickle.dumps((models, limits)) if num_processes > 1 else b""
-        models_served = [ServedModel(name, model, limits) for name, model in models.items()]
-        self.processes = [ServingProcess(models_served, arguments) for _ in range(1, num_processes)]
-        for model in models_served:
-            model.check_batches()
-        for process in self.processes:
-            process.start()
-        self.state = Server(models_served, limits, keys)
+        self.fleet = Fleet(models, limits, workers=num_processes)
+        self.processes = self.fleet.processes
+        self.fleet.start()
+        self.state = Server(self.fleet, limits, keys)
         app = web_application(self.state)
-        self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", access_log=False))
+        self.server = uvicorn.Server(uvicorn_config(app, limits, host="127.0.0.1", port=0))
         self.thread = threading.Thread(target=self.server.run)
 
     def __enter__(self) -> "Served":
@@ -98,8 +93,7 @@ class Served(Asking):
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
         self.thread.join()
-        for process in self.processes:
-            process.close()
+        self.state.fleet.close()
 
 
 class ServedCommand(Asking):

@@ -34,7 +34,8 @@ from triptych.face import Model, load
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup, TextRun
 from triptych.serving.models import Continuing, ServedModel
-from triptych.serving.running import Server, Serving
+from triptych.serving.running import Fleet, Server, Serving
+from triptych.serving.server import Visit
 from triptych.serving.worker import Item, Lane, Queue, QueuedJob, Worker
 from triptych.threads import torch_threads
 
@@ -642,9 +643,10 @@ def test_a_server_that_is_full_too_slow_or_ending_says_when_to_try_again(transla
         slow, full = (served.ask("/translate", fields) for _ in range(2))
         assert (slow.status, slow.body) == (503, {"error": "no answer within 0.3 seconds"})
         assert (full.status, full.headers["retry-after"]) == (429, "1")
-        server.num_requests += 1
+        other = Visit(0.0, "read")
+        server._in_flight.add(other)
         crowded = served.ask("/translate", fields)
-        server.num_requests -= 1
+        server._in_flight.remove(other)
         assert (crowded.status, crowded.headers["retry-after"]) == (503, "1")
         assert crowded.body["error"].startswith("too many requests")
         server.is_stopping = True
@@ -722,7 +724,7 @@ def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path, workers
 
 
 def test_told_to_stop_twice_it_stops_at_once() -> None:
-    serving = Serving(Server([], Limits(), []), 30.0, lambda: None, public=False)
+    serving = Serving(Server(Fleet({}, Limits()), Limits(), []), 30.0, lambda: None, public=False)
     serving.handle_exit(signal.SIGINT, None)
     assert not serving.should_exit
     with pytest.raises(KeyboardInterrupt):

@@ -40,13 +40,13 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
             raise ValueError(
-                f"temperature is {self.temperature}: it must be 0, or at least {_LEAST_TEMPERATURE} and at most "
+                f"temperature is {self.temperature}: it must be 0, or from {_LEAST_TEMPERATURE} to "
                 f"{_LARGEST_TEMPERATURE:g}"
             )
         if not _LEAST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
             raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}: it must be at least {_LEAST_PENALTY} and at "
-                f"most {_LARGEST_PENALTY:g}"
+                f"repetition_penalty is {self.repetition_penalty}: it must be from {_LEAST_PENALTY} to "
+                f"{_LARGEST_PENALTY:g}"
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
