@@ -48,11 +48,14 @@ class Asking:
             is_json = response.headers.get_content_type() == "application/json"
             return Answer(response.status, json.loads(text) if is_json else text, dict(response.headers))
 
-    def events(self, path: str, fields: Any, started: threading.Barrier | None = None) -> list[Any]:
+    def events(
+        self, path: str, fields: Any, started: threading.Barrier | None = None, **headers: str
+    ) -> list[Any]:
         """The events of a stream; with a barrier, the rest is read when all others have begun."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with closing(connection):
-            connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
+            kind = {"Content-Type": "application/json", **headers}
+            connection.request("POST", path, json.dumps(fields), kind)
             response = connection.getresponse()
             found = list[Any]()
             for line in response:

@@ -114,7 +114,7 @@ def _require_sendable(keys: Sequence[str], where: str) -> None:
     for number, key in enumerate(keys, start=1):
         if not _KEY.fullmatch(key):
             raise DataError(
-                f"{where}: no header can carry key {number}: use at most 512 letters, digits and signs of ASCII"
+                f"{where}: no header can carry key {number}: use at most 512 letters and signs of ASCII"
             )
 
 

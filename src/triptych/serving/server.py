@@ -140,7 +140,10 @@ class Server:
             raise RequestError(409, "the models are being opened anew already")
         self._reloading = asyncio.ensure_future(self._reload())
         self._reloading.add_done_callback(self._reloaded)
-        return await asyncio.shield(self._reloading)
+        try:
+            return await asyncio.shield(self._reloading)
+        except TriptychError:  # which may name paths
+            raise RequestError(409, "the models cannot be opened anew; the log says why") from None
 
     def _reloaded(self, task: "asyncio.Task[list[str]]") -> None:
         self._reloading = None

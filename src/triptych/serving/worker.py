@@ -161,6 +161,9 @@ class Queue:
         with self._changed:
             if not self._is_open:
                 raise RequestError(503, "the server is stopping: try again later", retry_after=5)
+            if len(items) > self._limits.max_waiting:
+                why = f"{len(items):,} lines: at most {self._limits.max_waiting:,} in a request"
+                raise RequestError(413, why)
             if self._waiting and len(self._waiting) + len(items) > self._limits.max_waiting:
                 raise RequestError(429, "too many texts are waiting: try again in a moment", retry_after=1)
             self._waiting.extend(items)
