@@ -77,7 +77,7 @@ class Served(Asking):
         num_processes: int = 1,
     ) -> None:
         limits = limits or Limits()
-        self.fleet = Fleet(models, limits, workers=num_processes)
+        self.fleet = Fleet(models, limits, workers=num_processes, page_only=True)
         self.processes = self.fleet.processes
         self.fleet.start()
         self.state = Server(self.fleet, limits, keys)

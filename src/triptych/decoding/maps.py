@@ -259,6 +259,13 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
         files.let_go([old])
 
 
+def give_memory_back() -> None:
+    """Let glibc give the system what was freed and not used again."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def _free_memory() -> float:
     """Bytes that a process may take, the pages of files that can be given back included."""
     try:

@@ -137,12 +137,18 @@ class Explorer:
         over: what its heads do over a text, for the gallery; None to measure it on the text that is shown.
     """
 
-    def __init__(self, model: Model, over: OverText | None = None) -> None:
-        self.model, self.over = model, over
+    def __init__(self, model: Model, over: OverText | None = None, most_tokens: int | None = None) -> None:
+        """Answer for a model, of texts of at most a number of tokens."""
+        self.model, self.over, self._most_tokens = model, over, most_tokens
         self._changed = lru_cache(_MOST_MODELS)(self._change)
         self._attention = lru_cache(_MOST_TEXTS)(self._attend)
         self._run = lru_cache(_MOST_TEXTS)(self._run_text)
         self._inspection = lru_cache(_MOST_TEXTS)(self._inspect)
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        for kept in (self._changed, self._attention, self._run, self._inspection):
+            kept.cache_clear()
 
     def _change(self, changes: tuple[str, ...]) -> Model:
         return change_model(self._changed(changes[:-1]), changes[-1]) if changes else self.model
@@ -159,12 +165,13 @@ class Explorer:
         return asked.text + asked.target, None
 
     def _attend(self, asked: Shown) -> Attention:
-        return self._changed(asked.changes).attend(*self._read(asked))
+        return self._changed(asked.changes).attend(*self._read(asked), max_tokens=self._most_tokens)
 
     def _run_text(self, asked: Shown) -> Run:
         text, target = self._read(asked)
         with torch.no_grad():
-            return self._changed(asked.changes).run(text, target=target)
+            model = self._changed(asked.changes)
+            return model.run(text, target=target, max_tokens=self._most_tokens)
 
     def _inspect(self, changes: tuple[str, ...], layer: str) -> Any:
         """The measures of all heads of a layer, which take as long as the measures of one."""

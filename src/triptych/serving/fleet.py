@@ -82,7 +82,7 @@ class Fleet:
 
     def _close_models(self) -> None:
         for model in self.models.values():
-            model.worker.close()
+            model.close()
 
     @property
     def num_workers(self) -> int:

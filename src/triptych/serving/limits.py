@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from triptych.errors import UsageError
 
+# The status of a request whose client has gone away, as nginx logs it.
+GONE = 499
+
 
 @dataclass(frozen=True)
 class Limits:

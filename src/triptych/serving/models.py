@@ -1,10 +1,11 @@
 """A model that is served: its name, its languages, and the jobs that it can do."""
 
 import re
+import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -23,7 +24,7 @@ from triptych.decoding import (
     Translation,
     Translator,
 )
-from triptych.decoding.maps import own_memory
+from triptych.decoding.maps import give_memory_back, own_memory
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.serving.exploring import Explorer
@@ -33,6 +34,8 @@ from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _WEIGHTS = frozenset({".safetensors", ".bin"})
+# What the page asked last is kept so long.
+SECONDS_KEPT = 60.0
 # Translators with other numbers of alternatives that are kept ready.
 _MOST_TRANSLATORS = 4
 # Texts of different lengths, for the comparison of one text alone with the same text in a batch.
@@ -77,6 +80,8 @@ class ServedModel:
         languages: source and target of a translator; None where its name does not end in them.
         queue: the items that wait for it.
         worker: computes the items.
+        desk: the questions that wait for it: what looks at the model itself takes no time of its texts.
+        clerk: answers them one by one.
         files: its weights' files, as they were when it was opened.
         explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
@@ -103,11 +108,14 @@ class ServedModel:
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
         self.limits = limits
-        self.explorer = Explorer(self.model)
+        self.explorer = Explorer(self.model, most_tokens=limits.max_attended)
         self.queue = Queue(limits)
+        self.desk = Queue(replace(limits, batch_items=1))
         size = sum(parameter.numel() for parameter in model.opened.model.parameters())
         threads = 1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()
         self.worker = Worker(name, self.queue, threads)
+        self.clerk = Worker(f"{name} looked at", self.desk, threads)
+        self._forgetting: threading.Timer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return served_here, (self.name,)
@@ -115,6 +123,25 @@ class ServedModel:
     @property
     def generator(self) -> TextGenerator:
         return self.model.generator()
+
+    def close(self) -> None:
+        """End when everything that was submitted is computed."""
+        self.worker.close()
+        self.clerk.close()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+
+    def forget_soon(self) -> None:
+        """Give back the memory of what the page kept, unless it asks again before."""
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = threading.Timer(SECONDS_KEPT, self._forget)
+        self._forgetting.daemon = True
+        self._forgetting.start()
+
+    def _forget(self) -> None:
+        self.explorer.forget()
+        give_memory_back()
 
     def require_same_files(self) -> None:
         """Check that the files are those that the model was opened from."""
@@ -183,6 +210,11 @@ class ModelJob(QueuedJob):
     """A job of a model; jobs with the same options are equal."""
 
     model: ServedModel
+
+    @property
+    def queue(self) -> Queue:
+        """Where its items wait."""
+        return self.model.queue
 
     @property
     def repeats(self) -> bool:
@@ -296,14 +328,25 @@ class Checking(ModelJob):
 
 @final
 @dataclass(frozen=True)
-class Asking(JobOfEach):
-    """Anything else: what an item holds is called with the model that is served."""
+class Asking(ModelJob):
+    """Anything else: what an item holds is called with the model that is served, and with the item."""
 
     travels: ClassVar[bool] = False
 
-    def of(self, given: Callable[[ServedModel], Any]) -> Any:
+    @property
+    def queue(self) -> Queue:
+        return self.model.desk
+
+    def compute(self, items: Sequence[Item]) -> list[Any]:
+        self.model.own_weights()
+        return [self._of(item) for item in items]
+
+    def _of(self, item: Item) -> Any:
         self.model.require_same_files()  # heads are read from them
-        found = given(self.model)
+        try:
+            found = item.given(self.model, item)
+        finally:
+            self.model.forget_soon()
         self.model.require_same_files()
         return found
 

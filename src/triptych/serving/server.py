@@ -17,13 +17,11 @@ from triptych.errors import TriptychError
 from triptych.serving.doors import Keys
 from triptych.serving.fields import Fields
 from triptych.serving.fleet import Fleet
-from triptych.serving.limits import Limits, RequestError
+from triptych.serving.limits import GONE, Limits, RequestError
 from triptych.serving.logs import log, num_lost
 from triptych.serving.models import ModelJob, ServedModel
 from triptych.serving.worker import Item
 
-# The status of a request whose client has gone away, as nginx logs it.
-_GONE = 499
 # Old models are looked at so often, until no request has them.
 _SECONDS_BETWEEN_LOOKS = 0.05
 
@@ -96,7 +94,8 @@ class Server:
             waiting.labels(served).set_function(partial(self._figure, served, "num_waiting"))
 
     def _figure(self, name: str, figure: str) -> int:
-        return int(getattr(self.models[name].queue, figure))
+        model = self.models[name]
+        return int(getattr(model.queue, figure) + getattr(model.desk, figure))
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
@@ -210,7 +209,7 @@ class Server:
             case TimeoutError():
                 return 503, f"no answer within {self.limits.seconds:g} seconds"
             case ClientDisconnect():
-                return _GONE, "the client has gone away"
+                return GONE, "the client has gone away"
             case TriptychError():  # of the request: its text is too long, its options do not go together
                 return 400, str(error)
         log({"error": repr(error)[:500]})
@@ -248,7 +247,7 @@ class Server:
             Item(job, one, None if tell is None else partial(loop.call_soon_threadsafe, tell, number))
             for number, one in enumerate(given)
         ]
-        job.model.queue.submit(items)
+        job.queue.submit(items)
         found = asyncio.gather(*(asyncio.wrap_future(item.result) for item in items))
         gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
         try:

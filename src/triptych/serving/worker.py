@@ -18,7 +18,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from triptych.decoding import Asked, Loop
-from triptych.serving.limits import Limits, RequestError
+from triptych.serving.limits import GONE, Limits, RequestError
 
 # Texts that wait for others to end go on when there are so few of the others.
 _FEW = 2
@@ -70,6 +70,7 @@ class Item:
         is_left: nobody waits for it any more.
         when_left: called when that happens while another process computes it.
         told: characters of each sample that were told.
+        was_lost: the process that computed it has died, and it is computed once more.
     """
 
     job: QueuedJob
@@ -79,6 +80,7 @@ class Item:
     is_left: bool = False
     when_left: Callable[[], object] | None = None
     told: dict[int, int] = field(default_factory=dict)
+    was_lost: bool = False
     _computed: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -100,6 +102,11 @@ class Item:
         if new := text[max(0, known - start) :]:
             self.told[sample] = start + len(text)
             self.tell((sample, new))
+
+    def require_waited_for(self) -> None:
+        """Stop where nobody waits for the result any more; `RequestError`."""
+        if self.is_left:
+            raise RequestError(GONE, "the client has gone away, or its time is over")
 
     def begin_again(self) -> None:
         """It is computed from its beginning."""
@@ -169,6 +176,12 @@ class Queue:
             self._waiting.extend(items)
             self._changed.notify_all()
 
+    def put_back(self, item: "Item") -> None:
+        """Let an item wait again, before all others."""
+        with self._changed:
+            self._waiting.appendleft(item)
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Take in nothing more."""
         with self._changed:
@@ -218,7 +231,7 @@ class Queue:
             ):
                 continue
             self._waiting.remove(item)
-            if item.result.set_running_or_notify_cancel():
+            if item.result.running() or item.result.set_running_or_notify_cancel():
                 lane.running.add(item)
                 item.result.add_done_callback(partial(self._over, lane, item))
                 found.append(item)
