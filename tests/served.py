@@ -48,6 +48,14 @@ class Asking:
             is_json = response.headers.get_content_type() == "application/json"
             return Answer(response.status, json.loads(text) if is_json else text, dict(response.headers))
 
+    def send(self, path: str, body: bytes, **headers: str) -> Answer:
+        """Post bytes as they are."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with closing(connection):
+            connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
+            response = connection.getresponse()
+            return Answer(response.status, response.read(), dict(response.headers))
+
     def events(
         self, path: str, fields: Any, started: threading.Barrier | None = None, **headers: str
     ) -> list[Any]:

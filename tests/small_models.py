@@ -13,8 +13,11 @@ from triptych.training.progress import LineDisplay
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_small_run(tmp_path_factory.mktemp("small") / "run")
+
+
+def train_small_run(folder: Path) -> Path:
     """A run that has learned a little: enough to give some output for any input."""
-    folder = tmp_path_factory.mktemp("small") / "run"
     tree = tiny_recipe(
         300,
         10,

@@ -58,7 +58,9 @@ def serve(
         DataError: the file of keys holds none.
     """
     require_extra(
-        "serve", "starlette", "uvicorn", "python_multipart", "prometheus_client", what="triptych serve"
+        "serve",
+        *("starlette", "uvicorn", "python_multipart", "prometheus_client", "turbohtml"),
+        what="triptych serve",
     )
     from triptych.serving import running
 
