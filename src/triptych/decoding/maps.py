@@ -261,8 +261,7 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
 
 def give_memory_back() -> None:
     """Let glibc give the system what was freed and not used again."""
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(library, "malloc_trim"):
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 
 

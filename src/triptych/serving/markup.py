@@ -188,7 +188,8 @@ class Markup:
         self._num_tags = 0
         at = 0
         for token in tokenize(document, resolve_references=False, capture_source=True):
-            stop = at + len(token.source) if token.source is not None else _end_of(document, at, token.data)
+            source, text = token.source, token.data or ""
+            stop = at + len(source) if source is not None else _end_of(document, at, text)
             self._take(token, document[at:stop])
             at = stop
         self._end_run()
