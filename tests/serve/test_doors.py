@@ -9,12 +9,15 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from served import Served
+from triptych.attending.alignment import AlignedWords, Word
 from triptych.errors import DataError
 from triptych.face import Model
 from triptych.serving.limits import Limits
 from triptych.serving.serve import serve
+from triptych.serving.translation import _links
 
 LIMITS = Limits(max_requests=4, max_strangers=4, max_connections=8, stranger_seconds=1.0, body_seconds=1.0)
 FIELDS = {"q": ["twelve"], "source": "en", "target": "de"}
@@ -188,3 +191,8 @@ def test_words_of_unknown_characters_are_aligned(open_server: Served, text: str,
     found = open_server.ask("/translate", asked)
     assert found.status == 200, found
     assert json.dumps(found.body)
+
+
+def test_a_line_all_of_whose_tokens_are_unknown_has_no_words_to_align() -> None:
+    words = AlignedWords((), (Word("Ein", 0, 1), Word(".", 1, 2)), torch.zeros(2, 0))
+    assert _links(words) == []
