@@ -2,6 +2,7 @@
 # make test-all: the tests marked `slow` as well. Tests run in as many processes as there are cores, of one thread each; each
 # begins with a share of them in their order, so that most of what a file's tests share is made once.
 # make docs: the pages that are made from the source, and the site in site/ with its notebooks; links and anchors are checked.
+# make attack OPTIONS="--seconds 600 --seed 7": attack a server for ten minutes, beside honest clients.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make lines: lines of each folder.
@@ -18,7 +19,7 @@ TABLE ?= all
 # Tests start many commands, and each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lines test test-all install lint types docs bench mutants release-check clean
+.PHONY: demo lines test test-all attack install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -63,6 +64,9 @@ docs: $(STAMP)
 
 bench: $(BENCH_STAMP)
 	$(BENCH)/bin/python benchmarks/bench.py $(TABLE) $(OPTIONS)
+
+attack: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/serve/attack.py $(OPTIONS)
 
 lines:
 	$(PYTHON) tests/rooms.py lines

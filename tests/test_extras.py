@@ -16,7 +16,7 @@ from triptych.text import generate_pairs
 EXTRAS = (
     *("vl_convert", "altair", "num2words", "babel", "pyarrow", "datasets", "tensorboard", "sentencepiece"),
     *("transformers", "ctranslate2", "onnx", "onnxscript", "onnxruntime"),
-    *("starlette", "uvicorn", "python_multipart", "prometheus_client"),
+    *("starlette", "uvicorn", "python_multipart", "prometheus_client", "turbohtml"),
 )
 # Runs commands one after the other, and says after each with which code it ended.
 WITHOUT = f"""

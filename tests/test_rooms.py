@@ -119,8 +119,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("text", "training"),
     },
     "run_page": {"attending", "face", "inspection", "reports", "storage", "text", "training"},
-    # models over HTTP; algebra: spectra of chance; models: the embedding tables; reports: the page
-    "serving": {"algebra", "attending", "decoding", "face", "models", "reports"},
+    # models over HTTP; algebra: spectra of chance; models: the embedding tables; reports: the page;
+    # storage: the file of keys
+    "serving": {"algebra", "attending", "decoding", "face", "models", "reports", "storage"},
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "opening", "reports", "rewriting"),
@@ -148,6 +149,7 @@ OPTIONAL = {
     "tensorboard",
     "torch.utils.tensorboard",
     "transformers",
+    "turbohtml",
     "triptych.serving.running",  # what it imports is optional
     "uvicorn",
     "vl_convert",

@@ -109,9 +109,38 @@ def test_tokens_seen_are_less_probable_from_the_prompt_on() -> None:
     ("field", "value"),
     [
         *[("temperature", -1.0), ("temperature", math.nan), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5)],
-        *[("min_p", -0.1), ("repetition_penalty", 0.0)],
+        *[("temperature", 1e300), ("min_p", -0.1), ("repetition_penalty", 0.0)],
+        *[("repetition_penalty", 1e-300), ("repetition_penalty", 1e300), ("repetition_penalty", math.nan)],
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingOptions(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_at_the_edges_of_every_option_the_best_token_stays_and_is_drawn(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[3.0, -80.0, 90.0, 0.0, -math.inf], [1.0, 1.0, 1.0, 1.0, 1.0]], dtype=dtype)
+    edges: dict[str, list[float]] = {
+        "temperature": [1e-6, 1.0, 1e6],
+        "top_k": [1, 1 << 40],
+        "top_p": [5e-324, 1e-300, 1e-9, 1.0],
+        "min_p": [5e-324, 1e-300, 1.0],
+        "repetition_penalty": [0.01, 100.0],
+    }
+    for name, values in edges.items():
+        for value in values:
+            options = SamplingOptions(**{"temperature": 1.0, name: value})  # type: ignore[arg-type]
+            assert set(best_places(logits)) <= kept_places(filtered(logits.float(), options))
+            rows = [RowState(7, sample, [0, 2]) for sample in range(2)]
+            drawn = choose(logits, options, rows).tolist()
+            assert all(0 <= token < 5 for token in drawn), (name, value)
+
+
+def best_places(logits: torch.Tensor) -> list[tuple[int, int]]:
+    """The first of the best tokens of every row."""
+    return [(row, int(token)) for row, token in enumerate(logits.argmax(dim=-1))]
+
+
+def kept_places(logits: torch.Tensor) -> set[tuple[int, int]]:
+    return {(row, token) for row, token in (logits > -math.inf).nonzero().tolist()}

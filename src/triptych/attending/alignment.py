@@ -43,10 +43,16 @@ def word_weights(
     weights: Float[Tensor, "tgt_len src_len"], source: Sequence[Word], target: Sequence[Word]
 ) -> Float[Tensor, "targets sources"]:
     """The weight of the tokens of each source word, summed over the tokens of each target word."""
-    found = weights.new_zeros(len(target), len(source))
-    for row, own in zip(found, target, strict=True):
-        for column, other in enumerate(source):
-            row[column] = weights[own.start : own.stop, other.start : other.stop].sum()
+    rows = _members(target, weights[:, :1].T)
+    columns = _members(source, weights[:1])
+    return rows @ weights @ columns.T
+
+
+def _members(words: Sequence[Word], like: Float[Tensor, "1 length"]) -> Float[Tensor, "words length"]:
+    """1 where a token is one of a word's."""
+    found = like.new_zeros(len(words), like.shape[1])
+    for row, word in zip(found, words, strict=True):
+        row[word.start : word.stop] = 1.0
     return found
 
 

@@ -3,7 +3,7 @@
 import csv
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,9 +55,25 @@ def json_pieces(saved: Saved) -> Iterator[str]:
             record = _head_record(part, head, saved.top)
             if saved.writer is not None:
                 record["writes"] = saved.writer.of(part, head)
-            yield ("" if first else ", ") + _dumped(record)
+            yield "" if first else ", "
+            yield from _pieces_of_head(record)
             first = False
     yield "]}"
+
+
+def _pieces_of_head(record: Mapping[str, Any]) -> Iterator[str]:
+    """The text of a head, row by row: to write a large one at once would stop every other thread."""
+    before = "{"
+    for name, value in record.items():
+        yield f"{before}{_dumped(name)}: "
+        if name == "weights":
+            yield "["
+            yield from (f"{', ' if number else ''}{_dumped(row)}" for number, row in enumerate(value))
+            yield "]"
+        else:
+            yield _dumped(value)
+        before = ", "
+    yield "}"
 
 
 def head_records(
@@ -218,5 +234,5 @@ def _rounded(row: Sequence[float]) -> list[float]:
     return [round(weight, DIGITS) for weight in row]
 
 
-def _dumped(record: dict[str, Any]) -> str:
+def _dumped(record: Any) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False)

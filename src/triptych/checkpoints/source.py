@@ -25,6 +25,22 @@ class Source:
     ) -> None:
         self.name, self.record, self.where, self.found = name, record, where, found
 
+    def named(self, name: str) -> "Source":
+        """The same files under another name, which messages about the model have."""
+        return Source(name, self.record, self.where, self.found)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether there are no files that somebody else could replace."""
+        return isinstance(self.found, ModuleOfOthers)
+
+    def reopened(self) -> "Source":
+        """What is now at the same path, or has the same name on the Hub."""
+        if isinstance(self.found, Path):
+            return find_source(self.found).named(self.name)
+        offline = isinstance(self.found, Repository) and self.found.offline
+        return find_source(self.name, offline=offline)
+
     @cached_property
     def path(self) -> Path:
         """The folder, or a tensor file next to its `config.json`; what is on the Hub is fetched whole."""

@@ -162,7 +162,7 @@ def _steps_of_row(attended: Attention, wanted: str) -> HeadSteps:
     """One row of a head step by step."""
     place, _, query = wanted.rpartition(":")
     layer, _, head = place.rpartition(".")
-    if not layer or not head.isdigit() or not query.removeprefix("-").isdigit():
+    if not layer or not head.isdecimal() or not query.removeprefix("-").isdecimal():
         raise UsageError(f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"')
     return attended.steps(layer, int(head), query=int(query))
 

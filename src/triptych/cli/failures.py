@@ -94,8 +94,9 @@ def is_given(*spellings: str) -> bool:
 
 
 def say(message: str) -> None:
-    """Print a message to standard error."""
-    print(printable(message, lines=True), file=sys.stderr)
+    """Print a message to standard error; where nobody reads it, nothing else is lost."""
+    with suppress(OSError, ValueError):
+        print(printable(message, lines=True), file=sys.stderr, flush=True)
 
 
 @contextmanager

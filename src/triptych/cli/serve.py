@@ -22,8 +22,9 @@ def serve(
         Options,
         "Limits",
         Limits,
-        "max_characters max_items max_new_tokens max_bytes max_requests max_waiting "
-        "batch_items batch_tokens seconds",
+        "max_characters max_items max_new_tokens max_bytes max_requests max_strangers max_connections "
+        "max_waiting max_tags max_attended max_weights batch_items batch_tokens seconds body_seconds "
+        "stranger_seconds",
     ],
     opening: Annotated[Options, "Model", load, "device engine precision offline"],
 ) -> None:

@@ -16,7 +16,14 @@ from triptych import thresholds
 from triptych.attention import MultiHeadAttention
 from triptych.decoding.cache import TextCache, even_length
 from triptych.decoding.fused import FusedAttention, call_directly, cast_parameters, evaluating_copy, fuse
-from triptych.decoding.maps import MappedFiles, Maps, Precision, has_room_for_another, unsupported_precision
+from triptych.decoding.maps import (
+    MappedFiles,
+    Maps,
+    Precision,
+    has_room_for_another,
+    own_memory,
+    unsupported_precision,
+)
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.experts import Experts
 from triptych.models.sites import blocks_of
@@ -51,6 +58,8 @@ class DecodingEngine(ABC):
 @final
 class Engine(DecodingEngine):
     """A model as decoding wants it: maps fused, of a precision. It may share memory with the model.
+
+    Of a model in a mapped file it has the weights in memory of its own: no change of the file reaches it.
 
     A language model reads texts and goes on from them (`read`). An encoder-decoder reads sentences (`start`)
     that its decoder attends to; its tables are scaled, and its output layer is filled up to whole groups.
@@ -114,6 +123,8 @@ class Engine(DecodingEngine):
         modules = [*self.model.modules()]
         # A layer left as it is takes no mask of numbers.
         self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in modules)
+        # Tables and norms, and in a large model the maps, still lie where the model has them.
+        own_memory([self.model])
         for stack in self.model.stacks.values():
             stack.embeddings.stream_dtype = None
             # A layer that was left as it is reads parameters of its parts, which calling directly hides.

@@ -1,6 +1,7 @@
 """Linear maps in the precision that decoding is asked for."""
 
 import ctypes
+import math
 import mmap
 import os
 import platform
@@ -179,30 +180,37 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 
 @final
 class MappedFiles:
-    """The mappings of files in this process whose pages nobody has written to.
-
-    Written pages would lose what was written: such a mapping is left alone.
-    """
+    """The mappings of files in this process."""
 
     def __init__(self) -> None:
         """Take note of the mappings there are now; nothing may write to them afterwards."""
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._is_clean: list[bool] = []  # nobody has written to its pages: they would lose what was written
         self._library = ctypes.CDLL(None) if sys.platform == "linux" else None
         if self._library is not None:
             self._library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             self._note()
 
+    def hold(self, tensor: Tensor) -> bool:
+        """Whether a tensor's numbers lie in a file."""
+        return tensor.device.type == "cpu" and self._place(tensor.data_ptr(), tensor.nbytes) is not None
+
     def let_go(self, tensors: Iterable[Tensor]) -> None:
-        """Give back the pages that lie within tensors, as far as they are parts of files."""
+        """Give back the pages that lie within tensors, as far as they are parts of files and unwritten."""
         for tensor in tensors:
             if self._library is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
                 continue
             page, start = mmap.PAGESIZE, tensor.data_ptr()
             first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
-            place = bisect_right(self._starts, first) - 1
-            if first < end and place >= 0 and end <= self._ends[place]:
+            place = self._place(first, end - first)
+            if place is not None and self._is_clean[place]:
                 self._library.madvise(first, end - first, _DONTNEED)
+
+    def _place(self, start: int, length: int) -> int | None:
+        """The number of the mapping that has these bytes."""
+        place = bisect_right(self._starts, start) - 1
+        return place if length > 0 and place >= 0 and start + length <= self._ends[place] else None
 
     def _note(self) -> None:
         try:
@@ -215,6 +223,53 @@ class MappedFiles:
                 start, end, rights, inode = header.groups()
                 is_file = inode != "0" and rights.startswith("r") and rights.endswith("p")
                 found = (int(start, 16), int(end, 16)) if is_file else None
-            elif found is not None and line.startswith("Anonymous:") and line.split()[1] == "0":
+            elif found is not None and line.startswith("Anonymous:"):
                 self._starts.append(found[0])
                 self._ends.append(found[1])
+                self._is_clean.append(line.split()[1] == "0")
+
+
+# Of the memory that is free, what else needs.
+_LEFT_FREE = 0.1
+
+
+def own_memory(modules: Iterable[nn.Module]) -> None:
+    """Copy the parameters and buffers of modules that lie in mapped files into memory of their own.
+
+    A file that is overwritten or cut off would change them, or end the process. What shared memory goes on
+    sharing it. One tensor is copied at a time, and its pages of the file are given back. Where the memory
+    has no room for all, they stay where they are.
+    """
+    files = MappedFiles()
+    held = [
+        tensor
+        for module in modules
+        for tensor in (*module.parameters(), *module.buffers())
+        if not tensor.is_meta and tensor.layout == torch.strided and files.hold(tensor)
+    ]
+    if sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values()) > _free_memory():
+        return
+    copies = dict[tuple[object, ...], Tensor]()
+    for tensor in held:
+        old = tensor.data
+        key = (old.data_ptr(), old.dtype, old.shape, old.stride())
+        if key not in copies:
+            copies[key] = old.clone()
+        tensor.data = copies[key]
+        files.let_go([old])
+
+
+def give_memory_back() -> None:
+    """Let glibc give the system what was freed and not used again."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
+
+
+def _free_memory() -> float:
+    """Bytes that a process may take, the pages of files that can be given back included."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.inf
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), None)
+    return math.inf if free is None else (1 - _LEFT_FREE) * free

@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# Logits divided by less are too large for float32.
-_LEAST_TEMPERATURE = 1e-6
+# Logits divided by less are too large for float32; divided by more, all tokens are as probable.
+_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
+# A factor of a hundred decides every choice; past it, logits leave the range of float32.
+_LEAST_PENALTY, _LARGEST_PENALTY = 0.01, 100.0
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,16 @@ class SamplingOptions:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature < math.inf:
+        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
             raise ValueError(
-                f"temperature is {self.temperature}: it must be 0, or at least {_LEAST_TEMPERATURE}"
+                f"temperature is {self.temperature}: it must be 0, or from {_LEAST_TEMPERATURE} to "
+                f"{_LARGEST_TEMPERATURE:g}"
             )
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0")
+        if not _LEAST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}: it must be from {_LEAST_PENALTY} to "
+                f"{_LARGEST_PENALTY:g}"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
         for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
@@ -71,7 +77,9 @@ def keep_top_p(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "
     """The fewest most probable tokens whose probabilities sum to p or more."""
     probabilities, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(dim=-1) - probabilities
-    removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= p)
+    past = before >= p  # a `p` too small for the dtype of the logits is 0
+    past[:, 0] = False
+    removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, past)
     return logits.masked_fill(removed, -math.inf)
 
 

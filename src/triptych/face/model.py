@@ -140,6 +140,24 @@ class Model(RunnableModel):
     `model[3, 2]` is head 2 of layer 3, `model["cross.3"][2]` one of an encoder-decoder's cross-attention.
     """
 
+    def named(self, name: str, *, is_mapped: bool = True) -> "Model":
+        """The same model under another name, which its records and messages have instead of a path.
+
+        Args:
+            name: the name.
+            is_mapped: whether weights that are looked at are mapped from their files; else they are read, so
+                that no change of a file can end the process.
+        """
+        return Model(self._opened.named(name, is_mapped=is_mapped), self._changes)
+
+    def reopened(self) -> "Model":
+        """The model that is now where this one was found, with the same options and changes.
+
+        Raises:
+            UsageError: it is in memory, or there is nothing any more.
+        """
+        return Model(self._opened.reopened(), self._changes)
+
     @check_choices
     def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> "Model":
         """The model with some heads off: what they give W_O is replaced.

@@ -37,6 +37,7 @@ class Opened:
         options: how it is run.
         module: a model of ours in memory, in the place of files.
         temporary: the folder of a rewritten model that goes with it.
+        is_mapped: whether weights that are looked at are mapped from their files, or else read.
     """
 
     name: str
@@ -44,17 +45,34 @@ class Opened:
     options: Options
     module: LanguageModel | EncoderDecoder | None = None
     temporary: Path | None = None
+    is_mapped: bool = True
 
     def __post_init__(self) -> None:
         if self.temporary is not None:
             weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
+
+    def named(self, name: str, *, is_mapped: bool) -> "Opened":
+        """The same source, and the module if it was built, under another name in records and messages."""
+        source = None if self.source is None else self.source.named(name)
+        made = replace(self, name=name, source=source, temporary=None, is_mapped=is_mapped)
+        made.__dict__["named_after"] = self  # whose temporary folder goes when nobody has it any more
+        if "model" in self.__dict__:
+            made.__dict__["model"] = self.model.named(name)
+        return made
+
+    def reopened(self) -> "Opened":
+        """What is now where the source was found."""
+        if self.source is None or self.source.is_in_memory:
+            raise UsageError(f"{self.name} is in memory: it has no files that could be opened anew")
+        others = tuple(one.reopened() for one in self.options.ensemble)
+        return Opened(self.name, self.source.reopened(), replace(self.options, ensemble=others))
 
     @cached_property
     def attention(self) -> AttentionSource:
         """The attention layers; weights are read when they are first used."""
         if self.module is not None:
             return OwnModel(self.module, self.name)
-        return open_checkpoint(self.files, self.options.family, mapped=True)
+        return open_checkpoint(self.files, self.options.family, mapped=self.is_mapped)
 
     @property
     def files(self) -> Source:

@@ -144,7 +144,7 @@ class Run:
         if len(streams) > 1 and "." not in place:
             raise UsageError(f"residual({place}) could be of {' or '.join(streams)}: write encoder.{place}")
         found = streams.get(stack, ())
-        if not number.isdigit() or int(number) >= len(found):
+        if not number.isdecimal() or int(number) >= len(found):
             raise UsageError(
                 f"there is no residual {place}: {stack} has 0 to {len(found) - 1}, the last at its end"
             )

@@ -104,6 +104,12 @@ class OpenedModel:
             raise _does_not_translate(self.name)
         return self.model
 
+    def named(self, name: str) -> "OpenedModel":
+        """The same under another name, which records and messages have."""
+        changed = copy.copy(self)
+        changed.name = name
+        return changed
+
     def with_model(self, model: LanguageModel | EncoderDecoder) -> "OpenedModel":
         changed = copy.copy(self)
         changed.model = model

@@ -88,7 +88,7 @@ class PlaceNames:
             raise UsageError(f'"{place}" is not a place in a model: write a layer as 3, a head as 3.2')
         if self._full(place) in self.names:
             return self.layer(place), None
-        if len(parts) > 1 and parts[-1].isdigit() and parts[-2].isdigit():
+        if len(parts) > 1 and parts[-1].isdecimal() and parts[-2].isdecimal():
             return self.layer(".".join(parts[:-1])), int(parts[-1])
         return self.layer(place), None
 
@@ -108,7 +108,7 @@ class PlaceNames:
         word, _, rest = place.partition(".")
         stack, _, number = rest.rpartition(".")
         stacks = [stack for stack in self.stacks if stack != "cross"]
-        if word != "residual" or not number.isdigit():
+        if word != "residual" or not number.isdecimal():
             raise UsageError(
                 f'"{place}" is not a place in the residual stream: write residual.3, or residual.encoder.3'
             )

@@ -4,9 +4,8 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, final
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
@@ -14,13 +13,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from triptych.serving import completions, embeddings, page, records, translation
+from triptych.serving.doors import KEY_NEEDED, check_host, check_origin
 from triptych.serving.limits import RequestError
-from triptych.serving.server import Endpoint, Server, log
+from triptych.serving.logs import log
+from triptych.serving.server import Endpoint, Server
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+# For a client to read the rest of its answer.
+_SECONDS_TO_SEND = 10.0
 # What needs no key.
 _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 
@@ -28,11 +31,12 @@ _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 def web_application(server: Server, *, public: bool = False) -> Starlette:
     """An ASGI application that serves models; if `public`, under any host name."""
     routes = [
-        Route(path, _guarded(server, path, endpoint, public), methods=[method])
+        Route(path, Guarded(server, path, endpoint, public=public), methods=[method])
         for method, path, endpoint in (
             ("GET", "/health", _health),
             ("GET", "/metrics", _metrics),
             ("GET", "/spec", _specification),
+            ("POST", "/admin/reload", _reload),
             *translation.ROUTES,
             *completions.ROUTES,
             *embeddings.ROUTES,
@@ -40,45 +44,44 @@ def web_application(server: Server, *, public: bool = False) -> Starlette:
             *page.ROUTES,
         )
     ]
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        for model in server.models.values():
-            await asyncio.to_thread(model.worker.close)
-
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+    return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
 
-def _guarded(
-    server: Server, path: str, endpoint: Endpoint, public: bool
-) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """An endpoint with a key, a limit in time, errors as JSON, a line in the log, and its figures."""
+@final
+class Guarded:
+    """An endpoint with a key, limits in time, errors as JSON, a line in the log, and its figures."""
 
-    async def answer(request: Request) -> Response:
+    def __init__(self, server: Server, path: str, endpoint: Endpoint, *, public: bool) -> None:
+        self._server = server
+        self._path = path
+        self._endpoint = endpoint
+        self._public = public
+        self.summary = endpoint.__doc__ or ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        with self._server.answering(request):
+            response = await self._answer(request)
+            try:
+                # What is computed ends in time (`Server.compute`); a client that does not read ends here.
+                async with asyncio.timeout(self._server.limits.seconds + _SECONDS_TO_SEND):
+                    await response(scope, receive, send)
+            except TimeoutError:
+                log({"cut off": self._path, "because": "the client does not read its answer"})
+
+    async def _answer(self, request: Request) -> Response:
+        server, path = self._server, self._path
         started = time.perf_counter()
         given = request.headers.get("x-request-id", "")
         number = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        server.num_requests += 1
         try:
-            # A page that a browser takes for this machine's, by the name of another.
-            host = request.headers.get("host", "")
-            if not public and re.sub(r":\d+$", "", host) not in _LOOPBACK:
-                raise RequestError(400, f"Host: {host} is not this machine: ask localhost or 127.0.0.1")
-            if server.is_stopping and path != "/metrics":
-                raise RequestError(503, "the server is stopping", retry_after=5)
-            if request.method == "POST" and server.num_requests > server.limits.max_requests:
-                raise RequestError(503, "too many requests at a time: try again in a moment", retry_after=1)
-            if path not in _OPEN and request.method == "GET":
-                server.check_key(request)
+            self._let_in(request)
             async with asyncio.timeout(server.limits.seconds):
-                response = await endpoint(server, request)
+                response = await self._endpoint(server, request)
         except Exception as error:  # noqa: BLE001 (the answer names no path and no line of the source)
             retry = getattr(error, "retry_after", None)
             headers = {} if retry is None else {"Retry-After": str(retry)}
             response = _refusal(path, *server.explain(error), headers)
-        finally:
-            server.num_requests -= 1
         seconds = time.perf_counter() - started
         server.answered.labels(path, response.status_code).inc()
         server.latency.labels(path).observe(seconds)
@@ -87,8 +90,18 @@ def _guarded(
         log({**record, "status": response.status_code, "seconds": round(seconds, 4)})
         return response
 
-    answer.__doc__ = endpoint.__doc__
-    return answer
+    def _let_in(self, request: Request) -> None:
+        """Check all that the head of a request says."""
+        server, path = self._server, self._path
+        if not self._public:
+            check_host(request)
+        if not server.needs_key:
+            check_origin(request)
+        if server.is_stopping and path != "/metrics":
+            raise RequestError(503, "the server is stopping", retry_after=5)
+        is_read = request.method == "GET" and path not in _OPEN
+        if is_read and not server.keys.check_head(request):
+            raise RequestError(401, KEY_NEEDED)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -128,11 +141,21 @@ async def _metrics(server: Server, request: Request) -> Response:
     return Response(generate_latest(server.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+async def _reload(server: Server, request: Request) -> Response:
+    """Open the models anew from where they were found, and answer with these once they are ready."""
+    await server.fields(request)
+    if not server.needs_key:
+        raise RequestError(
+            403, "without keys anybody could do that: start the server with keys, or send SIGHUP"
+        )
+    return JSONResponse({"models": await server.reload()})
+
+
 async def _specification(server: Server, request: Request) -> Response:
     """What the server answers, as OpenAPI."""
     paths: dict[str, dict[str, Any]] = {}
     for route in request.app.routes:
-        about = {"summary": route.endpoint.__doc__ or "", "responses": {"200": {"description": "JSON"}}}
+        about = {"summary": route.endpoint.summary, "responses": {"200": {"description": "JSON"}}}
         for method in route.methods - {"HEAD"}:
             paths.setdefault(route.path, {})[method.lower()] = about
     info = {"title": "triptych", "version": "1"}

@@ -63,7 +63,7 @@ def _summed_scores(scores: Tensor) -> Tensor:
 def _truncated(model: Model, place: str, rank: str) -> Model:
     head = model[place]
     most = head.d_k
-    if not rank.isdigit() or not 0 < int(rank) <= most:
+    if not rank.isdecimal() or not 0 < int(rank) <= most:
         raise UsageError(f"truncate({place}, {rank}): the rank is a number from 1 to {most}")
     U = head.qk.svd().U[:, : int(rank)]
     return model.replace(place, W_Q=U @ (U.mT @ head.W_Q.to(U)))
@@ -142,14 +142,25 @@ class Explorer:
     """
 
     def __init__(
-        self, model: Model, over: OverText | None = None, held_out: HeldOutText | None = None
+        self,
+        model: Model,
+        over: OverText | None = None,
+        held_out: HeldOutText | None = None,
+        most_tokens: int | None = None,
     ) -> None:
-        self.model, self.over, self.held_out = model, over, held_out
+        """Answer for a model, of texts of at most a number of tokens."""
+        self.model, self.over, self.held_out, self._most_tokens = model, over, held_out, most_tokens
         self._changed = lru_cache(_MOST_MODELS)(self._change)
         self._attention = lru_cache(_MOST_TEXTS)(self._attend)
         self._run = lru_cache(_MOST_TEXTS)(self._run_text)
         self._inspection = lru_cache(_MOST_TEXTS)(self._inspect)
         self._held_out_losses = lru_cache(_MOST_PARTS)(self._read_held_out)
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        kept_answers = (self._changed, self._attention, self._run, self._inspection, self._held_out_losses)
+        for kept in kept_answers:
+            kept.cache_clear()
 
     def _change(self, changes: tuple[str, ...]) -> Model:
         return change_model(self._changed(changes[:-1]), changes[-1]) if changes else self.model
@@ -166,12 +177,13 @@ class Explorer:
         return asked.text + asked.target, None
 
     def _attend(self, asked: Shown) -> Attention:
-        return self._changed(asked.changes).attend(*self._read(asked))
+        return self._changed(asked.changes).attend(*self._read(asked), max_tokens=self._most_tokens)
 
     def _run_text(self, asked: Shown) -> Run:
         text, target = self._read(asked)
         with torch.no_grad():
-            return self._changed(asked.changes).run(text, target=target)
+            model = self._changed(asked.changes)
+            return model.run(text, target=target, max_tokens=self._most_tokens)
 
     def _inspect(self, changes: tuple[str, ...], layer: str) -> Any:
         """The measures of all heads of a layer, which take as long as the measures of one."""

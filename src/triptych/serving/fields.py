@@ -6,9 +6,8 @@ from typing import Any, final
 
 from starlette.requests import Request
 
+from triptych.serving.doors import is_form
 from triptych.serving.limits import RequestError
-
-_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
 
 
 @final
@@ -23,15 +22,8 @@ class Fields(dict[str, Any]):
             body += part
             if len(body) > max_bytes:
                 raise RequestError(413, f"the body has more than {max_bytes:,} bytes")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind in _FORMS and not body.lstrip().startswith(b"{"):
-
-            async def replay() -> Mapping[str, Any]:
-                return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-            form = await Request(request.scope, replay).form(max_files=0, max_fields=1000)  # type: ignore[arg-type]
-            values = {name: form.getlist(name) for name in form}
-            return cls({name: found[0] if len(found) == 1 else found for name, found in values.items()})
+        if is_form(request) and not body.lstrip().startswith(b"{"):
+            return cls(await _fields_of_form(request, bytes(body)))
         try:
             fields = json.loads(body or b"{}")
             json.dumps(fields, ensure_ascii=False).encode()
@@ -56,3 +48,20 @@ class Fields(dict[str, Any]):
         if type(found) is not int or not least <= found <= most:
             raise RequestError(400, f"{name}: give a number from {least} to {most}")
         return found
+
+
+async def _fields_of_form(request: Request, body: bytes) -> dict[str, Any]:
+    async def replay() -> Mapping[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    try:
+        form = await Request(request.scope, replay).form(max_files=0, max_fields=1000)  # type: ignore[arg-type]
+    except (ValueError, LookupError):  # of another encoding, or of none
+        raise RequestError(400, "the form cannot be read: send UTF-8") from None
+    values = {name: form.getlist(name) for name in form}
+    found = {name: own[0] if len(own) == 1 else own for name, own in values.items()}
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, TypeError):
+        raise RequestError(400, "the form has what is no text in UTF-8") from None
+    return found

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from triptych.errors import UsageError
 
+# The status of a request whose client has gone away, as nginx logs it.
+GONE = 499
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -14,12 +17,21 @@ class Limits:
         max_items: texts in a request.
         max_new_tokens: tokens that a completion may grow by.
         max_bytes: bytes of a request's body.
-        max_requests: requests that are answered at a time; further ones get 503.
+        max_requests: requests that are answered at a time, streams included; further ones get 503.
+        max_strangers: requests without a key in their headers that are listened to at a time, where keys are
+            needed; further ones get 503.
+        max_connections: connections that are open at a time without a request; the oldest of them is closed.
         max_waiting: items that wait for a model; further requests get 429.
         batch_items: items that a model computes together.
         batch_tokens: tokens that completions computed together may have, prompts and new ones; each counts as
             many as the longest.
-        seconds: longest time from a request to its answer, reading the body included.
+        max_tags: tags of HTML in a request.
+        max_attended: tokens of a text whose attention is looked at, its translation included.
+        max_weights: attention weights in an answer.
+        seconds: longest time from a request to the end of its answer.
+        body_seconds: longest time in which a body comes.
+        stranger_seconds: the same of a request without a key in its headers, where keys are needed; also the
+            longest time that a connection is open without a request.
     """
 
     max_characters: int = 50_000
@@ -27,10 +39,17 @@ class Limits:
     max_new_tokens: int = 2048
     max_bytes: int = 1_048_576
     max_requests: int = 512
+    max_strangers: int = 16
+    max_connections: int = 256
     max_waiting: int = 1024
     batch_items: int = 32
     batch_tokens: int = 65_536
+    max_tags: int = 10_000
+    max_attended: int = 1024
+    max_weights: int = 4_194_304
     seconds: float = 300.0
+    body_seconds: float = 30.0
+    stranger_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

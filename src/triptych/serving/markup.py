@@ -2,15 +2,20 @@
 
 import html
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html.parser import HTMLParser
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple, final
 
 import torch
+from turbohtml import Token, TokenType, tokenize
 
 from triptych.attending.alignment import AlignedWords, Word
+from triptych.serving.limits import RequestError
+
+# Elements inside a sentence that are in each other: a word may be put into all of them.
+MOST_NESTED = 64
 
 # Their text is not translated.
 _LEFT_ALONE = frozenset({"script", "style", "code", "pre", "textarea", "svg", "math"})
@@ -22,6 +27,9 @@ _INLINE = frozenset({
     *("a", "abbr", "b", "bdi", "bdo", "big", "cite", "del", "dfn", "em", "font", "i", "ins", "label", "mark"),
     *("q", "s", "small", "span", "strong", "sub", "sup", "tt", "u", "var"),
 })  # fmt: skip
+
+
+_CHARACTER = re.compile(r"\r\n|.", re.DOTALL)
 
 
 class Element(NamedTuple):
@@ -57,34 +65,59 @@ class TextRun:
         spans = [found.span() for found in re.finditer(r"\S+", translation)]
         scale = len(self.text) / max(1, len(translation))
         middles = [scale * (start + stop) / 2 for start, stop in spans]
-        stacks = [
-            tuple(number for number, of in enumerate(self.elements) if of.start <= middle < of.stop)
-            for middle in middles
-        ]
+        stacks = self._elements_at(middles)
         return self._tagged(translation, spans, stacks)
 
     def _stacks(self, words: AlignedWords) -> list[tuple[int, ...]]:
         """The elements that each word of the translation lies in."""
-        spans = _spans(self.text, words.source)
-        own = [
-            tuple(
-                number
-                for number, of in enumerate(self.elements)
-                if 2 * (min(stop, of.stop) - max(start, of.start)) > stop - start
-            )
-            for start, stop in spans
-        ]
+        own = self._elements_of(_spans(self.text, words.source))
         is_mark = torch.tensor([_is_mark(word) for word in words.source])
         weights = words.weights.masked_fill(is_mark, -1.0)
         best = weights.argmax(dim=1).tolist()
         stacks = [None if _is_mark(word) else own[i] for word, i in zip(words.target, best, strict=True)]
         found = [_of_mark(stacks, place) if stack is None else stack for place, stack in enumerate(stacks)]
-        for number in range(len(self.elements)):
-            inside = [place for place, stack in enumerate(own) if number in stack]
-            if inside and not any(number in stack for stack in found):
-                part = words.weights[:, inside]
-                target = int(part.sum(dim=1).argmax())
-                found[target] = own[inside[int(part[target].argmax())]]
+        inside = dict[int, list[int]]()
+        for place, stack in enumerate(own):
+            for number in stack:
+                inside.setdefault(number, []).append(place)
+        kept = Counter(number for stack in found for number in stack)
+        for number in sorted(inside):
+            if kept[number]:
+                continue
+            part = words.weights[:, inside[number]]  # no word looks at what the element holds
+            target = int(part.sum(dim=1).argmax())
+            kept.subtract(found[target])
+            found[target] = own[inside[number][int(part[target].argmax())]]
+            kept.update(found[target])
+        return found
+
+    def _elements_at(self, places: Sequence[float]) -> list[tuple[int, ...]]:
+        """The elements, outer ones first, that hold each place; places are in order."""
+        found, open_, upcoming = list[tuple[int, ...]](), list[int](), 0
+        for place in places:
+            while upcoming < len(self.elements) and self.elements[upcoming].start <= place:
+                open_.append(upcoming)
+                upcoming += 1
+            open_ = [number for number in open_ if self.elements[number].stop > place]
+            found.append(tuple(open_))
+        return found
+
+    def _elements_of(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """The elements, outer ones first, that each span lies in for the most part; spans are in order."""
+        found, open_, upcoming = list[tuple[int, ...]](), list[int](), 0
+        for start, stop in spans:
+            while upcoming < len(self.elements) and self.elements[upcoming].start < stop:
+                open_.append(upcoming)
+                upcoming += 1
+            open_ = [number for number in open_ if self.elements[number].stop > start]
+            parts = [(number, self.elements[number]) for number in open_]
+            found.append(
+                tuple(
+                    number
+                    for number, of in parts
+                    if 2 * (min(stop, of.stop) - max(start, of.start)) > stop - start
+                )
+            )
         return found
 
     def _tagged(self, text: str, spans: Sequence[tuple[int, int]], stacks: Sequence[tuple[int, ...]]) -> str:
@@ -131,65 +164,84 @@ class _Tag(NamedTuple):
     opens: bool
 
 
+class _Open(NamedTuple):
+    name: str
+    stays: bool  # its text is not translated
+
+
 @final
-class Markup(HTMLParser):
+class Markup:
     """The pieces of a document: `runs`, to be translated, and what is between them.
 
-    Text in elements such as `code`, or with `translate="no"`, stays.
+    Text in elements such as `code`, or with `translate="no"`, stays. All that is not translated stays to the
+    letter. The tokenizer is the one of the HTML standard, and takes time in proportion to the document.
     """
 
-    def __init__(self, document: str) -> None:
-        super().__init__(convert_charrefs=True)
+    def __init__(self, document: str, most_tags: int = 10_000) -> None:
+        """Read a document; `RequestError` if it has more tags, or deeper ones, than are taken."""
         self.runs: list[TextRun] = []
+        self._most_tags = most_tags
         self._pieces: list[str | int] = []
         self._run: list[str | _Tag] = []
-        self._open: list[tuple[str, bool]] = []  # elements, and whether each leaves its text alone
-        self.feed(document)
-        self.close()
+        self._open: list[_Open] = []
+        self._names: Counter[str] = Counter()  # of the open elements
+        self._num_tags = 0
+        at = 0
+        for token in tokenize(document, resolve_references=False, capture_source=True):
+            source, text = token.source, token.data or ""
+            stop = at + len(source) if source is not None else _end_of(document, at, text)
+            self._take(token, document[at:stop])
+            at = stop
         self._end_run()
+        self._pieces.append(document[at:])  # a tag that does not end
 
     def translated(self, runs: Sequence[str]) -> str:
         """The document with HTML in place of its runs."""
         return "".join(runs[piece] if isinstance(piece, int) else piece for piece in self._pieces)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        raw, stays = self.get_starttag_text() or "", self._stays
-        if tag not in _VOID:
-            stays = stays or tag in _LEFT_ALONE or ("translate", "no") in attrs
-            self._open.append((tag, stays))
-        self._tag(_Tag(tag, raw, opens=True), cuts=stays)
+    def _take(self, token: Token, raw: str) -> None:
+        match token.type:
+            case TokenType.START_TAG:
+                self._take_opening(token, raw)
+            case TokenType.END_TAG:
+                self._take_closing(token, raw)
+            case TokenType.TEXT if not self._stays:
+                self._run.append(raw)
+            case TokenType.CHARACTER_REFERENCE if not self._stays:
+                self._run.append(token.data or "")
+            case _:
+                self._piece(raw)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._piece(self.get_starttag_text() or "")
+    def _take_opening(self, token: Token, raw: str) -> None:
+        self._count_tag()
+        stays, name = self._stays, token.tag or ""
+        if token.self_closing and name not in _LEFT_ALONE:
+            self._piece(raw)
+            return
+        if name not in _VOID:
+            within = stays or name in _LEFT_ALONE or ("translate", "no") in (token.attrs or ())
+            self._open.append(_Open(name, within))
+            self._names[name] += 1
+        self._tag(_Tag(name, raw, opens=True), cuts=stays)
 
-    def handle_endtag(self, tag: str) -> None:
-        self._tag(_Tag(tag, f"</{tag}>", opens=False), cuts=self._stays)
-        places = [place for place, (name, _) in enumerate(self._open) if name == tag]
-        if places:
-            del self._open[places[-1] :]
+    def _take_closing(self, token: Token, raw: str) -> None:
+        self._count_tag()
+        name = token.tag or ""
+        self._tag(_Tag(name, raw, opens=False), cuts=self._stays)
+        while self._names[name]:
+            closed = self._open.pop().name
+            self._names[closed] -= 1
+            if closed == name:
+                break
 
-    def handle_data(self, data: str) -> None:
-        if self._stays:
-            raw = self._open[-1][0] in ("script", "style")
-            self._piece(data if raw else html.escape(data, quote=False))
-        else:
-            self._run.append(data)
-
-    def handle_comment(self, data: str) -> None:
-        self._piece(f"<!--{data}-->")
-
-    def handle_decl(self, decl: str) -> None:
-        self._piece(f"<!{decl}>")
-
-    def handle_pi(self, data: str) -> None:
-        self._piece(f"<?{data}>")
-
-    def unknown_decl(self, data: str) -> None:
-        self._piece(f"<![{data}]>")
+    def _count_tag(self) -> None:
+        self._num_tags += 1
+        if self._num_tags > self._most_tags:
+            raise RequestError(413, f"the HTML has more than {self._most_tags:,} tags")
 
     @property
     def _stays(self) -> bool:
-        return bool(self._open) and self._open[-1][1]
+        return bool(self._open) and self._open[-1].stays
 
     def _tag(self, tag: _Tag, *, cuts: bool) -> None:
         if cuts or tag.name not in _INLINE:
@@ -204,10 +256,10 @@ class Markup(HTMLParser):
     def _end_run(self) -> None:
         """Take the text since the last piece, in several runs where its tags do not go together."""
         tokens, self._run = self._run, []
-        closing = _matching_tags(tokens)
+        paired = _paired_tags(tokens)
         start = 0
         for place, token in enumerate(tokens):
-            if isinstance(token, _Tag) and place not in closing and place not in closing.values():
+            if isinstance(token, _Tag) and place not in paired:
                 self._add_run(tokens[start:place])
                 self._pieces.append(token.raw)
                 start = place + 1
@@ -219,44 +271,70 @@ class Markup(HTMLParser):
         if not core:
             self._pieces.append(html.escape(raw, quote=False))
             return
-        text, begun, elements = "", list[int](), list[Element]()
+        parts, length = list[str](), 0  # white space is one space, and none is before an element's end
+        begun, elements, last = list[int](), list[Element](), " "
         for token in tokens:
             if isinstance(token, str):
-                text += re.sub(r"\s+", " ", token if text and not text.endswith(" ") else token.lstrip())
+                part = re.sub(r"\s+", " ", token.lstrip() if last == " " else token)
+                parts.append(part)
+                length += len(part)
+                last = part[-1:] or last
             elif token.opens:
                 begun.append(len(elements))
-                elements.append(Element(token.raw, "", len(text), 0))
+                if len(begun) > MOST_NESTED:
+                    raise RequestError(400, f"the HTML has text in more than {MOST_NESTED} inline elements")
+                elements.append(Element(token.raw, "", length, 0))
             else:
                 number = begun.pop()
-                elements[number] = elements[number]._replace(closing=token.raw, stop=len(text.rstrip()))
+                stop = length - (last == " " and length > 0)
+                elements[number] = elements[number]._replace(closing=token.raw, stop=stop)
         before, after = raw[: raw.index(core)], raw[raw.index(core) + len(core) :]
         self._pieces += [before, len(self.runs), after]
-        self.runs.append(TextRun(text.rstrip(), tuple(elements)))
+        self.runs.append(TextRun("".join(parts).rstrip(), tuple(elements)))
 
 
-def _matching_tags(tokens: Sequence[str | _Tag]) -> dict[int, int]:
-    """Places of opening tags and of the tags that close them, where all between them goes together."""
-    found, begun = dict[int, int](), list[int]()
+def _end_of(document: str, start: int, data: str) -> int:
+    """Where text ends that begins at a place: the tokenizer gives it with line ends of one kind."""
+    if "\r" not in document[start : start + len(data) + 1]:
+        return start + len(data)
+    ends = (found.end() for found in _CHARACTER.finditer(document, start))
+    return next(islice(ends, len(data) - 1, None))
+
+
+@dataclass
+class _Pair:
+    """An opening tag whose end was not met yet."""
+
+    place: int
+    name: str
+    has_text: bool = False
+    is_whole: bool = True  # all tags inside are in pairs
+
+
+def _paired_tags(tokens: Sequence[str | _Tag]) -> set[int]:
+    """Places of the tags of pairs that hold text, where all tags inside are in such pairs too."""
+    found, begun = set[int](), list[_Pair]()
+    names = Counter[str]()
     for place, token in enumerate(tokens):
-        if not isinstance(token, _Tag):
-            continue
-        if token.opens:
-            begun.append(place)
-            continue
-        names = [tokens[at][0] for at in begun]
-        while token.name in names and names.pop() != token.name:
-            begun.pop()
-        if begun and tokens[begun[-1]][0] == token.name:
-            found[begun.pop()] = place
-    while True:
-        paired = {*found, *found.values()}
-        parted = [
-            start
-            for start, stop in found.items()
-            if not any(isinstance(token, str) and token.strip() for token in tokens[start:stop])
-            or any(isinstance(tokens[at], _Tag) and at not in paired for at in range(start, stop))
-        ]
-        if not parted:
-            return found
-        for start in parted:
-            del found[start]
+        outer = begun[-1] if begun else None
+        if isinstance(token, str):
+            if outer is not None and token.strip():
+                outer.has_text = True
+        elif token.opens:
+            begun.append(_Pair(place, token.name))
+            names[token.name] += 1
+        elif names[token.name]:
+            while (last := begun.pop()).name != token.name:  # never closed
+                names[last.name] -= 1
+                begun[-1].is_whole = False
+                begun[-1].has_text |= last.has_text
+            names[last.name] -= 1
+            is_pair = last.has_text and last.is_whole
+            if is_pair:
+                found |= {last.place, place}
+            if begun:
+                begun[-1].has_text |= last.has_text
+                begun[-1].is_whole &= is_pair
+        elif outer is not None:
+            outer.is_whole = False
+    return found

@@ -1,10 +1,12 @@
 """A model that is served: its name, its languages, and the jobs that it can do."""
 
 import re
+import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
@@ -22,14 +24,18 @@ from triptych.decoding import (
     Translation,
     Translator,
 )
+from triptych.decoding.maps import give_memory_back, own_memory
 from triptych.errors import UsageError
 from triptych.face import Model
 from triptych.serving.exploring import Explorer
-from triptych.serving.limits import Limits
+from triptych.serving.limits import Limits, RequestError
 from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
 
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_WEIGHTS = frozenset({".safetensors", ".bin"})
+# What the page asked last is kept so long.
+SECONDS_KEPT = 60.0
 # Translators with other numbers of alternatives that are kept ready.
 _MOST_TRANSLATORS = 4
 # Texts of different lengths, for the comparison of one text alone with the same text in a batch.
@@ -44,17 +50,39 @@ def served_here(name: str) -> "ServedModel":
     return SERVED_HERE[name]
 
 
+class FileMark(NamedTuple):
+    """What changes when a file is written again or another takes its place."""
+
+    name: str
+    device: int
+    number: int
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileMark":
+        """The mark of a file as it is now; of one that is gone, none."""
+        try:
+            found = path.stat()
+        except OSError:
+            return cls(path.name, 0, 0, 0, 0)
+        return cls(path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 @final
 class ServedModel:
     """A model with a worker.
 
     Attributes:
         name: its name in requests.
-        model: what `triptych.load` gave.
+        model: what `triptych.load` gave, under its name in requests.
         can: what it can do.
         languages: source and target of a translator; None where its name does not end in them.
         queue: the items that wait for it.
         worker: computes the items.
+        desk: the questions that wait for it: what looks at the model itself takes no time of its texts.
+        clerk: answers them one by one.
+        files: its weights' files, as they were when it was opened.
         explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
             and for a model that neither translates nor generates.
@@ -67,20 +95,27 @@ class ServedModel:
             raise UsageError(
                 f"{name!r} cannot be the name of a served model: use letters, digits, '.', '_' and '-'"
             )
-        if model.why_not_run:
-            raise UsageError(f"{name} cannot be served: {model.why_not_run}")
-        self.name, self.model, self.can = name, model, model.can
+        self.name = name
+        self.model = model.named(name, is_mapped=False)
+        if self.model.why_not_run:
+            raise UsageError(f"{name} cannot be served: {self.model.why_not_run}")
+        self.files = files_of(self.model)
+        self._owns_weights = False
+        self.can = self.model.can
         found = _LANGUAGES.search(name) if "translate" in self.can else None
         self.languages: tuple[str, str] | None = None if found is None else (found[1], found[2])
         self.is_batch_invariant: bool | None = None
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
         self.limits = limits
-        self.explorer = Explorer(model)
+        self.explorer = Explorer(self.model, most_tokens=limits.max_attended)
         self.queue = Queue(limits)
+        self.desk = Queue(replace(limits, batch_items=1))
         size = sum(parameter.numel() for parameter in model.opened.model.parameters())
         threads = 1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()
         self.worker = Worker(name, self.queue, threads)
+        self.clerk = Worker(f"{name} looked at", self.desk, threads)
+        self._forgetting: threading.Timer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return served_here, (self.name,)
@@ -88,6 +123,47 @@ class ServedModel:
     @property
     def generator(self) -> TextGenerator:
         return self.model.generator()
+
+    def close(self) -> None:
+        """End when everything that was submitted is computed."""
+        self.worker.close()
+        self.clerk.close()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+
+    def forget_soon(self) -> None:
+        """Give back the memory of what the page kept, unless it asks again before."""
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = threading.Timer(SECONDS_KEPT, self._forget)
+        self._forgetting.daemon = True
+        self._forgetting.start()
+
+    def _forget(self) -> None:
+        self.explorer.forget()
+        give_memory_back()
+
+    def require_same_files(self) -> None:
+        """Check that the files are those that the model was opened from."""
+        if files_of(self.model) != self.files:
+            raise RequestError(
+                503,
+                f"the files of {self.name} were changed after it was opened: POST /admin/reload or SIGHUP "
+                "opens them anew",
+            )
+
+    def own_weights(self) -> None:
+        """Have the weights themselves in memory, and not only what an engine made of them.
+
+        An engine has its own. The model itself lies in its file until something looks at it.
+        """
+        if self._owns_weights:
+            return
+        self.require_same_files()
+        opened = self.model.opened
+        own_memory([opened.model, *opened.ensemble])
+        self.require_same_files()
+        self._owns_weights = True
 
     def translator(self, num_best: int) -> Translator:
         """The translator that gives this number of translations; the last ones used are kept."""
@@ -101,12 +177,15 @@ class ServedModel:
 
     def check_batches(self) -> None:
         """Compare texts alone with the same texts in batches, on this machine: `is_batch_invariant`."""
-        item = Item(Asking(self), ServedModel._compare)
+        item = Item(Checking(self), None)
         self.queue.submit([item])
         item.result.result()
 
-    def _compare(self) -> None:
+    def compare_batches(self) -> None:
+        """See `check_batches`; it is computed where all else is."""
         job: Translating | Continuing
+        if not {"translate", "generate"} & {*self.can}:
+            self.own_weights()  # without an engine
         if "translate" in self.can:
             job, given = Translating(self, 1), list[Any](_PROBES)
         elif "generate" in self.can:
@@ -131,6 +210,15 @@ class ModelJob(QueuedJob):
     """A job of a model; jobs with the same options are equal."""
 
     model: ServedModel
+
+    @property
+    def queue(self) -> Queue:
+        """Where its items wait."""
+        return self.model.queue
+
+    @property
+    def repeats(self) -> bool:
+        return self.model.is_batch_invariant is not False
 
 
 @final
@@ -171,17 +259,12 @@ class Continuing(ModelJob, Decoding):
         return self.model.generator.loop(limits.batch_items, limits.batch_tokens)
 
     def begin(self, item: Item) -> Asked[list[Continuation]]:
-        def tell(sample: int, text: str) -> None:
-            if text:
-                item.say((sample, text))
-
-        return self.model.generator.begin(item.given, self.options, tell)
+        return self.model.generator.begin(item.given, self.options, item.say)
 
     def compute(self, items: Sequence[Item]) -> list[list[Continuation]]:
         def tell(row: int, text: str) -> None:
             number, sample = divmod(row, self.options.num_samples)
-            if text:
-                items[number].say((sample, text))
+            items[number].say(sample, text)
 
         texts = [item.given for item in items]
         return self.model.generator.continue_tokens(texts, self.options, tell)
@@ -191,7 +274,8 @@ class JobOfEach(ModelJob):
     """A job that computes one item after the other."""
 
     def compute(self, items: Sequence[Item]) -> list[Any]:
-        return [self.of(item.given) for item in items]
+        self.model.own_weights()
+        return [None if item.is_left else self.of(item.given) for item in items]
 
     @abstractmethod
     def of(self, given: Any) -> Any:
@@ -232,13 +316,46 @@ class Aligning(JobOfEach):
 
 @final
 @dataclass(frozen=True)
-class Asking(JobOfEach):
-    """Anything else: what an item holds is called with the model that is served."""
+class Checking(ModelJob):
+    """The comparison of batches at the start."""
 
     travels: ClassVar[bool] = False
 
-    def of(self, given: Callable[[ServedModel], Any]) -> Any:
-        return given(self.model)
+    def compute(self, items: Sequence[Item]) -> list[None]:
+        self.model.compare_batches()
+        return [None for _ in items]
+
+
+@final
+@dataclass(frozen=True)
+class Asking(ModelJob):
+    """Anything else: what an item holds is called with the model that is served, and with the item."""
+
+    travels: ClassVar[bool] = False
+
+    @property
+    def queue(self) -> Queue:
+        return self.model.desk
+
+    def compute(self, items: Sequence[Item]) -> list[Any]:
+        self.model.own_weights()
+        return [self._of(item) for item in items]
+
+    def _of(self, item: Item) -> Any:
+        self.model.require_same_files()  # heads are read from them
+        try:
+            found = item.given(self.model, item)
+        finally:
+            self.model.forget_soon()
+        self.model.require_same_files()
+        return found
+
+
+def files_of(model: Model) -> tuple[FileMark, ...]:
+    """The files of a model's weights, as they are now."""
+    folder = model.opened.folder
+    paths = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS) if folder.is_dir() else []
+    return tuple(FileMark.of(path) for path in paths)
 
 
 class Scored(NamedTuple):

@@ -14,7 +14,7 @@ from triptych.serving.limits import RequestError
 from triptych.serving.models import Asking
 from triptych.serving.server import Endpoint, Server
 
-_MOST_CHANGES = 64
+_MOST_CHANGES, _LONGEST_CHANGE = 64, 1000
 # The page is complete in itself: a browser lets it ask this server, and nothing else.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
 _POLICY += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,7 +31,7 @@ async def models(server: Server, request: Request) -> Response:
     await server.fields(request)
     found = []
     for served in server.models.values():
-        (about,) = await server.compute(request, Asking(served), [lambda of: of.explorer.about()])
+        (about,) = await server.compute(request, Asking(served), [lambda of, _: of.explorer.about()])
         found.append({"name": served.name, "languages": served.languages, **about})
     return _json_response({"models": found})
 
@@ -41,7 +41,7 @@ def _explorer_endpoint(ask: Callable[[Explorer, Fields], Any], about: str) -> En
         fields = await server.fields(request)
         served = server.model(fields.get("model"), "run")
         server.check_texts([fields.text("text", ""), fields.text("target", "")])
-        (found,) = await server.compute(request, Asking(served), [lambda of: ask(of.explorer, fields)])
+        (found,) = await server.compute(request, Asking(served), [lambda of, _: ask(of.explorer, fields)])
         return _json_response(found)
 
     answer.__doc__ = about
@@ -50,9 +50,13 @@ def _explorer_endpoint(ask: Callable[[Explorer, Fields], Any], about: str) -> En
 
 def _changes(fields: Fields) -> tuple[str, ...]:
     found = fields.get("changes", [])
-    if not isinstance(found, list) or len(found) > _MOST_CHANGES or not all(type(x) is str for x in found):
+    if not isinstance(found, list) or len(found) > _MOST_CHANGES or not all(map(_is_call, found)):
         raise RequestError(400, f"changes: give a list of at most {_MOST_CHANGES} calls")
     return tuple(found)
+
+
+def _is_call(given: Any) -> bool:
+    return isinstance(given, str) and len(given) <= _LONGEST_CHANGE
 
 
 def _shown(fields: Fields) -> Shown:

@@ -13,16 +13,29 @@ from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
 from triptych.serving.models import Asking
 from triptych.serving.server import Server
+from triptych.serving.worker import Item
 
 
 async def answer_attend(server: Server, request: Request) -> Response:
     """Attention weights of a text: `model`, `text`, of an encoder-decoder `target`; `heads`, as `3.2`."""
     fields = await server.fields(request)
-    text, heads, target = fields.text("text"), fields.text("heads", "*"), fields.get("target")
+    text, heads = fields.text("text"), fields.text("heads", "*")
+    target = None if fields.get("target") is None else fields.text("target")
+    limits = server.limits
 
-    def ask(model: Model) -> str:
-        (one,) = model.attend([text], None if target is None else [str(target)])
-        return "".join(json_pieces(one.saved(heads)))
+    def ask(model: Model, item: Item) -> str:
+        targets = None if target is None else [target]
+        (one,) = model.attend([text], targets, max_tokens=limits.max_attended)
+        saved = one.saved(heads)
+        count = sum(part.num_weights for part in saved.parts)
+        if count > limits.max_weights:
+            why = f"these heads have {count:,} weights: at most {limits.max_weights:,} in an answer"
+            raise RequestError(413, f"{why}; choose heads")
+        pieces = list[str]()
+        for piece in json_pieces(saved):
+            item.require_waited_for()
+            pieces.append(piece)
+        return "".join(pieces)
 
     return await _answered(server, request, fields, "run", ask)
 
@@ -35,8 +48,12 @@ async def answer_inspect(server: Server, request: Request) -> Response:
         if given is not None and not (isinstance(given, list) and all(type(one) is int for one in given)):
             raise RequestError(400, f"{name}: give a list of numbers")
 
-    def ask(model: Model) -> str:
-        return _strict_json(model.inspect(layers=fields.get("layers"), heads=fields.get("heads")).record())
+    def ask(model: Model, item: Item) -> str:
+        def stop_if_left(*_: object) -> None:
+            item.require_waited_for()
+
+        layers, heads = fields.get("layers"), fields.get("heads")
+        return _strict_json(model.inspect(layers=layers, heads=heads, progress=stop_if_left).record())
 
     return await _answered(server, request, fields, "read", ask)
 
@@ -44,25 +61,25 @@ async def answer_inspect(server: Server, request: Request) -> Response:
 async def answer_steps(server: Server, request: Request) -> Response:
     """How a head computes one row of attention: `model`, `text`, `layer`, `head`, `query`."""
     fields = await server.fields(request)
-    text, (layer, head) = fields.text("text"), map(fields.get, ("layer", "head"))
+    text, layer, head = fields.text("text"), fields.get("layer"), fields.get("head")
     query = fields.get("query", -1)
     if not isinstance(layer, int | str) or not isinstance(head, int) or not isinstance(query, int):
         raise RequestError(400, "layer, head and query: give a layer's number or name, and two numbers")
+    most = server.limits.max_attended
 
-    def ask(model: Model) -> str:
-        return _strict_json(model.attend(text).steps(layer, head, query).record())
+    def ask(model: Model, item: Item) -> str:
+        return _strict_json(model.attend(text, max_tokens=most).steps(layer, head, query).record())
 
     return await _answered(server, request, fields, "run", ask)
 
 
 async def _answered(
-    server: Server, request: Request, fields: Fields, can: str, ask: Callable[[Model], str]
+    server: Server, request: Request, fields: Fields, can: str, ask: Callable[[Model, Item], str]
 ) -> Response:
     served = server.model(fields.get("model"), can)
-    (found,) = await server.compute(request, Asking(served), [lambda of: ask(of.model)])
-    # A client is not told where the model is stored.
-    own = json.dumps(served.model.name)[1:-1]
-    return Response(found.replace(own, served.name), media_type="application/json")
+    server.check_texts([fields.get(name) or "" for name in ("text", "target")])
+    (found,) = await server.compute(request, Asking(served), [lambda of, item: ask(of.model, item)])
+    return Response(found, media_type="application/json")
 
 
 def _strict_json(record: dict[str, Any]) -> str:

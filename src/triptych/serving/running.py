@@ -1,18 +1,23 @@
 """Running the application on uvicorn, with a stop that loses no request."""
 
+import asyncio
 import logging
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, final
+from typing import final
 
 import uvicorn
 
 from triptych.serving.application import web_application
-from triptych.serving.processes import ServingProcess as ServingProcess
+from triptych.serving.connections import uvicorn_config
+from triptych.serving.fleet import Fleet as Fleet
+from triptych.serving.logs import LogHandler, log
 from triptych.serving.server import Server as Server
-from triptych.serving.server import log
 
 
 @final
@@ -24,19 +29,30 @@ class Serving(uvicorn.Server):
 
     def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
         """A server that has `seconds` to stop, and calls `ready` when it listens."""
-        quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
         app, most = web_application(server, public=public), max(1, round(seconds))
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=most, **quiet))
+        super().__init__(uvicorn_config(app, server.limits, timeout_graceful_shutdown=most))
         self._server, self._seconds, self._until, self._ready = server, seconds, 0.0, ready
         self._says_why = True
+        _log_of_uvicorn()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._listen_to_hangups()
         self._ready()
+
+    def _listen_to_hangups(self) -> None:
+        """Reload at SIGHUP, except at a terminal, which sends it when it is closed."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and hasattr(signal, "SIGHUP") and not (sys.stdin and sys.stdin.isatty()):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _reload(self) -> None:
+        reloading = asyncio.ensure_future(self._server.reload())
+        reloading.add_done_callback(lambda over: over.cancelled() or over.exception())  # which the log has
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.is_stopping:
-            logging.getLogger("uvicorn.error").disabled = True  # it logs what is cut off, with tracebacks
+            logging.getLogger("uvicorn.error").disabled = True  # it logs what is cut off
             raise KeyboardInterrupt
         self._server.is_stopping, self._until = True, time.monotonic() + self._seconds
 
@@ -53,3 +69,11 @@ class Serving(uvicorn.Server):
             )
             self._says_why = False
         return await super().on_tick(counter)
+
+
+def _log_of_uvicorn() -> None:
+    """Warnings of uvicorn are lines of the log."""
+    own = logging.getLogger("uvicorn")
+    own.handlers = [LogHandler()]
+    own.propagate = False
+    own.setLevel(logging.WARNING)

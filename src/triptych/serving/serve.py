@@ -2,22 +2,26 @@
 
 import ipaddress
 import os
-import pickle
+import re
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from triptych.attending.held_out import HeldOutText
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.face import Model
+from triptych.serving.fleet import PageTexts
 from triptych.serving.limits import Limits
-from triptych.serving.models import ServedModel
+from triptych.serving.logs import flush_log
+from triptych.storage.untrusted import read_limited
 from triptych.threads import torch_threads
 
 KEY_VARIABLE = "TRIPTYCH_API_KEY"
 _MOST_WORKERS = 256
+_LONGEST_KEYS = 1 << 20
+_KEY = re.compile(r"[\x21-\x7e]{1,512}")
 
 
 def serve(
@@ -59,7 +63,9 @@ def serve(
         DataError: the file of keys holds none.
     """
     require_extra(
-        "serve", "starlette", "uvicorn", "python_multipart", "prometheus_client", what="triptych serve"
+        "serve",
+        *("starlette", "uvicorn", "python_multipart", "prometheus_client", "turbohtml"),
+        what="triptych serve",
     )
     from triptych.serving import running
 
@@ -76,46 +82,16 @@ def serve(
         raise UsageError(f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}")
     if held_out is not None and len(models) != 1:
         raise UsageError(f"the held-out text is of one model, and {len(models)} are served: leave it out")
-    limits = limits or Limits()
-    arguments = (
-        _pickled(models, limits) if workers > 1 else b""
-    )  # before the models are built: as their files
+    # More than one process has one thread each.
     with torch_threads(1 if workers > 1 else None), ExitStack() as stack:
-        served = [ServedModel(name, model, limits) for name, model in models.items()]
-        for model in served:
-            _require_servable(model, workers, page_only=page_only)
-            if over is not None:
-                model.explorer.over = model.model.attend_over(over)
-            model.explorer.held_out = held_out
+        page = PageTexts(over, held_out)
+        fleet = running.Fleet(models, limits or Limits(), workers=workers, page=page, page_only=page_only)
+        server = running.Server(fleet, limits or Limits(), keys)
+        stack.callback(flush_log)
+        stack.callback(lambda: server.fleet.close())
         listening = stack.enter_context(_listening(host, port))
-        others = [running.ServingProcess(served, arguments) for _ in range(workers - 1)]
-        for process in others:
-            stack.enter_context(closing(process))
-        for model in served:
-            model.check_batches()  # builds it, too, before the first request comes
-        for process in others:
-            process.start()
-        server = running.Server(served, limits, keys)
+        fleet.start()
         running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
-
-
-def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> None:
-    if "translate" in model.can and model.languages is None and not page_only:
-        raise UsageError(
-            f"{model.name} translates, and its name does not end in two languages: write de-en={model.name} "
-            "(the languages that it translates from and to)"
-        )
-    if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
-        raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
-
-
-def _pickled(models: Mapping[str, Model], limits: Limits) -> bytes:
-    """What other processes open the models from."""
-    try:
-        return pickle.dumps((dict(models), limits))
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
-        why = f"other processes cannot have the models ({error}): leave out workers, or load them anew"
-        raise UsageError(why) from None
 
 
 def _listening(host: str, port: int) -> socket.socket:
@@ -129,14 +105,27 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _keys(file: Path | None) -> list[str]:
     if file is None:
-        return os.environ.get(KEY_VARIABLE, "").split()
+        keys = os.environ.get(KEY_VARIABLE, "").split()
+        _require_sendable(keys, KEY_VARIABLE)
+        return keys
     try:
-        keys = file.read_text(encoding="utf-8").split()
+        keys = read_limited(file, _LONGEST_KEYS).decode().split()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read as a file of keys ({error})") from None
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise DataError(f"{file}: cannot be read as a file of keys ({why})") from None
     if not keys:
         raise DataError(f"{file}: holds no key; write one per line")
+    _require_sendable(keys, str(file))
     return keys
+
+
+def _require_sendable(keys: Sequence[str], where: str) -> None:
+    """Check that a header can carry every key."""
+    for number, key in enumerate(keys, start=1):
+        if not _KEY.fullmatch(key):
+            raise DataError(
+                f"{where}: no header can carry key {number}: use at most 512 letters and signs of ASCII"
+            )
 
 
 def _is_loopback(host: str) -> bool:

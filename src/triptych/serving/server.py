@@ -1,13 +1,12 @@
 """What all requests share: the models, limits, keys and figures of a server."""
 
 import asyncio
-import hmac
-import json
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, Literal, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
@@ -15,15 +14,41 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from triptych.errors import TriptychError
+from triptych.serving.doors import Keys
 from triptych.serving.fields import Fields
-from triptych.serving.limits import Limits, RequestError
+from triptych.serving.fleet import Fleet
+from triptych.serving.limits import GONE, Limits, RequestError
+from triptych.serving.logs import log, num_lost
 from triptych.serving.models import ModelJob, ServedModel
 from triptych.serving.worker import Item
 
-# The status of a request whose client has gone away, as nginx logs it.
-_GONE = 499
+# Old models are looked at so often, until no request has them.
+_SECONDS_BETWEEN_LOOKS = 0.05
 
 Endpoint = Callable[["Server", Request], Awaitable[Response]]
+
+
+# How far a request is: its head has come, or that of one without a key, or all of it.
+Stage = Literal["begun", "stranger", "read"]
+_VISIT = "triptych.visit"
+
+
+@final
+@dataclass(eq=False)
+class Visit:
+    """A request on its way.
+
+    Attributes:
+        deadline: when its answer must have ended, on the clock of the event loop.
+        stage: how far it is.
+    """
+
+    deadline: float
+    stage: Stage = "begun"
+
+
+def _crowded(way: str = "") -> RequestError:
+    return RequestError(503, f"too many requests at a time: {way}try again in a moment", retry_after=1)
 
 
 @final
@@ -31,18 +56,23 @@ class Server:
     """The models that are served, their limits and their figures.
 
     Attributes:
-        models: by name.
+        fleet: the models with what computes them.
         limits: of every request.
+        keys: without one of them nothing is computed, if there are any.
         is_stopping: requests are finished, and none is taken in.
-        num_requests: requests that are being answered.
         started: when it was made, in seconds since 1970.
     """
 
-    def __init__(self, models: Sequence[ServedModel], limits: Limits, keys: Sequence[str]) -> None:
-        """Put a server together; with keys, each request needs one of them."""
-        self.models = {model.name: model for model in models}
-        self.limits, self._keys = limits, keys
-        self.is_stopping, self.num_requests, self.started = False, 0, int(time.time())
+    def __init__(self, fleet: Fleet, limits: Limits, keys: Sequence[str]) -> None:
+        """Put a server together."""
+        self.fleet = fleet
+        self.limits = limits
+        self.keys = Keys(keys)
+        self.is_stopping = False
+        self.started = int(time.time())
+        self._in_flight = set[Visit]()
+        self._reloading: asyncio.Task[list[str]] | None = None
+        self._retiring = set[asyncio.Task[None]]()
         self.registry = of = CollectorRegistry()
         path, name = ("path",), ("model_name",)
         about = "Requests that were answered."
@@ -55,38 +85,119 @@ class Server:
         self.new_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=of)
         running = Gauge("vllm:num_requests_running", "Texts computed now.", name, registry=of)
         waiting = Gauge("vllm:num_requests_waiting", "Texts that wait.", name, registry=of)
+        lost = Gauge("triptych:log_lines_lost", "Lines of the log that could not be written.", registry=of)
+        lost.set_function(num_lost)
         workers = Gauge("triptych:workers", "Processes that compute.", registry=of)
         workers.set_function(lambda: self.num_workers)
-        for model in models:
-            running.labels(model.name).set_function(partial(getattr, model.queue, "num_running"))
-            waiting.labels(model.name).set_function(partial(getattr, model.queue, "num_waiting"))
+        for served in fleet.models:
+            running.labels(served).set_function(partial(self._figure, served, "num_running"))
+            waiting.labels(served).set_function(partial(self._figure, served, "num_waiting"))
+
+    def _figure(self, name: str, figure: str) -> int:
+        model = self.models[name]
+        return int(getattr(model.queue, figure) + getattr(model.desk, figure))
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The models by name."""
+        return self.fleet.models
 
     @property
     def num_workers(self) -> int:
         """Processes that compute."""
-        return min(len(model.queue.lanes) for model in self.models.values())
+        return self.fleet.num_workers
 
     @property
     def needs_key(self) -> bool:
-        return bool(self._keys)
+        return self.keys.are_needed
+
+    @contextmanager
+    def answering(self, request: Request) -> Iterator[None]:
+        """Answer a request inside the block: the models that it may have taken stay until its end."""
+        visit = Visit(asyncio.get_running_loop().time() + self.limits.seconds)
+        request.scope[_VISIT] = visit
+        self._in_flight.add(visit)
+        try:
+            yield
+        finally:
+            self._in_flight.discard(visit)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are being answered, streams included."""
+        return len(self._in_flight)
+
+    def _num_in(self, stage: Stage) -> int:
+        return sum(visit.stage == stage for visit in self._in_flight)
+
+    async def reload(self) -> list[str]:
+        """Open the models anew from where they were found, and answer with these once they are ready.
+
+        Requests that have begun end on the models that they began with.
+        """
+        if self._reloading is not None:
+            raise RequestError(409, "the models are being opened anew already")
+        self._reloading = asyncio.ensure_future(self._reload())
+        self._reloading.add_done_callback(self._reloaded)
+        try:
+            return await asyncio.shield(self._reloading)
+        except TriptychError:  # which may name paths
+            raise RequestError(409, "the models cannot be opened anew; the log says why") from None
+
+    def _reloaded(self, task: "asyncio.Task[list[str]]") -> None:
+        self._reloading = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log({"error": f"the models cannot be opened anew: {error}"[:500]})
+
+    async def _reload(self) -> list[str]:
+        started = time.perf_counter()
+        before, fresh = self.fleet, await asyncio.to_thread(self.fleet.reopened)
+        self.fleet = fresh
+        log({"reloaded": [*fresh.models], "seconds": round(time.perf_counter() - started, 3)})
+        retiring = asyncio.ensure_future(self._retire(before, {*self._in_flight}))
+        self._retiring.add(retiring)
+        retiring.add_done_callback(self._retiring.discard)
+        return [*fresh.models]
+
+    async def _retire(self, fleet: Fleet, requests: set[Visit]) -> None:
+        """End a fleet when the requests that may have taken its models are over."""
+        while requests & self._in_flight:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        await asyncio.to_thread(fleet.close)
 
     def count_tokens(self, read: int, new: int) -> None:
         """Add to the figures."""
         self.prompt_tokens.inc(read)
         self.new_tokens.inc(new)
 
-    def check_key(self, request: Request, given: object = None) -> None:
-        """Check the key of a request, of its body or its header."""
-        header = request.headers.get("authorization", "")
-        key = str(given or header.removeprefix("Bearer ") or request.headers.get("x-api-key", ""))
-        if self._keys and not sum(hmac.compare_digest(key.encode(), own.encode()) for own in self._keys):
-            raise RequestError(403 if key else 401, "a key is needed: send api_key or Authorization: Bearer")
-
     async def fields(self, request: Request) -> Fields:
-        """The fields of a request's body, whose key is checked."""
-        found = await Fields.read(request, self.limits.max_bytes)
-        self.check_key(request, found.get("api_key"))
+        """The fields of a request's body, whose key is checked: in the headers, before the body is read.
+
+        A body that is still coming takes no place among the requests that are answered.
+        """
+        visit: Visit = request.scope[_VISIT]
+        most = self.limits.max_requests
+        if self.keys.check_head(request):
+            if self._num_in("begun") > most:
+                raise _crowded()
+            found = await self._read(request, self.limits.body_seconds)
+        else:
+            visit.stage = "stranger"
+            if self._num_in("stranger") > self.limits.max_strangers:
+                raise _crowded("send the key as Authorization: Bearer, or ")
+            found = await self._read(request, self.limits.stranger_seconds)
+            self.keys.check_body(found.get("api_key"))
+        visit.stage = "read"
+        if self._num_in("read") > most:
+            raise _crowded()
         return found
+
+    async def _read(self, request: Request, seconds: float) -> Fields:
+        try:
+            async with asyncio.timeout(seconds):
+                return await Fields.read(request, self.limits.max_bytes)
+        except TimeoutError:
+            raise RequestError(408, f"the body did not come within {seconds:g} seconds") from None
 
     def explain(self, error: Exception) -> tuple[int, str]:
         """The status and the line that an error is answered by, with no path of this machine."""
@@ -98,12 +209,9 @@ class Server:
             case TimeoutError():
                 return 503, f"no answer within {self.limits.seconds:g} seconds"
             case ClientDisconnect():
-                return _GONE, "the client has gone away"
+                return GONE, "the client has gone away"
             case TriptychError():  # of the request: its text is too long, its options do not go together
-                message = str(error)
-                for model in self.models.values():
-                    message = message.replace(model.model.name, model.name)
-                return 400, message
+                return 400, str(error)
         log({"error": repr(error)[:500]})
         return 500, "the server failed; its log says why"
 
@@ -139,14 +247,17 @@ class Server:
             Item(job, one, None if tell is None else partial(loop.call_soon_threadsafe, tell, number))
             for number, one in enumerate(given)
         ]
-        job.model.queue.submit(items)
+        job.queue.submit(items)
         found = asyncio.gather(*(asyncio.wrap_future(item.result) for item in items))
         gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait(list[asyncio.Future[Any]]((found, gone)), return_when=asyncio.FIRST_COMPLETED)
-            if not found.done():
-                raise ClientDisconnect
-            return await found
+            async with asyncio.timeout_at(request.scope[_VISIT].deadline):
+                await asyncio.wait(
+                    list[asyncio.Future[Any]]((found, gone)), return_when=asyncio.FIRST_COMPLETED
+                )
+                if not found.done():
+                    raise ClientDisconnect
+                return await found
         finally:
             gone.cancel()
             for item in items:
@@ -160,8 +271,3 @@ async def _disconnected(request: Request) -> None:
     """Wait until the client goes away; the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def log(record: Mapping[str, Any]) -> None:
-    """Write a line of the log, JSON on standard error."""
-    print(json.dumps(record), file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """LibreTranslate's interface: `/translate`, `/languages`, `/detect` and the settings of its page."""
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +12,7 @@ from triptych.attending.alignment import AlignedWords
 from triptych.decoding import Translation
 from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
-from triptych.serving.markup import Markup
+from triptych.serving.markup import Markup, TextRun
 from triptych.serving.models import Aligning, ServedModel, Translating
 from triptych.serving.server import Server
 
@@ -37,7 +38,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
         source = max(confidences, key=lambda code: confidences[code])
         detected = {"confidence": round(100 * confidences[source], 1), "language": source}
     model = None if source == target else _translator_of(server, source, target)
-    documents = [Markup(text) for text in texts] if kind == "html" and model else []
+    documents = await _documents(server, texts) if kind == "html" and model else []
     runs = [run for document in documents for run in document.runs]
     pieces = [[run.text for run in document.runs] for document in documents]
     pieces = pieces or [text.split("\n") for text in texts]
@@ -59,13 +60,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
         each = await server.compute(request, Aligning(model), [*pairs.values()]) if pairs else []
         words = dict(zip(pairs, each, strict=True))
     if documents:
-        ranked = [
-            [
-                run.html(text, words.get((number, rank)) if run.needs_words else None)
-                for number, (run, text) in enumerate(zip(runs, own, strict=True))
-            ]
-            for rank, own in enumerate(ranked)
-        ]
+        ranked = await asyncio.to_thread(_with_elements, runs, ranked, words)
     joined = [
         [
             documents[number].translated(own) if documents else "\n".join(own)
@@ -88,6 +83,27 @@ async def answer_translate(server: Server, request: Request) -> Response:
     return JSONResponse(body if is_list else {name: values[0] for name, values in body.items()})
 
 
+async def _documents(server: Server, texts: Sequence[str]) -> list[Markup]:
+    """The documents that texts of HTML are, read apart from the event loop."""
+    most = server.limits.max_tags
+    return await asyncio.to_thread(lambda: [Markup(text, most) for text in texts])
+
+
+def _with_elements(
+    runs: Sequence[TextRun],
+    ranked: Sequence[Sequence[str]],
+    words: Mapping[tuple[int, int], AlignedWords | None],
+) -> list[list[str]]:
+    """Translations of all ranks as HTML, with the elements of their runs."""
+    return [
+        [
+            run.html(text, words.get((number, rank)) if run.needs_words else None)
+            for number, (run, text) in enumerate(zip(runs, own, strict=True))
+        ]
+        for rank, own in enumerate(ranked)
+    ]
+
+
 async def _translate_lines(
     server: Server, request: Request, job: Translating, lines: Sequence[str]
 ) -> dict[int, Translation]:
@@ -102,7 +118,7 @@ async def _translate_lines(
 
 def _links(words: AlignedWords | None) -> list[tuple[str, str]]:
     """Each word of a translation with its source word."""
-    if words is None:
+    if words is None or not words.source:  # all of its tokens are unknown, or the line was too long
         return []
     return [(word.text, words.source[at].text) for word, at in zip(words.target, words.links, strict=True)]
 

@@ -1,4 +1,9 @@
-"""What requests wait for, and a thread per model that decodes it side by side or computes it in batches."""
+"""What requests wait for, and a thread per model that decodes it side by side or computes it in batches.
+
+Whatever fails in a batch is computed again in halves, until what fails is alone: it fails its own request.
+The others go on unchanged, as an item is a function of its job and of what it was given. Text that was told
+already is not told twice.
+"""
 
 import threading
 import time
@@ -13,7 +18,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from triptych.decoding import Asked, Loop
-from triptych.serving.limits import Limits, RequestError
+from triptych.serving.limits import GONE, Limits, RequestError
 
 # Texts that wait for others to end go on when there are so few of the others.
 _FEW = 2
@@ -30,6 +35,11 @@ class QueuedJob(ABC):
 
     travels: ClassVar[bool] = True
     waits: ClassVar[bool] = False
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an item has the same result when it is computed again with other items."""
+        return True
 
     @abstractmethod
     def compute(self, items: "Sequence[Item]") -> list[Any]:
@@ -55,31 +65,52 @@ class Item:
     Attributes:
         job: what is to be computed.
         given: the text, or what else the job takes.
-        tell: called by the worker's thread with each part of the result, where it comes in parts.
+        tell: called by the worker's thread with each text that a sample grows by, where somebody reads along.
         result: what was computed, or why it was not.
         is_left: nobody waits for it any more.
         when_left: called when that happens while another process computes it.
-        has_begun: a part was told, so that it cannot be computed again.
+        told: characters of each sample that were told.
+        was_lost: the process that computed it has died, and it is computed once more.
     """
 
     job: QueuedJob
     given: Any
-    tell: Callable[[Any], object] | None = None
+    tell: Callable[[tuple[int, str]], object] | None = None
     result: "Future[Any]" = field(default_factory=Future)
     is_left: bool = False
     when_left: Callable[[], object] | None = None
-    has_begun: bool = False
+    told: dict[int, int] = field(default_factory=dict)
+    was_lost: bool = False
+    _computed: dict[int, int] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Characters or tokens of the text."""
         return len(self.given) if isinstance(self.given, Sized) else 1
 
-    def say(self, part: Any) -> None:
-        """Tell a part of the result, if anybody listens."""
-        if self.tell is not None:
-            self.has_begun = True
-            self.tell(part)
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether to compute it again gives what it gave, as far as anybody has seen it."""
+        return not self.told or self.job.repeats
+
+    def say(self, sample: int, text: str) -> None:
+        """Tell what the text of a sample grew by, if anybody listens and has not heard it before."""
+        if self.tell is None or not text:
+            return
+        start, known = self._computed.get(sample, 0), self.told.get(sample, 0)
+        self._computed[sample] = start + len(text)
+        if new := text[max(0, known - start) :]:
+            self.told[sample] = start + len(text)
+            self.tell((sample, new))
+
+    def require_waited_for(self) -> None:
+        """Stop where nobody waits for the result any more; `RequestError`."""
+        if self.is_left:
+            raise RequestError(GONE, "the client has gone away, or its time is over")
+
+    def begin_again(self) -> None:
+        """It is computed from its beginning."""
+        self._computed.clear()
 
     def leave(self) -> None:
         """Nobody waits for it any more."""
@@ -137,9 +168,18 @@ class Queue:
         with self._changed:
             if not self._is_open:
                 raise RequestError(503, "the server is stopping: try again later", retry_after=5)
+            if len(items) > self._limits.max_waiting:
+                why = f"{len(items):,} lines: at most {self._limits.max_waiting:,} in a request"
+                raise RequestError(413, why)
             if self._waiting and len(self._waiting) + len(items) > self._limits.max_waiting:
                 raise RequestError(429, "too many texts are waiting: try again in a moment", retry_after=1)
             self._waiting.extend(items)
+            self._changed.notify_all()
+
+    def put_back(self, item: "Item") -> None:
+        """Let an item wait again, before all others."""
+        with self._changed:
+            self._waiting.appendleft(item)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -191,7 +231,7 @@ class Queue:
             ):
                 continue
             self._waiting.remove(item)
-            if item.result.set_running_or_notify_cancel():
+            if item.result.running() or item.result.set_running_or_notify_cancel():
                 lane.running.add(item)
                 item.result.add_done_callback(partial(self._over, lane, item))
                 found.append(item)
@@ -207,6 +247,50 @@ class Queue:
 
 
 @final
+class _Group:
+    """Items that are decoded together.
+
+    Attributes:
+        loop: decodes their texts.
+        asked: the texts of each item.
+        is_open: whether others may join: not where one of them is being looked for that fails.
+    """
+
+    def __init__(self, loop: Loop, *, is_open: bool) -> None:
+        self.loop, self.is_open = loop, is_open
+        self.asked: dict[Item, Asked[Any]] = {}
+
+    def add(self, item: Item) -> None:
+        """Begin an item; what is wrong with it is its result."""
+        assert isinstance(item.job, Decoding)
+        item.begin_again()
+        try:
+            asked = item.job.begin(item)
+        except Exception as error:  # noqa: BLE001 (it belongs to the request, and the thread goes on)
+            item.result.set_exception(error)
+            return
+        self.asked[item] = asked
+        self.loop.waiting.extend(asked.texts)
+
+    def step(self) -> bool:
+        """Lengthen all texts by a token; whether there is more to do."""
+        for item, asked in self.asked.items():
+            for text in asked.texts if item.is_left else ():
+                text.is_over = True
+        return self.loop.step()
+
+    def give_results(self) -> None:
+        """Give the results of the items whose texts are over."""
+        over = [item for item, asked in self.asked.items() if all(text.is_over for text in asked.texts)]
+        for item in over:
+            asked = self.asked.pop(item)
+            try:
+                item.result.set_result(None if item.is_left else asked.result())
+            except Exception as error:  # noqa: BLE001
+                item.result.set_exception(error)
+
+
+@final
 class Worker:
     """A thread that computes the items of a queue.
 
@@ -219,8 +303,7 @@ class Worker:
         """Start it; torch computes with this number of threads."""
         self._queue, self._lane, self._num_threads = queue, Lane(), threads
         queue.add(self._lane)
-        self._loops: dict[type[Decoding], Loop] = {}
-        self._decoding: dict[Item, Asked[Any]] = {}
+        self._groups: list[tuple[type[Decoding], _Group]] = []
         self._thread = threading.Thread(target=self._run, name=f"triptych {name}", daemon=True)
         self._thread.start()
 
@@ -231,52 +314,76 @@ class Worker:
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # of this thread alone
-        while (items := self._queue.take(self._lane, waits=not self._loops)) is not None:
+        while (items := self._queue.take(self._lane, waits=not self._groups)) is not None:
             if batch := [item for item in items if not self._is_decoded(item)]:
                 self._compute(batch)
-            for kind in [*self._loops]:
-                self._step(kind, self._loops[kind])
+            for kind, group in [*self._groups]:
+                self._step(kind, group)
 
     def _is_decoded(self, item: Item) -> bool:
         """Let an item join what is being decoded, or fail; False if it is to be computed in a batch."""
         if not isinstance(item.job, Decoding):
             return False
         kind = type(item.job)
+        group = next((group for own, group in self._groups if own is kind and group.is_open), None)
         try:
-            loop = self._loops.get(kind) or item.job.loop()
-            if loop is None:
+            if group is None and (group := self._new_group(item.job, is_open=True)) is None:
                 return False
-            asked = item.job.begin(item)
-        except Exception as error:  # noqa: BLE001 (it belongs to the request, and the thread goes on)
+        except Exception as error:  # noqa: BLE001
             item.result.set_exception(error)
             return True
-        self._loops[kind], self._decoding[item] = loop, asked
-        loop.waiting.extend(asked.texts)
+        group.add(item)
         return True
 
-    def _step(self, kind: type[Decoding], loop: Loop) -> None:
-        """Take a step of all texts of a loop."""
-        items = {item: asked for item, asked in self._decoding.items() if type(item.job) is kind}
-        for item, asked in items.items():
-            for text in asked.texts if item.is_left else ():
-                text.is_over = True
+    def _new_group(self, job: Decoding, *, is_open: bool) -> _Group | None:
+        """A group for jobs of a class; None where they are computed in batches."""
+        loop = job.loop()
+        if loop is None:
+            return None
+        group = _Group(loop, is_open=is_open)
+        self._groups.append((type(job), group))
+        return group
+
+    def _step(self, kind: type[Decoding], group: _Group) -> None:
+        """Take a step of all texts of a group."""
         try:
-            goes_on = loop.step()
-            over = [item for item, asked in items.items() if all(text.is_over for text in asked.texts)]
+            goes_on = group.step()
         except Exception as error:  # noqa: BLE001
-            goes_on, over = False, [*items]
-            self._compute_apart(over, error)
-        for item in over:
-            asked = self._decoding.pop(item)
-            try:
-                if not item.result.done():
-                    item.result.set_result(None if item.is_left else asked.result())
-            except Exception as error:  # noqa: BLE001
-                item.result.set_exception(error)
+            self._groups.remove((kind, group))
+            self._begin_in_halves([*group.asked], error)
+            return
+        group.give_results()
         if not goes_on:
-            del self._loops[kind]
+            self._groups.remove((kind, group))
+
+    def _begin_in_halves(self, items: Sequence[Item], error: Exception) -> None:
+        """Decode the items of a step that failed again, to find the one that it failed of."""
+        open_ = [item for item in items if not item.result.done() and not item.is_left]
+        for item in items:
+            if not item.result.done() and (item.is_left or len(open_) == 1 or not item.can_be_repeated):
+                item.result.set_exception(error)
+        again = [item for item in open_ if not item.result.done()]
+        middle = -(-len(again) // 2)
+        for half in (again[:middle], again[middle:]):
+            if half:
+                self._begin_together(half)
+
+    def _begin_together(self, items: Sequence[Item]) -> None:
+        job = items[0].job
+        assert isinstance(job, Decoding)
+        try:
+            group = self._new_group(job, is_open=False)
+            assert group is not None, "its jobs are decoded"
+        except Exception as error:  # noqa: BLE001
+            for item in items:
+                item.result.set_exception(error)
+            return
+        for item in items:
+            group.add(item)
 
     def _compute(self, batch: Sequence[Item]) -> None:
+        for item in batch:
+            item.begin_again()
         try:
             for item, result in zip(batch, batch[0].job.compute(batch), strict=True):
                 item.result.set_result(result)
@@ -286,7 +393,9 @@ class Worker:
     def _compute_apart(self, items: Sequence[Item], error: Exception) -> None:
         """Compute items one by one: one of them may be to blame for an error, and the others are not."""
         for item in items:
-            if len(items) == 1 or item.is_left or item.has_begun:
+            if item.result.done():
+                continue
+            if len(items) == 1 or item.is_left or not item.can_be_repeated:
                 item.result.set_exception(error)
             else:
                 self._compute([item])

@@ -1,0 +1,73 @@
+"""Connections: one that sends no request in time is closed, and so is the oldest of too many."""
+
+import asyncio
+from functools import partial
+from typing import Any, final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from triptych.serving.limits import Limits
+
+
+def uvicorn_config(app: ASGIApp, limits: Limits, **options: Any) -> uvicorn.Config:
+    """The configuration of uvicorn with such connections."""
+    made: Any = partial(Connection, limits=limits, waiting={})
+    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+    return uvicorn.Config(app, http=made, ws="none", **quiet, **options)
+
+
+@final
+class Connection(H11Protocol):
+    """A connection of uvicorn that is closed when the head of a request does not come.
+
+    uvicorn itself waits for ever before the first request, and for the rest of a head.
+    """
+
+    def __init__(
+        self, *arguments: Any, limits: Limits, waiting: "dict[Connection, None]", **options: Any
+    ) -> None:
+        """`waiting` are the connections without a request, the oldest first."""
+        super().__init__(*arguments, **options)
+        self._limits = limits
+        self._waiting = waiting
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        answered = self.cycle
+        super().on_response_complete()
+        if self.cycle is answered and not self.transport.is_closing():
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for a request."""
+        self._stop_waiting()
+        self._waiting[self] = None
+        self._timer = self.loop.call_later(self._limits.stranger_seconds, self._end)
+        if len(self._waiting) > self._limits.max_connections:
+            next(iter(self._waiting))._end()
+
+    def _stop_waiting(self) -> None:
+        self._waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self._stop_waiting()
+        self.transport.close()

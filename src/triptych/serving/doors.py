@@ -1,0 +1,106 @@
+"""Who may ask: keys, hosts, origins, and how long somebody without a key is listened to."""
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Sequence
+from typing import final
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from triptych.serving.limits import RequestError
+
+KEY_NEEDED = "a key is needed: send api_key or Authorization: Bearer"
+_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+_NO_TYPE = ""
+
+
+@final
+class Keys:
+    """The keys of a server; without any, every client of this machine may ask."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._keys)
+
+    def check_head(self, request: Request) -> bool:
+        """Check the key in the headers of a request; whether there is one, or none is needed."""
+        key = _key_in(request)
+        if not self._keys:
+            return True
+        if key is None:
+            return False
+        self._require_known(key)
+        return True
+
+    def check_body(self, given: object) -> None:
+        """Check the key in the body of a request that has none in its headers."""
+        if given is None or given == "":
+            raise RequestError(401, KEY_NEEDED)
+        self._require_known(str(given))
+
+    def _require_known(self, key: str) -> None:
+        if not sum(hmac.compare_digest(key.encode(), own) for own in self._keys):
+            raise RequestError(403, "this key is not known")
+
+
+def _key_in(request: Request) -> str | None:
+    """The key in the headers; None if there is none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return request.headers.get("x-api-key", "").strip() or None
+
+
+def check_host(request: Request) -> None:
+    """Check that a request is for this machine by one of its own names.
+
+    A page may have a name of its own that leads here (DNS rebinding): a browser takes it for the server's.
+    """
+    host = request.headers.get("host", "")
+    if not _is_loopback(re.sub(r":\d+$", "", host)):
+        raise RequestError(400, f"Host: {host} is not this machine: ask localhost or 127.0.0.1")
+
+
+def check_origin(request: Request) -> None:
+    """Check that no page of another origin asks, where no key tells who does.
+
+    A browser lets any page send a form or plain text to any address, without asking first.
+    """
+    origin = request.headers.get("origin")
+    host = request.headers.get("host", "")
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise RequestError(403, f"Origin: {origin} may not ask: start the server with keys for other pages")
+    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        raise RequestError(403, "a page of another origin may not ask: start the server with keys for it")
+    kind = content_type(request)
+    if request.method == "POST" and kind not in (_NO_TYPE, *_FORMS) and not _is_json(kind):
+        raise RequestError(415, f"Content-Type: {kind} is none of application/json and {', '.join(_FORMS)}")
+
+
+def content_type(request: Request) -> str:
+    """The type of a request's body, without its parameters."""
+    return request.headers.get("content-type", _NO_TYPE).partition(";")[0].strip().lower()
+
+
+def is_form(request: Request) -> bool:
+    """Whether the body is a form."""
+    return content_type(request) in _FORMS
+
+
+def _is_json(kind: str) -> bool:
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own: nobody can make an address lead elsewhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,123 @@
+"""The models of a server with what computes them: a thread for each here, and other processes."""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from triptych.attending.held_out import HeldOutText
+from triptych.errors import UsageError
+from triptych.face import Model
+from triptych.serving.limits import Limits
+from triptych.serving.models import ServedModel
+from triptych.serving.processes import ServingProcess
+
+
+@dataclass(frozen=True)
+class PageTexts:
+    """Texts on which the page at / measures: `over` and `held_out` of `serve`."""
+
+    over: Path | None = None
+    held_out: HeldOutText | None = None
+
+
+NO_TEXTS = PageTexts()
+
+
+@final
+class Fleet:
+    """Models that are served together.
+
+    Attributes:
+        models: by name.
+        processes: the other processes that compute.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        limits: Limits,
+        *,
+        workers: int = 1,
+        page: PageTexts = NO_TEXTS,
+        page_only: bool = False,
+    ) -> None:
+        """Make models ready; `start` lets them compute. The arguments are those of `serve`."""
+        self._given = dict(models), limits, workers, page, page_only
+        arguments = _pickled(models, limits) if workers > 1 else b""  # as their files, before they are built
+        self.models = {name: ServedModel(name, model, limits) for name, model in models.items()}
+        try:
+            for model in self.models.values():
+                _require_servable(model, workers, page_only=page_only)
+                if page.over is not None:
+                    model.explorer.over = model.model.attend_over(page.over)
+                model.explorer.held_out = page.held_out
+        except BaseException:
+            self._close_models()
+            raise
+        served = [*self.models.values()]
+        self.processes = [ServingProcess(served, arguments) for _ in range(workers - 1)]
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Compute inside the block."""
+        try:
+            self.start()
+            yield
+        finally:
+            self.close()
+
+    def start(self) -> None:
+        """Build the models, before the first request comes, and wait for the other processes."""
+        for model in self.models.values():
+            model.check_batches()
+        for process in self.processes:
+            process.start()
+
+    def reopened(self) -> "Fleet":
+        """The same models, opened anew from where they were found, and started."""
+        models, limits, workers, page, page_only = self._given
+        fresh = {name: model.reopened() for name, model in models.items()}
+        fleet = Fleet(fresh, limits, workers=workers, page=page, page_only=page_only)
+        try:
+            fleet.start()
+        except BaseException:
+            fleet.close()
+            raise
+        return fleet
+
+    def close(self) -> None:
+        """End when everything that was submitted is computed."""
+        self._close_models()
+        for process in self.processes:
+            process.close()
+
+    def _close_models(self) -> None:
+        for model in self.models.values():
+            model.close()
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute."""
+        return min(len(model.queue.lanes) for model in self.models.values())
+
+
+def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> None:
+    if "translate" in model.can and model.languages is None and not page_only:
+        raise UsageError(
+            f"{model.name} translates, and its name does not end in two languages: write de-en={model.name} "
+            "(the languages that it translates from and to)"
+        )
+    if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
+        raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
+
+
+def _pickled(models: Mapping[str, Model], limits: Limits) -> bytes:
+    """What other processes open the models from."""
+    try:
+        return pickle.dumps((dict(models), limits))
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        why = f"other processes cannot have the models ({error}): leave out workers, or load them anew"
+        raise UsageError(why) from None

@@ -1,0 +1,198 @@
+"""Who may ask: keys before bodies, no page of another origin, and no connection that waits for ever."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from served import Served
+from triptych.attending.alignment import AlignedWords, Word
+from triptych.errors import DataError
+from triptych.face import Model
+from triptych.serving.limits import Limits
+from triptych.serving.serve import serve
+from triptych.serving.translation import _links
+
+LIMITS = Limits(max_requests=4, max_strangers=4, max_connections=8, stranger_seconds=1.0, body_seconds=1.0)
+FIELDS = {"q": ["twelve"], "source": "en", "target": "de"}
+
+
+@pytest.fixture(scope="module")
+def locked(translator: Model) -> Iterator[Served]:
+    """A server with keys and few places."""
+    with Served({"en-de": translator}, LIMITS, keys=["k"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def open_server(translator: Model) -> Iterator[Served]:
+    """A server without keys."""
+    with Served({"en-de": translator}, LIMITS) as running:
+        yield running
+
+
+def begun(served: Served, *headers: str, body: bytes = b"{") -> socket.socket:
+    """A request whose body never ends."""
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=30)
+    head = ["POST /translate HTTP/1.1", "Host: localhost", "Content-Length: 100000", *headers]
+    connection.sendall("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+    return connection
+
+
+def status_of(connection: socket.socket) -> int:
+    """The status of the answer; 0 where the connection was closed on top of it."""
+    try:
+        return int(connection.recv(4096).split(b" ", 2)[1])
+    except ConnectionResetError:
+        return 0
+
+
+def test_bodies_without_a_key_keep_nobody_out_who_has_one(locked: Served) -> None:
+    with ExitStack() as stack:
+        slow = [stack.enter_context(closing(begun(locked))) for _ in range(60)]
+        started = time.monotonic()
+        for _ in range(3):
+            assert locked.ask("/translate", FIELDS, Authorization="Bearer k").status == 200
+        assert time.monotonic() - started < LIMITS.seconds / 10
+        refused = [status_of(connection) for connection in slow]
+    assert {408} < {*refused} <= {0, 408, 503}  # few are listened to, and these not for long
+    assert refused.count(408) <= LIMITS.max_strangers
+    assert locked.ask("/translate", {**FIELDS, "api_key": "k"}).status == 200
+
+
+def test_a_key_in_the_headers_is_looked_at_before_the_body(locked: Served) -> None:
+    with closing(begun(locked, "Authorization: Bearer wrong")) as connection:
+        assert status_of(connection) == 403
+    with closing(begun(locked, "Authorization: Bearer k")) as connection:
+        assert status_of(connection) == 408
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        ("Basic azo=", 401),
+        ("k", 401),
+        ("Bearer x", 403),
+        ("bearer k", 200),
+    ],
+)
+def test_a_header_without_a_key_is_no_key(locked: Served, header: str, status: int) -> None:
+    assert locked.ask("/translate", FIELDS, Authorization=header).status == status
+    assert locked.ask("/v1/models", Authorization=header).status == status
+
+
+def test_connections_that_send_no_request_are_closed(locked: Served) -> None:
+    with ExitStack() as stack:
+        for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            for _ in range(20):
+                connection = socket.create_connection(("127.0.0.1", locked.port), timeout=30)
+                stack.enter_context(closing(connection))
+                connection.sendall(sent)
+                if sent.endswith(b"\r\n\r\n"):
+                    assert status_of(connection) == 200
+                    while b"models" in connection.recv(1 << 16):
+                        pass
+                elif sent:
+                    continue
+                else:
+                    assert locked.ask("/health").status == 200
+            time.sleep(LIMITS.stranger_seconds / 5)
+    assert locked.ask("/health").status == 200
+
+
+def test_a_connection_that_sends_half_a_head_ends(locked: Served) -> None:
+    with closing(socket.create_connection(("127.0.0.1", locked.port), timeout=30)) as connection:
+        started = time.monotonic()
+        ended = False
+        while not ended and time.monotonic() - started < 20:
+            try:
+                connection.sendall(b"G")
+                connection.settimeout(0.1)
+                ended = connection.recv(100) == b""
+            except TimeoutError:
+                pass
+            except OSError:
+                ended = True
+    assert ended
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("käse", "no header can carry key 1"),
+        ("a\nb\x07c", "no header can carry key 2"),
+        ("\n", "holds no key"),
+    ],
+)
+def test_keys_that_nobody_could_send_are_refused_at_the_start(
+    translator: Model, tmp_path: Path, content: str, says: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(content)
+    with pytest.raises(DataError, match=says):
+        serve({"en-de": translator}, keys_file=file)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="there is no such device")  # noqa: PTH110
+def test_a_device_is_no_file_of_keys(translator: Model) -> None:
+    with pytest.raises(DataError, match="not a regular file"):
+        serve({"en-de": translator}, keys_file=Path("/dev/zero"))
+
+
+def test_a_page_of_another_origin_makes_nothing_compute(open_server: Served, locked: Served) -> None:
+    own = f"127.0.0.1:{open_server.port}"
+    for headers, status in (
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "text/plain; charset=utf-8"}, 415),
+        ({"Origin": f"http://{own}"}, 200),
+        ({"Sec-Fetch-Site": "same-origin", "Content-Type": "application/json; charset=utf-8"}, 200),
+        ({}, 200),
+    ):
+        assert open_server.ask("/translate", FIELDS, **headers).status == status, headers
+    # A key says who asks.
+    found = locked.ask("/translate", FIELDS, Origin="https://app.example", Authorization="Bearer k")
+    assert found.status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.2", 200), ("127.9.9.9:80", 200), ("[::1]:9", 200), ("localhost.evil.example", 400), ("", 400)],
+)
+def test_every_address_of_this_machine_alone_is_its_own(open_server: Served, host: str, status: int) -> None:
+    assert open_server.ask("/health", Host=host).status == status
+
+
+@pytest.mark.parametrize(
+    "kind", ["x-www-form-urlencoded; charset=punycode", "x-www-form-urlencoded; charset=x"]
+)
+def test_a_form_of_a_strange_encoding_is_read_or_refused(open_server: Served, kind: str) -> None:
+    headers = {"Content-Type": f"application/{kind}"}
+    assert open_server.ask("/translate", {"q": "é☃", **FIELDS}, form=True, **headers).status in (200, 400)
+    multipart = {"Content-Type": "multipart/form-data; boundary=b; charset=punycode"}
+    assert open_server.ask("/translate", FIELDS, form=True, **multipart).status == 400
+
+
+@pytest.mark.parametrize("text", ["☃", "☃☃ twelve ☃", "\u200b", "…", "😂 twelve", " "])
+@pytest.mark.parametrize("form", ["text", "html"])
+def test_words_of_unknown_characters_are_aligned(open_server: Served, text: str, form: str) -> None:
+    asked = {**FIELDS, "q": text, "alignments": True, "format": form}
+    found = open_server.ask("/translate", asked)
+    assert found.status == 200, found
+    assert json.dumps(found.body)
+
+
+def test_a_line_all_of_whose_tokens_are_unknown_has_no_words_to_align() -> None:
+    words = AlignedWords((), (Word("Ein", 0, 1), Word(".", 1, 2)), torch.zeros(2, 0))
+    assert _links(words) == []

@@ -1,0 +1,124 @@
+"""Markup is read in time that grows with its length, keeps every letter, and holds up nobody."""
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from served import Served
+from triptych.face import Model
+from triptych.serving.limits import RequestError
+from triptych.serving.markup import MOST_NESTED, Markup
+
+# Beginnings of all that HTML has, and text around them.
+PARTS = (
+    *("<", ">", "<a ", "<b>", "</b>", "<i", "</", "<!", "<![", "<![CDATA[", "]]>", "<!--", "-->", "<?", "?>"),
+    *("&", "&amp;", "&#", "&#x", "&nosuch;", "&notit;", '"', "'", "=", "/", "<br/>", "<p>", "<script>"),
+    *(
+        "</script>",
+        "<textarea>",
+        "<svg>",
+        "</svg>",
+        "<!DOCTYPE ",
+        "a",
+        " ",
+        "\n",
+        "\r\n",
+        "\r",
+        "é",
+        "☃",
+        "\0",
+    ),
+)
+
+
+def same(document: str) -> str:
+    """The document with its runs as they are."""
+    markup = Markup(document)
+    return markup.translated([run.html(run.text, None) for run in markup.runs])
+
+
+def without_text(document: str) -> str:
+    markup = Markup(document)
+    return markup.translated(["" for _ in markup.runs])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        *("<![<!", "<![ ", "<p><![CDATA[a<b]]></p>", "<svg><![CDATA[x<y]]></svg>", "<!-- a -- b -->"),
+        *("<?xml version='1.0'?>", "<code>x &lt; y &nbsp;</code>", "<B CLASS=a>Ab</B>", "<p >a</p\n>", "a<b"),
+        *("<script>if (a</b) {}</script>", "<td>a<td>b", "<li>one<li>two", "<textarea><b>&amp;</textarea>"),
+        "<pre>a\r\nb</pre>\r\n<p>\r\none</p>",
+    ],
+)
+def test_a_document_that_is_not_changed_is_the_same_to_the_letter(document: str) -> None:
+    assert same(document) == document
+
+
+def test_all_that_is_no_text_stays_in_any_document() -> None:
+    draw = random.Random(20170612)
+    for _ in range(3000):
+        document = "".join(draw.choice(PARTS) for _ in range(draw.randint(1, 25)))
+        markup = Markup(document)
+        assert markup.translated([run.html(run.text, None) for run in markup.runs]) is not None
+        kept = "".join(piece for piece in without_text(document) if not piece.isspace())
+        letters = iter(document)
+        assert all(letter in letters for letter in kept.replace("&lt;", "<").replace("&gt;", ">")), document
+
+
+ATTACKS = {
+    "opened": "<a " * 16_000,
+    "declared": "<![<!" * 9_000,
+    "commented": "<!--" * 12_000,
+    "quoted": "<a b='" * 8_000,
+    "processed": "<?" * 24_000,
+    "referred": "&#" * 24_000,
+    "deep": "<b>" * 7_000,
+    "deep and closed": "<b>" * 4_000 + "a" + "</i></b>" * 3_000,
+    "nested": "<b>" * 60 + "x y " * 8_000 + "</b>" * 60,
+    "many": "<b>x</b>" * 5_000,
+    "crossed": "<b><i>x</b></i>" * 3_000,
+    "spaced": "<b> </b>" * 5_000,
+}
+
+
+def seconds_of(document: str) -> float:
+    started = time.process_time()
+    with suppress(RequestError):
+        same(document)
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_no_document_takes_long(kind: str) -> None:
+    assert seconds_of(ATTACKS[kind]) < 3.0  # the quadratic ones took 4 to 13
+
+
+@pytest.mark.parametrize(
+    ("document", "status"),
+    [
+        ("<b>x</b>" * 6_000, 413),
+        ("<b>" * (MOST_NESTED + 1) + "x" + "</b>" * (MOST_NESTED + 1), 400),
+    ],
+)
+def test_tags_are_limited_in_number_and_in_depth(document: str, status: int) -> None:
+    with pytest.raises(RequestError) as refused:
+        Markup(document)
+    assert refused.value.status == status
+    assert Markup("<li>a" * 900).runs[-1].text == "a"  # elements whose end is left out are not deep
+
+
+def test_a_server_answers_others_while_it_reads_markup(translator: Model) -> None:
+    fields = {"source": "en", "target": "de", "format": "html"}
+    with Served({"en-de": translator}) as served, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(served.ask, "/translate", {**fields, "q": one}) for one in ATTACKS.values()]
+        slowest = 0.0
+        while not all(one.done() for one in asked):
+            started = time.monotonic()
+            assert served.ask("/health").status == 200
+            slowest = max(slowest, time.monotonic() - started)
+        assert {one.result().status for one in asked} <= {200, 400, 413}
+        assert slowest < 2.0  # on busy cores; 12.8 seconds before

@@ -1,0 +1,101 @@
+"""Processes that die or stop answering: requests get their answers, and others take their places."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from served import Served
+from triptych.face import Model, load
+from triptych.serving import processes
+from triptych.serving.limits import RequestError
+from triptych.serving.processes import ServingProcess
+from triptych.serving.worker import Item, QueuedJob
+from triptych.threads import torch_threads
+
+FIELDS = {"q": ["twelve", "three hundred and one"] * 4, "source": "en", "target": "de"}
+STREAM = {"model": "gpt", "prompt": ["The cat"] * 6, "max_tokens": 40, "temperature": 1.0, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def served(translator: Model, language_model: Model) -> Iterator[Served]:
+    models = {"en-de": load(translator.name), "gpt": load(language_model.name)}
+    with torch_threads(1), Served(models, num_processes=2) as running:
+        yield running
+
+
+def wait_for_two(served: Served) -> None:
+    until = time.monotonic() + 120
+    while served.ask("/health").body["workers"] < 2:
+        assert time.monotonic() < until, "no process takes the place"
+        time.sleep(0.05)
+
+
+def process_of(served: Served) -> ServingProcess:
+    (process,) = served.processes
+    return process
+
+
+def test_a_process_that_is_killed_while_it_opens_its_models_is_started_again(served: Served) -> None:
+    first = process_of(served).pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    killed = {first}
+    while len(killed) < 3:  # twice more, before it can compute
+        pid = process_of(served).pid
+        if pid is not None and pid not in killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    wait_for_two(served)
+    assert process_of(served).pid not in killed
+
+
+def test_what_a_process_had_that_does_not_answer_is_computed_by_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = served.ask("/translate", FIELDS).body
+    alone = [event["choices"] for event in served.events("/v1/completions", {**STREAM, "stream": True})]
+    monkeypatch.setattr(processes, "SECONDS_BETWEEN_PINGS", 0.1)
+    monkeypatch.setattr(processes, "SECONDS_SILENT", 1.0)
+    process = process_of(served)
+    wait_for_two(served)
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(served.ask, "/translate", FIELDS) for _ in range(3)]
+        streamed = pool.submit(served.events, "/v1/completions", {**STREAM, "stream": True})
+        assert [one.result().body for one in asked] == [before] * 3
+        assert text_of(streamed.result()) == text_of([{"choices": choices} for choices in alone])
+    wait_for_two(served)
+    assert process.pid != pid
+
+
+def text_of(events: list[dict[str, object]]) -> list[str]:
+    """The text of every choice."""
+    found = [""] * 6
+    for event in events:
+        choices = event["choices"]
+        assert isinstance(choices, list)
+        found[choices[0]["index"]] += choices[0]["text"]
+    return found
+
+
+class Waiting(QueuedJob):
+    def compute(self, items: object) -> list[object]:
+        raise NotImplementedError
+
+
+def test_an_item_that_was_lost_twice_is_refused(served: Served) -> None:
+    process = process_of(served)
+    item = Item(Waiting(), "a")
+    item.result.set_running_or_notify_cancel()
+    item.was_lost = True
+    process._items[-1] = item
+    process._compute_elsewhere([-1])
+    with pytest.raises(RequestError, match="send it again"):
+        item.result.result(1)
