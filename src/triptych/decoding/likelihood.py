@@ -13,7 +13,7 @@ from triptych.algebra.resampling import ratio_intervals
 from triptych.decoding.batches import padded_alike
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
-from triptych.text import Tokenizer
+from triptych.text import SpecialTokens, Tokenizer, encode_texts
 
 _LONGEST_CONTEXT = 1024  # where the model itself sets no limit
 _LOGITS_AT_A_TIME = 1 << 26
@@ -128,6 +128,7 @@ def measure_likelihood(
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     compute: Logits | None = None,
+    special_tokens: SpecialTokens = "tokens",
 ) -> Likelihood:
     """Score a model on texts, each by itself and over its whole length."""
     if not model.causal:
@@ -144,7 +145,7 @@ def measure_likelihood(
     model.eval()
     for done, document in enumerate(documents, start=1):
         if document:
-            (ids,) = tokenizer.encode([document], add_special=True)
+            (ids,) = encode_texts(tokenizer, [document], special_tokens)
             losses.append(token_losses(model, ids, context, stride, compute))
             # The first token is not predicted.
             num_bytes += len(document.encode()) - len(
