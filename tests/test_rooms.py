@@ -120,7 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "run_page": {"attending", "face", "inspection", "reports", "storage", "text", "training"},
     # models over HTTP; algebra: spectra of chance; models: the embedding tables; reports: the page
-    "serving": {"algebra", "attending", "decoding", "face", "models", "reports"},
+    "serving": {"algebra", "attending", "decoding", "face", "models", "reports", "text"},
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "opening", "reports", "rewriting"),

@@ -27,8 +27,7 @@ class GivenTexts(NamedTuple):
 def as_texts(given: Any, what: str = "text") -> GivenTexts:
     """Take one text, or several: strings, or token ids, which may be in a tensor or an array.
 
-    Raises:
-        UsageError: something else; the message says what.
+    `UsageError` says what something else is.
     """
     given = _plain(given)
     if isinstance(given, str) or _are_ids(given):
@@ -43,8 +42,7 @@ def as_texts(given: Any, what: str = "text") -> GivenTexts:
 def as_lines(given: Any, what: str = "text") -> list[str]:
     """Take one string, or several.
 
-    Raises:
-        UsageError: something else; the message says what.
+    `UsageError` says what something else is.
     """
     if isinstance(given, str):
         return [str(_one(given, f"the {what}"))]

@@ -18,9 +18,6 @@ def encode_texts(
 
     An empty string becomes the token that begins a text, where there is one (`begin_id`, or else the
     tokenizer's). Token ids stay as they are, and are below `vocab_size`, or else the tokenizer's.
-
-    Raises:
-        UsageError: an id is outside the vocabulary.
     """
     strings = [text for text in texts if isinstance(text, str)]
     encoded = iter(
