@@ -121,7 +121,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run_page": {"attending", "face", "inspection", "reports", "storage", "text", "training"},
     # models over HTTP; algebra: spectra of chance; models: the embedding tables; reports: the page;
     # storage: the file of keys
-    "serving": {"algebra", "attending", "decoding", "face", "models", "reports", "storage"},
+    "serving": {"algebra", "attending", "decoding", "face", "models", "reports", "storage", "text"},
     "harness": {"decoding", "opening"},  # a model as another program takes it
     "demonstration": {
         *("algebra", "attending", "decoding", "models", "opening", "reports", "rewriting"),

@@ -11,6 +11,7 @@ from triptych.decoding.text_generator import TextStream
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.text import Tokenizer, load_tokenizer
+from triptych.text.chat import WrittenChat
 
 END = "<|endoftext|>"
 SAMPLING = SamplingOptions(temperature=1.0)
@@ -160,8 +161,9 @@ def test_what_cannot_be_is_refused(letters: Tokenizer) -> None:
 
 
 def test_a_chat_goes_through_the_template(letters: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chat(self: Tokenizer, messages: Any, **_: Any) -> str:
-        return "".join(f"[{message['role']}]{message['content']}{END}" for message in messages)
+    def written(self: Tokenizer, messages: Any, _: bool) -> WrittenChat:
+        text = "".join(f"[{message['role']}]{message['content']}{END}" for message in messages)
+        return WrittenChat(text, [(0, len(text))])
 
-    monkeypatch.setattr(type(letters), "chat", chat)
+    monkeypatch.setattr(type(letters), "_written", written)
     assert TextGenerator(model(), letters).encode("Hi", chat=True) == [*ids(letters, "[user]Hi"), 256]

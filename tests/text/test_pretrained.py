@@ -42,7 +42,15 @@ TEXTS = [
     "ababa aabaab b c <x> ab...",
     "\x01\x7f control \ufffd",
     "CAPITALS Türkçe İstanbul ǅ",
+    "سلام عليكم، كيف الحال؟ שָׁלוֹם",
+    "नमस्ते क्\u200dष किताबें ಕನ್ನಡ தமிழ்",
+    "สวัสดีครับ ភាសាខ្មែរ မြန်မာ",
+    "한국어 \u1112\u1161\u11ab\u1100\u116e\u11a8 ქართული Ελληνικά",
+    "Tiê\u0301ng Việt a\u0323\u0302 \u200c\u200d\u2060 🇩🇪🏴\U000e0067\U000e0062\U000e007f ❤️",
+    "The <extra_id_0> fox<extra_id_1>jumps <|im_start|>user</s>",
 ]
+# Those that spell a special token of one of the tokenizers here.
+SPELLED = [text for text in TEXTS if "<" in text or "[MASK]" in text]
 
 
 def byte_level(folder: Path, **options: Any) -> None:
@@ -181,6 +189,10 @@ def assert_as_transformers(folder: Path) -> None:
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False, truncation=False)
         assert ours.encode(text, parse_special=True) == [ids], text
+        plain = ours.encode(text)[0]
+        read = {ours.vocabulary[token] for token in ours.special_ids & {*plain}}
+        assert read <= {"[UNK]", "<unk>", ours.vocabulary[ours.unk_id or 0]}, text
+        assert plain == ids or text in SPELLED, text
         around = theirs.encode(text, truncation=False)
         assert ours.encode(text, add_special=True, parse_special=True) == [around], text
         for skip in (True, False):
@@ -290,7 +302,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
     gpt2(tmp_path)
-    with pytest.raises(DataError, match="half of a surrogate pair"):
+    with pytest.raises(UsageError, match="text 2 holds half of a surrogate pair"):
         load_tokenizer(tmp_path).encode(["fine", "not \udcff"])
 
 

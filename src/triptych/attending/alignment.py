@@ -7,6 +7,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from triptych.text.pieces import bytes_of
+
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -36,7 +38,8 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
         else:
             found[-1] = Word(found[-1].text + text, found[-1].start, place + 1)
         fresh = mark
-    return tuple(found)
+    # Tokens that are parts of a character are named by their bytes; a word has the character.
+    return tuple(word._replace(text=bytes_of(word.text).decode("utf-8", errors="replace")) for word in found)
 
 
 def word_weights(

@@ -36,6 +36,7 @@ from triptych.opening.places import head_of
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
 from triptych.reports import short_name
+from triptych.text import SpecialTokens, as_texts
 
 # If there are more weights, a page has only the largest of every query.
 MOST_WEIGHTS_OF_A_PAGE, _KEPT = 4_500_000, 16
@@ -464,10 +465,11 @@ class AttentionBatch:
 
 def attend(
     reader: Reader,
-    text: str | Sequence[str],
-    target: str | Sequence[str] | None = None,
+    text: Any,
+    target: Any = None,
     max_new_tokens: int = 0,
     max_tokens: int | None = None,
+    special_tokens: SpecialTokens = "tokens",
 ) -> Attention | AttentionBatch:
     """Where every head of a model looks on a text.
 
@@ -478,13 +480,16 @@ def attend(
     Row i of a language model is what token i looked at when it was read. Row i of an encoder-decoder's
     decoder is what was looked at to produce target token i.
     """
-    one = isinstance(text, str)
-    if target is not None and isinstance(target, str) is not one:
-        raise TypeError("one text has one target, several texts a sequence of targets")
-    texts = [text] if isinstance(text, str) else text
-    targets = [target] if isinstance(target, str) else target
-    found = attend_tokens(reader, reader.encode(texts, targets, max_new_tokens, max_tokens), max_tokens)
-    return found[0] if one else AttentionBatch(found)
+    given = as_texts(text)
+    targets = None
+    if target is not None:
+        of_texts = as_texts(target, "target")
+        if of_texts.is_one is not given.is_one:
+            raise UsageError("one text has one target, several texts a sequence of targets")
+        targets = of_texts.texts
+    ids = reader.encode(given.texts, targets, max_new_tokens, max_tokens, special_tokens)
+    found = attend_tokens(reader, ids, max_tokens)
+    return found[0] if given.is_one else AttentionBatch(found)
 
 
 def attend_tokens(reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None) -> list[Attention]:

@@ -18,7 +18,7 @@ from triptych.errors import UsageError
 from triptych.opening import Reader
 from triptych.progress import Progress, untold
 from triptych.reports import Report, Table, short_name, write_report
-from triptych.text import read_lines
+from triptych.text import SpecialTokens, as_lines, read_lines
 from triptych.text.documents import Documents, LanguageCorpusSpec, read_documents, whole_documents
 
 _MOST_SHOWN = 12
@@ -191,6 +191,7 @@ def attend_over(
     explain: bool = False,
     context: int | None = None,
     most_tokens: int | None = None,
+    special_tokens: SpecialTokens = "tokens",
     progress: Progress = untold,
 ) -> OverText:
     """Measure what every head of a model does over a text, the file of one, or several documents.
@@ -204,7 +205,14 @@ def attend_over(
     targets = None if targets is None else given_lines(targets)
     if worth is not None:
         require_worth(reader)
-    windows = cut_windows(reader, texts, targets, context=context, most_tokens=most_tokens or MOST_TOKENS)
+    windows = cut_windows(
+        reader,
+        texts,
+        targets,
+        context=context,
+        most_tokens=most_tokens or MOST_TOKENS,
+        special_tokens=special_tokens,
+    )
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
     found = None
@@ -237,26 +245,24 @@ def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> lis
     return [*whole_documents(read_documents(spec))]
 
 
-def given_texts(
-    reader: Reader, text: str | Path | Sequence[str], documents: Documents = "file"
-) -> Sequence[str]:
+def given_texts(reader: Reader, text: Any, documents: Documents = "file") -> Sequence[str]:
     """The documents of a file, a text, or several documents."""
     if isinstance(text, Path):
         return read_texts(reader, text, documents)
-    return own_texts(text, or_path=True)
+    return as_lines(refuse_file_name(text, or_path=True))
 
 
-def given_lines(lines: str | Path | Sequence[str]) -> Sequence[str]:
+def given_lines(lines: Any) -> Sequence[str]:
     """The lines of a file, one line, or several."""
-    return read_lines(lines) if isinstance(lines, Path) else own_texts(lines, or_path=True)
+    return read_lines(lines) if isinstance(lines, Path) else as_lines(refuse_file_name(lines, or_path=True))
 
 
-def own_texts(text: str | Sequence[str], *, or_path: bool = False) -> Sequence[str]:
-    """A text, or several; the name of a file is none."""
+def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
+    """What is given as a text; the name of a file is none."""
     if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
         instead = f'Path("{text}")' if or_path else "what is in it"
         raise UsageError(f'"{text}" is a file, and a string is the text itself: give {instead}')
-    return [text] if isinstance(text, str) else text
+    return text
 
 
 def _worth_table(worth: Worth) -> Table:

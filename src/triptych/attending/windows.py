@@ -13,6 +13,7 @@ from triptych.attending.layers import StackAttention, read_stacks
 from triptych.errors import UsageError
 from triptych.models import LanguageModel
 from triptych.opening import Reader, TextIds
+from triptych.text import Frame, SpecialTokens, encode_texts
 
 CONTEXT = 256  # where the model itself sets no lower limit
 MOST_TOKENS = 1 << 16
@@ -82,6 +83,7 @@ def cut_windows(
     *,
     context: int | None = None,
     most_tokens: int = MOST_TOKENS,
+    special_tokens: SpecialTokens = "tokens",
 ) -> Windows:
     """Cut documents into windows side by side; what is past `most_tokens` is left out.
 
@@ -92,11 +94,15 @@ def cut_windows(
         if targets is not None:
             raise UsageError(f"{reader.name} does not translate: leave out the target")
         context = _context(reader.model, context)
-        windows = tuple(_first_windows(most_tokens, _language_windows(reader, documents, context)))
+        windows = tuple(
+            _first_windows(most_tokens, _language_windows(reader, documents, context, special_tokens))
+        )
     else:
         if context is not None:
             raise UsageError(f"{reader.name} reads whole lines: leave out the context")
-        windows = tuple(_first_windows(most_tokens, _pair_windows(reader, documents, targets)))
+        windows = tuple(
+            _first_windows(most_tokens, _pair_windows(reader, documents, targets, special_tokens))
+        )
         context = max((max(len(w.text.ids), len(w.text.source or ())) for w in windows), default=0)
     if not windows:
         raise UsageError("the text has no window of two tokens: there is nothing to measure")
@@ -113,18 +119,17 @@ def _context(model: LanguageModel, context: int | None) -> int:
     return context
 
 
-def _language_windows(reader: Reader, documents: Sequence[str], context: int) -> Iterator[DocumentWindow]:
-    causal, special = reader.opened.language_model.causal, reader.tokenizer.special_ids
+def _language_windows(
+    reader: Reader, documents: Sequence[str], context: int, special_tokens: SpecialTokens
+) -> Iterator[DocumentWindow]:
+    causal = reader.opened.language_model.causal
+    frame = Frame((), ()) if causal else Frame.of(reader.tokenizer)
+    before = len(frame.before)
+    after = len(frame.after)
     for number, document in enumerate(documents):
-        if not document.strip():
+        if not document:
             continue
-        (ids,) = reader.tokenizer.encode([document], add_special=True)
-        before = after = 0
-        if not causal:
-            plain = [i for i, token in enumerate(ids) if token not in special]
-            if not plain:
-                continue
-            before, after = plain[0], len(ids) - 1 - plain[-1]
+        (ids,) = encode_texts(reader.tokenizer, [document], special_tokens)
         step = context - before - after
         if step < 1:
             raise UsageError(
@@ -139,7 +144,10 @@ def _language_windows(reader: Reader, documents: Sequence[str], context: int) ->
 
 
 def _pair_windows(
-    reader: Reader, documents: Sequence[str], targets: Sequence[str] | None
+    reader: Reader,
+    documents: Sequence[str],
+    targets: Sequence[str] | None,
+    special_tokens: SpecialTokens,
 ) -> Iterator[DocumentWindow]:
     if targets is not None and len(targets) != len(documents):
         raise UsageError(
@@ -149,7 +157,8 @@ def _pair_windows(
     for start in range(0, len(kept), _PAIRS_AT_A_TIME):
         part = kept[start : start + _PAIRS_AT_A_TIME]
         texts = [documents[i] for i in part]
-        found = reader.encode(texts, None if targets is None else [targets[i] for i in part])
+        of_texts = None if targets is None else [targets[i] for i in part]
+        found = reader.encode(texts, of_texts, special_tokens=special_tokens)
         yield from (DocumentWindow(i, text) for i, text in zip(part, found, strict=True))
 
 

@@ -17,7 +17,7 @@ from triptych.attending.saving import (
     write_npz,
 )
 from triptych.attending.steps import HeadSteps
-from triptych.cli.options import load_model, refuse_options
+from triptych.cli.options import load_model, refuse_options, special_tokens_of, token_ids
 from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import (
@@ -33,7 +33,7 @@ from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.reports import Table, is_page, render_table, write_csv
-from triptych.text import read_lines
+from triptych.text import Text, read_lines
 
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40
@@ -45,6 +45,8 @@ def attend(
     text: str | None = None,
     *,
     file: Path | None = None,
+    ids: str | None = None,
+    literal: bool = False,
     target: str | None = None,
     reading: Annotated[Options, "Options", Model.attend, "max_new_tokens max_tokens"],
     heads: str | None = None,
@@ -101,7 +103,7 @@ def attend(
         triptych attend runs/mine --over test.de --worth mean
     """
     outputs = npz, csv, html, svg
-    is_of_heads = over is not None and text is None and file is None
+    is_of_heads = over is not None and text is None and file is None and ids is None
     of_csv = begins_with(_OVER_CSV_START) if is_of_heads else is_attention_csv
     wanted = map(Output, outputs, (is_attention_npz, of_csv, is_page, is_picture))
     read = [path for path in (Path(model), file, over, measured["targets"]) if path and path.exists()]
@@ -116,24 +118,32 @@ def attend(
         )
     if is_of_heads:
         why = "goes with a text: --over without one takes --csv, --html and --json"
-        refuse_options({**of_text, **reading, "target": target}, why)
+        refuse_options({**of_text, **reading, "target": target, "ids": ids}, why)
     elif over is not None and html is None:
         raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
     if file is not None:
         refuse_options({"target": target}, "goes with one text, not with --file")
+    given_ids = token_ids(ids)
+    refuse_options({"literal": literal and ids is not None}, "goes with a text, not with --ids")
+    special_tokens = special_tokens_of(literal)
     opened, behaviour = load_model(model, without, opening), None
     if over is not None:
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
-            behaviour = opened.attend_over(over, **measured, progress=tell)
+            behaviour = opened.attend_over(over, **measured, special_tokens=special_tokens, progress=tell)
         if is_of_heads:
             if csv is not None:
                 write_csv(behaviour.rows(), csv)
             _print_found(behaviour, behaviour.tables(), (csv, html), as_json=as_json)
             return
-    if (text is None) == (file is None):
-        raise UsageError("give either a text (- for standard input) or --file with texts")
-    texts = read_lines(file) if file is not None else [read_text(str(text), "text")]
-    attended = opened.attend(texts, None if target is None else [target], **reading)
+    if [text, file, ids].count(None) != 2:
+        raise UsageError("give either a text (- for standard input), --file with texts, or --ids")
+    texts: list[Text] = [given_ids] if given_ids is not None else []
+    if file is not None:
+        texts += read_lines(file)
+    elif text is not None:
+        texts.append(read_text(text, "text"))
+    targets = None if target is None else [target]
+    attended = opened.attend(texts, targets, **reading, special_tokens=special_tokens)
     if steps is not None:
         found = _steps_of_row(attended[0], steps)
         _print_found(found, found.tables(_MOST_KEYS), (csv, html), as_json=as_json)

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.cli.options import load_model, number_of_workers, plain, refuse_options
+from triptych.cli.options import (
+    load_model,
+    number_of_workers,
+    plain,
+    refuse_options,
+    special_tokens_of,
+)
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
@@ -29,6 +35,7 @@ def evaluate(
     out: Path | None = None,
     text: Path | None = None,
     documents: Documents = "file",
+    literal: bool = False,
     scoring: Annotated[Options, "Language models", Model.evaluate, "context stride"],
     opening: Annotated[
         Options, "Model", load, "device dtype engine precision languages offline shortlist ensemble"
@@ -83,7 +90,10 @@ def evaluate(
             shown = doing if len(models) == 1 else f"{doing} {model}"
             with progress_bar("{task.description}", doing, of_bytes=False) as tell:
                 return load_model(model, without, opening).evaluate(
-                    *given, **asked, progress=lambda _, done, total: tell(shown, done, total)
+                    *given,
+                    **asked,
+                    special_tokens=special_tokens_of(literal),
+                    progress=lambda _, done, total: tell(shown, done, total),
                 )
 
         found = do_each(models, score, world)

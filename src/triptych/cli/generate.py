@@ -7,14 +7,20 @@ from typing import Annotated, Any
 
 from triptych.attending import attend_tokens
 from triptych.attending.saving import head_records
-from triptych.cli.options import check_attention, load_model
+from triptych.cli.options import (
+    check_attention,
+    load_model,
+    refuse_options,
+    special_tokens_of,
+    token_ids,
+)
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
 from triptych.decoding import Continuation
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.opening import TextIds
-from triptych.text import iterate_file
+from triptych.text import Text, iterate_file
 
 # Prompts of a file that are read and continued before the first are printed.
 _PROMPTS_AT_A_TIME = 256
@@ -25,6 +31,8 @@ def generate(
     prompt: str | None = None,
     *,
     file: Path | None = None,
+    ids: str | None = None,
+    literal: bool = False,
     generating: Annotated[
         Options,
         "Generating",
@@ -54,15 +62,18 @@ def generate(
         triptych generate gpt2 --file prompts.txt --num-samples 3 --temperature 1 --json
     """
     check_attention(attention, None, opening["engine"], as_json=as_json)
-    if prompt is not None and file is None and isinstance(given := text_or_file(prompt, "prompt"), Path):
-        prompt, file = None, given
-    prompts = _prompts(prompt, file)
+    if prompt is not None and file is None and isinstance(named := text_or_file(prompt, "prompt"), Path):
+        prompt, file = None, named
+    given_ids = token_ids(ids)
+    refuse_options({"literal": literal and ids is not None}, "goes with a text, not with --ids")
+    prompts = _prompts(prompt, file, given_ids)
+    generating["special_tokens"] = special_tokens_of(literal)
     opened = load_model(model, without, opening)
     if as_json:
         if attention:
             opened.reader.require_heads(attention)
         for given, found in _in_batches(opened, prompts, generating):
-            print_json(_json_record(opened, given, found, attention, generating["chat"]))
+            print_json(_json_record(opened, given, found, attention, generating))
     elif file is None and generating["num_samples"] == generating["beam_size"] == 1:
         for text in opened.generate(next(prompts), **generating, stream=True):
             write_output(text)
@@ -73,21 +84,18 @@ def generate(
                 write_output(f"== prompt {number}, text {sample} ==\n{one.text}\n")
 
 
-def _prompts(prompt: str | None, file: Path | None) -> Iterator[str]:
+def _prompts(prompt: str | None, file: Path | None, ids: list[int] | None) -> Iterator[Text]:
     """The prompts: one of the command line or standard input, or the lines of a file."""
-    if (prompt is None) == (file is None):
-        raise UsageError("give either a prompt (- for standard input) or --file with prompts")
+    if [prompt, file, ids].count(None) != 2:
+        raise UsageError("give either a prompt (- for standard input), --file with prompts, or --ids")
     if file is not None:
         return iterate_file(file)
-    text = read_text(str(prompt), "prompt")
-    if not text:
-        raise UsageError("the prompt is empty: give it some text")
-    return iter([text])
+    return iter([read_text(str(prompt), "prompt") if ids is None else ids])
 
 
 def _in_batches(
-    model: Model, prompts: Iterator[str], generating: Options
-) -> Iterator[tuple[str, list[Continuation]]]:
+    model: Model, prompts: Iterator[Text], generating: Options
+) -> Iterator[tuple[Text, list[Continuation]]]:
     """Each prompt with its continuations, in their order."""
     while batch := list(islice(prompts, _PROMPTS_AT_A_TIME)):
         found = model.generate(batch, **generating)
@@ -96,9 +104,9 @@ def _in_batches(
 
 
 def _json_record(
-    model: Model, prompt: str, found: Sequence[Continuation], wanted: Sequence[str], chat: bool
+    model: Model, prompt: Text, found: Sequence[Continuation], wanted: Sequence[str], generating: Options
 ) -> dict[str, Any]:
-    attention = _attention_records(model, prompt, found, wanted, chat) if wanted else [{}] * len(found)
+    attention = _attention_records(model, prompt, found, wanted, generating) if wanted else [{}] * len(found)
     return {
         "prompt": prompt,
         "continuations": [
@@ -117,11 +125,11 @@ def _json_record(
 
 
 def _attention_records(
-    model: Model, prompt: str, found: Sequence[Continuation], wanted: Sequence[str], chat: bool
+    model: Model, prompt: Text, found: Sequence[Continuation], wanted: Sequence[str], generating: Options
 ) -> Iterator[dict[str, Any]]:
     """The weights with which the text was read before each token, for each continuation."""
     generator = model.generator()
-    ids = generator.encode(prompt, chat=chat)
+    ids = generator.encode(prompt, chat=generating["chat"], special_tokens=generating["special_tokens"])
     for one in found:
         if not one.ids:
             yield {"attention": []}

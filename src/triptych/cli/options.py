@@ -11,6 +11,8 @@ from triptych.cli.verbs import spelled
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.launch import num_on_machine
+from triptych.printable import shortened
+from triptych.text import SpecialTokens
 from triptych.threads import num_cores
 
 
@@ -18,6 +20,21 @@ def load_model(model: str | Path, without: str | None = None, opening: Options |
     """The model that a command is given, with the heads of `--without` off."""
     opened = load(model, **(opening or {}))
     return opened if without is None else opened.ablate(without)
+
+
+def special_tokens_of(literal: bool) -> SpecialTokens:
+    """How special tokens that a text spells out are read, with `--literal` or without."""
+    return "text" if literal else "tokens"
+
+
+def token_ids(ids: str | None) -> list[int] | None:
+    """The token ids of `--ids 1,2,3`; None for None."""
+    if ids is None:
+        return None
+    parts = [part.strip() for part in ids.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 12 for part in parts):
+        raise UsageError(f"--ids {shortened(ids, 40)}: write token ids with commas, as in 464,3797,3332")
+    return [*map(int, parts)]
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:

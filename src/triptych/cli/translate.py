@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from triptych.attending.saving import head_records
 from triptych.cli.failures import say
-from triptych.cli.options import check_attention, load_model, number_of_workers
+from triptych.cli.options import check_attention, load_model, number_of_workers, special_tokens_of
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
@@ -37,6 +37,7 @@ def translate(
     ],
     glossary: Path | None = None,
     workers: int | None = None,
+    literal: bool = False,
     opening: Annotated[
         Options, "Model", load, "device engine precision languages offline shortlist ensemble"
     ],
@@ -77,7 +78,12 @@ def translate(
     require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)
     opened = load_model(model, without, opening)
     terms = None if glossary is None else _read_glossary(glossary)
-    translator = opened.translator(**searching, glossary=terms, workers=number_of_workers(workers))
+    translator = opened.translator(
+        **searching,
+        glossary=terms,
+        workers=number_of_workers(workers),
+        special_tokens=special_tokens_of(literal),
+    )
     if attention:
         opened.reader.require_heads(attention)
     render = _json_renderer(opened, attention) if as_json else _text_renderer(searching["num_best"])

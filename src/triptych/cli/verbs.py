@@ -40,6 +40,8 @@ _SPELLED = {
 _ABOUT = {
     "code": "Python file with the attention class that the run or recipe names. It is executed.",
     "as_json": "Print the result as JSON.",
+    "ids": "Token ids in the place of a text, with commas: 464,3797,3332.",
+    "literal": "Read special tokens that a text spells out (<|endoftext|>) as plain text.",
     "force": "Replace existing files, even if triptych did not write them.",
     "model": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub.",
     "models": "A run folder, a folder or file in Hugging Face's format, or a name on the Hub; or several.",

@@ -29,6 +29,7 @@ from triptych.decoding.sampling import SamplingOptions as SamplingOptions
 from triptych.decoding.search import Hypothesis as Hypothesis
 from triptych.decoding.search import SearchOptions as SearchOptions
 from triptych.decoding.search import Stop as Stop
+from triptych.decoding.search import Top as Top
 from triptych.decoding.search import length_penalty as length_penalty
 from triptych.decoding.text_generator import Continuation as Continuation
 from triptych.decoding.text_generator import TextGenerator as TextGenerator

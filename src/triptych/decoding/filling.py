@@ -12,7 +12,7 @@ from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import LanguageModel
 from triptych.models.overflow import require_finite_logits
-from triptych.text import Tokenizer
+from triptych.text import Tokenizer, encode_texts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def fill_masks(
         raise UsageError("the tokenizer of this model has no mask token: give a masked language model")
     check_vocabulary(model, tokenizer)
     own = tokenizer.vocabulary[mask_id]
-    (ids,) = tokenizer.encode([text.replace("[MASK]", own)], add_special=True, parse_special=True)
+    (ids,) = encode_texts(tokenizer, [text.replace("[MASK]", own)])
     if model.config is not None and tokenizer.eos_id is not None:
         ids = [tokenizer.eos_id, *ids, tokenizer.eos_id]  # as a document is among others in training
     places = [place for place, token in enumerate(ids) if token == mask_id]

@@ -20,6 +20,7 @@ from triptych.decoding.search import (
     BeamText,
     Finish,
     Hypothesis,
+    Top,
     require_alpha,
     require_count,
 )
@@ -37,6 +38,7 @@ class GenerationOptions:
     alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none
     stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens
     stop_texts: tuple[str, ...] = ()  # a continuation ends before any of these strings
+    num_top: int = 0  # most probable tokens that are told of each place; not with a beam
     # longest prompt; None for as many tokens as the model has positions for, or 32,768 where it has no limit
     # and reads a prompt whole
     max_prompt_tokens: int | None = None
@@ -69,6 +71,7 @@ class NewToken(NamedTuple):
     # natural logarithm of the probability that the model gave it, before temperature, penalty and filters
     log_prob: float
     finish: Finish | None  # why the continuation ends here (a stop token is no part of it), or None
+    top: Top = ()  # the most probable tokens in its place
 
 
 class OtherEngine(ABC):
@@ -157,12 +160,17 @@ class Sample(Text):
     def batch(self, engine: Engine) -> "Samples":
         return Samples(engine, self.kind)
 
-    def take(self, token: int, log_prob: float) -> bool:
+    @property
+    def num_top(self) -> int:
+        """How many of the most probable tokens are told of each place."""
+        return self._options.num_top
+
+    def take(self, token: int, log_prob: float, top: Top = ()) -> bool:
         """Grow by a token; whether the text is read again before it goes on."""
         self._ids.append(token)
         self._left -= 1
         finish = self._finish(token)
-        self.new.append(NewToken(self.row, token, log_prob, finish))
+        self.new.append(NewToken(self.row, token, log_prob, finish, top))
         self.is_over = finish is not None
         if self.is_over or self._left:
             return False
@@ -218,12 +226,23 @@ class Samples(DecodingBatch[Sample]):
         self.tokens = chosen.new_zeros(len(self.texts))
         self.tokens[places] = chosen
         again = list[Sample]()
-        taken = zip(places, open_, chosen.tolist(), log_probs.tolist(), strict=True)
-        for place, text, token, log_prob in taken:
-            if text.take(token, log_prob):
+        tops = _tops(of_all[:, : self.engine.num_choices], [text.num_top for text in open_])
+        taken = zip(places, open_, chosen.tolist(), log_probs.tolist(), tops, strict=True)
+        for place, text, token, log_prob, top in taken:
+            if text.take(token, log_prob, top):
                 self.texts[place] = None
                 again.append(text)
         return again
+
+
+def _tops(log_probs: Tensor, counts: Sequence[int]) -> list[Top]:
+    """The most probable tokens of each row, as many as are wanted of it."""
+    most = min(max(counts), log_probs.shape[1])
+    if not most:
+        return [()] * len(counts)
+    best = log_probs.topk(most, dim=-1)
+    rows = zip(best.indices.tolist(), best.values.tolist(), counts, strict=True)
+    return [tuple(zip(ids[:count], values[:count], strict=True)) for ids, values, count in rows]
 
 
 def begin(
@@ -284,4 +303,7 @@ def collected(tokens: Sequence[NewToken]) -> Hypothesis:
     assert finish is not None
     own = tokens[:-1] if finish == "token" else tokens
     log_probs = tuple(new.log_prob for new in tokens)
-    return Hypothesis(tuple(new.token for new in own), sum(log_probs), sum(log_probs), log_probs, finish)
+    tops = tuple(new.top for new in tokens)
+    return Hypothesis(
+        tuple(new.token for new in own), sum(log_probs), sum(log_probs), log_probs, finish, tops
+    )

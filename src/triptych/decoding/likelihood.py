@@ -16,7 +16,7 @@ from triptych.decoding.batches import padded_alike
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.overflow import require_finite_logits, require_finite_values
-from triptych.text import Tokenizer
+from triptych.text import SpecialTokens, Tokenizer, encode_texts
 from triptych.text.unknown import count_unknown, why_no_bits
 
 _LONGEST_CONTEXT = 1024  # where the model itself sets no limit
@@ -141,6 +141,7 @@ def measure_likelihood(
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     compute: Logits | None = None,
+    special_tokens: SpecialTokens = "tokens",
 ) -> Likelihood:
     """Score a model on texts, each by itself and over its whole length."""
     if not model.causal:
@@ -158,7 +159,7 @@ def measure_likelihood(
     model.eval()
     for done, document in enumerate(documents, start=1):
         if document:
-            (ids,) = tokenizer.encode([document], add_special=True)
+            (ids,) = encode_texts(tokenizer, [document], special_tokens)
             losses.append(token_losses(model, ids, context, stride, compute))
             characters += len(document)
             unknown += count_unknown(tokenizer, document, ids)

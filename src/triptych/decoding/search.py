@@ -73,6 +73,10 @@ class SearchOptions:
             require_count("max_source_tokens", self.max_source_tokens, MOST_TOKENS)
 
 
+# Tokens with the natural logarithms of their probabilities, the most probable first.
+Top = tuple[tuple[int, float], ...]
+
+
 class Hypothesis(NamedTuple):
     """An output, open or finished."""
 
@@ -81,6 +85,7 @@ class Hypothesis(NamedTuple):
     score: float = 0.0  # of a finished one: log_prob over the length penalty, if it was searched for
     log_probs: tuple[float, ...] = ()  # of its tokens and of the token that ends it
     finish: Finish | None = None  # why it ended
+    tops: tuple[Top, ...] = ()  # the most probable tokens in the place of each of `log_probs`, if asked for
 
 
 def length_penalty(length: int, alpha: float) -> float:

@@ -9,10 +9,11 @@ from triptych.decoding.engine import Engine
 from triptych.decoding.generation import GenerationOptions, OtherEngine, begin, generate_tokens
 from triptych.decoding.loop import Asked, Loop
 from triptych.decoding.maps import Precision
-from triptych.decoding.search import Finish, Hypothesis
+from triptych.decoding.search import Finish, Hypothesis, Top
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
-from triptych.text import StreamDecoder, Tokenizer
+from triptych.text import SpecialTokens, StreamDecoder, Text, Tokenizer, encode_texts
+from triptych.text.given import which_of
 
 # Tokens of the prompt that are decoded before the first new one: they say whether it begins with a space.
 _BEFORE = 8
@@ -27,6 +28,7 @@ class Continuation:
     pieces: tuple[str, ...]  # its tokens, readable
     log_probs: tuple[float, ...]  # of every token, and of the stop token if one ended it; see `NewToken`
     finish: Finish  # why it ended; see `NewToken`
+    tops: tuple[Top, ...]  # the most probable tokens in each of their places, if they are asked for
     score: float  # of beam search, the sum of `log_probs` over the length penalty; otherwise their sum
 
 
@@ -82,12 +84,13 @@ class TextGenerator:
         *,
         precision: Precision = "fp32",
         end_ids: Sequence[int] = (),
+        begin_id: int | None = None,
         batch_rows: int = 32,
         other: OtherEngine | None = None,
     ) -> None:
         check_vocabulary(model, tokenizer)
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
-        self._batch_rows = batch_rows
+        self._batch_rows, self._begin_id = batch_rows, begin_id
         ends = (*end_ids, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,)))
         self.end_ids = tuple(dict.fromkeys(ends))
         self._other = other
@@ -98,22 +101,51 @@ class TextGenerator:
         except ValueError as error:
             raise UsageError(f"this model cannot be run: {error}") from None
 
-    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """The token ids of a prompt."""
-        if not prompt:
-            raise UsageError("the prompt is empty: give it some text")
-        if chat:
-            prompt = self.tokenizer.chat([{"role": "user", "content": prompt}])
-        (ids,) = self.tokenizer.encode([prompt], add_special=not chat, parse_special=chat)
+    def encode(
+        self, prompt: Text, *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
+    ) -> list[int]:
+        """The token ids of a prompt; an empty one is the token that begins a text."""
+        (ids,) = self.encode_prompts([prompt], chat=chat, special_tokens=special_tokens)
         return ids
 
+    def encode_prompts(
+        self, prompts: Sequence[Text], *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
+    ) -> list[list[int]]:
+        """The token ids of prompts; see `encode`."""
+        if chat:
+            return [self._chat_ids(prompt, special_tokens) for prompt in prompts]
+        found = encode_texts(
+            self.tokenizer,
+            prompts,
+            special_tokens,
+            vocab_size=self.model.vocab_size,
+            begin_id=self._begin_id,
+        )
+        for number, ids in enumerate(found, start=1):
+            if not ids:
+                raise UsageError(
+                    f"{which_of('prompt', number, found)} is empty: give it some text (the tokenizer has no "
+                    "token that begins one)"
+                )
+        return found
+
+    def _chat_ids(self, prompt: Text, special_tokens: SpecialTokens) -> list[int]:
+        if not isinstance(prompt, str):
+            raise UsageError("chat puts a text into a template: give a string, or leave out chat")
+        message = {"role": "user", "content": prompt}
+        return self.tokenizer.chat_ids([message], special_tokens=special_tokens)
+
     def generate(
-        self, prompts: Sequence[str], options: GenerationOptions, *, chat: bool = False
+        self,
+        prompts: Sequence[Text],
+        options: GenerationOptions,
+        *,
+        chat: bool = False,
+        special_tokens: SpecialTokens = "tokens",
     ) -> list[list[Continuation]]:
         """Continue prompts; prompts of similar length share a batch."""
-        if len(prompts) > 1 and "" in prompts:
-            raise UsageError(f"prompt {prompts.index('') + 1} is empty: give it some text")
-        return self.continue_tokens([self.encode(prompt, chat=chat) for prompt in prompts], options)
+        ids = self.encode_prompts(prompts, chat=chat, special_tokens=special_tokens)
+        return self.continue_tokens(ids, options)
 
     def continue_tokens(
         self,
@@ -126,6 +158,8 @@ class TextGenerator:
         Without a beam, `tell` gets the text that each token makes certain, with the number of its text times
         `num_samples` plus that of the sample.
         """
+        if self._other is not None and options.num_top:
+            raise UsageError("this engine tells no other tokens of a place: ask for none, or take triptych's")
         options, count = self._with_ends(options), options.num_samples
         streams, ends = self._streams(texts, options, tell)
         if self._other is not None:
@@ -153,11 +187,20 @@ class TextGenerator:
         (asked,) = begin(self._engine, [ids], options, ends)
         return Asked(asked.texts, lambda: self._continuations(asked.result(), streams, options))
 
-    def stream(self, prompt: str, options: GenerationOptions, *, chat: bool = False) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Text,
+        options: GenerationOptions,
+        *,
+        chat: bool = False,
+        special_tokens: SpecialTokens = "tokens",
+    ) -> Iterator[str]:
         """Continue a prompt, giving out the text as it comes."""
         if options.beam_size > 1 or options.num_samples > 1:
             raise ValueError("one sample without a beam comes token by token")
-        ids, options, new = self.encode(prompt, chat=chat), self._with_ends(options), deque[str]()
+        ids = self.encode(prompt, chat=chat, special_tokens=special_tokens)
+        options = self._with_ends(options)
+        new = deque[str]()
         (text,), ends = self._streams([ids], options, lambda row, text: new.append(text))
         if self._other is not None:
             steps: Iterator[object] = self._other.stream(ids, options, ends)
@@ -197,7 +240,17 @@ class TextGenerator:
             finish = "text" if text.is_over else own.finish
             assert finish is not None, "it has ended"
             pieces = tuple(self.tokenizer.pieces(own.ids))
-            continuations.append(Continuation(text.text, own.ids, pieces, own.log_probs, finish, own.score))
+            continuations.append(
+                Continuation(
+                    text=text.text,
+                    ids=own.ids,
+                    pieces=pieces,
+                    log_probs=own.log_probs,
+                    finish=finish,
+                    tops=own.tops,
+                    score=own.score,
+                )
+            )
         return continuations
 
 

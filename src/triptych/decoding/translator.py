@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Literal, final, overload
 
@@ -17,7 +18,7 @@ from triptych.decoding.search import Hypothesis, SearchOptions
 from triptych.decoding.workers import Searcher, WorkerPool
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder
-from triptych.text import OutputRules, TokenizerPair, as_lines
+from triptych.text import OutputRules, SpecialTokens, TokenizerPair, as_lines
 from triptych.text.shortlists import Shortlist
 from triptych.threads import Ahead, torch_threads
 
@@ -91,6 +92,7 @@ class Translator:
         self._searcher: BatchSearcher | None = None
         self._made_of: object = None
         self._glossary: Glossary | None = None
+        self._special_tokens: SpecialTokens = "tokens"
         if searcher is None and (reason := unsupported_precision(precision, device)):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
@@ -117,9 +119,8 @@ class Translator:
         An empty line gives an empty translation. A line past `max_source_tokens` is cut into pieces
         between sentences where possible; no part of it is dropped.
         """
-        if isinstance(lines, str):
-            return next(self.translate_stream([[lines]]))
-        return list(self.translate_stream([list(lines)]))
+        found = list(self.translate_stream([as_lines(lines)]))
+        return found[0] if isinstance(lines, str) else found
 
     def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
         """Translate batch by batch, each as soon as it is there, in their order."""
@@ -150,6 +151,12 @@ class Translator:
             raise UsageError("a glossary goes with --engine triptych, and without a shortlist")
         own = copy(self)
         own._glossary = Glossary(terms, self.tokenizers.target)
+        return own
+
+    def with_special_tokens(self, special_tokens: SpecialTokens) -> "Translator":
+        """The same translator, which reads special tokens that a sentence spells out in another way."""
+        own = copy(self)
+        own._special_tokens = special_tokens
         return own
 
     def start_workers(self) -> None:
@@ -255,15 +262,15 @@ class Translator:
         line = line.strip()
         if not line:
             return []
-        encode = self.tokenizers.source.encode
-        ids = encode([line])[0]
+        source = self.tokenizers.source
+        encode = partial(source.sentence_ids, special_tokens=self._special_tokens)
+        ids = encode(line)
         limit = self.max_source_tokens
         if len(ids) <= limit:
             return [(line, ids)]
-        code = self.tokenizers.source.opening(line)
-        parts = split_line(line[len(code) :].strip(), lambda text: len(encode([code + text])[0]) <= limit)
-        pieces = [code + part for part in parts]
-        return list(zip(pieces, encode(pieces), strict=True))
+        code = source.opening(line)
+        parts = split_line(line[len(code) :].strip(), lambda text: len(encode(code + text)) <= limit)
+        return [(code + part, encode(code + part)) for part in parts]
 
     def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
         """Hypotheses for sentences that are token ids already, best first; similar lengths share a batch."""

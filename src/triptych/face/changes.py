@@ -206,17 +206,16 @@ def changed_copy(
 
 
 def continue_changed(
-    texts: list[str], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change], chat: bool
+    ids: Sequence[list[int]], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change]
 ) -> list[list[Continuation]]:
     """Continuations of texts. If values are changed by position, only texts of one length run together."""
     if not any(isinstance(change, ValueChange) for change in changes):
-        return by.generate(texts, options, chat=chat)
-    ids = [by.encode(text, chat=chat) for text in texts]
+        return by.continue_tokens(ids, options)
     found: dict[int, list[Continuation]] = {}
     for length in sorted({len(own) for own in ids}):
         places = [place for place, own in enumerate(ids) if len(own) == length]
         found |= dict(zip(places, by.continue_tokens([ids[i] for i in places], options), strict=True))
-    return [found[place] for place in range(len(texts))]
+    return [found[place] for place in range(len(ids))]
 
 
 # Weights.

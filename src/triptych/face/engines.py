@@ -59,6 +59,7 @@ from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.device import find_device, has_fast_bf16
 from triptych.opening import OpenedModel
+from triptych.text import SpecialTokens
 
 EngineName = Literal["triptych", "ctranslate2", "auto"]
 
@@ -489,7 +490,14 @@ def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
     model, tokenizer = opened.language_model, opened.tokenizer
     check_vocabulary(model, tokenizer)
     other = CTranslate2Generator(model, options.precision, options.device, tokenizer.vocab_size)
-    return TextGenerator(model, tokenizer, precision=options.precision, end_ids=opened.end_ids, other=other)
+    return TextGenerator(
+        model,
+        tokenizer,
+        precision=options.precision,
+        end_ids=opened.end_ids,
+        begin_id=opened.begin_id,
+        other=other,
+    )
 
 
 def evaluate_text(
@@ -499,6 +507,7 @@ def evaluate_text(
     context: int | None = None,
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    special_tokens: SpecialTokens = "tokens",
 ) -> Likelihood:
     """Score a language model on texts; see `triptych.decoding.measure_likelihood`."""
     if options.engine == "ctranslate2" and options.device not in ("auto", "cpu"):
@@ -512,4 +521,7 @@ def evaluate_text(
         require_ctranslate2()
         if model.causal:  # before it is converted
             logits = CTranslate2Generator(model, "fp32", "cpu").logits
-    return measure_likelihood(model, opened.tokenizer, documents, context, stride, progress, logits)
+    tokenizer = opened.tokenizer
+    return measure_likelihood(
+        model, tokenizer, documents, context, stride, progress, logits, special_tokens=special_tokens
+    )

@@ -93,10 +93,13 @@ class Opened:
         if self.module is None:
             device = "cpu" if options.engine == "ctranslate2" else options.device
             return open_model(self.files, device, options.dtype, options.languages)
-        if options.tokenizer is None:
-            raise UsageError(f"{self.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
-        folder = Path(options.tokenizer)
         module = self.module.to(find_device(options.device), options.dtype)
+        if options.tokenizer is None:
+            why = UsageError(f"{self.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
+            if isinstance(module, EncoderDecoder):
+                raise why
+            return OpenedModel(self.name, Path(), module, why)
+        folder = Path(options.tokenizer)
         tokenizers: Tokenizer | TokenizerPair = (
             TokenizerPair.load(folder)
             if isinstance(module, EncoderDecoder)
@@ -107,11 +110,11 @@ class Opened:
     @cached_property
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
-        of_others = self.source is not None and isinstance(self.source.found, ModuleOfOthers)
-        if of_others and self.options.tokenizer is None:
-            raise UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
-        self.model.tokenizer  # noqa: B018 (an error where there is none)
         opened, options = self.model, self.options
+        of_others = self.source is not None and isinstance(self.source.found, ModuleOfOthers)
+        if of_others and options.tokenizer is None:
+            why = UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
+            opened = opened.without_tokenizer(why)
         if options.shortlist is not None:
             opened = opened.with_shortlist(options.shortlist)
         if options.ensemble:
@@ -141,7 +144,7 @@ class Opened:
         if self.why_not_run:
             return tuple(found)
         found.append("run")
-        opened = self.model
+        opened = self.ready
         if opened.is_searched:
             found.append("translate")
         elif (
@@ -149,8 +152,11 @@ class Opened:
             and model.head is not None
             and model.head.config.outputs is None
         ):
-            found.append("generate" if model.causal else "fill")
-        if not changes and can_convert(opened):
+            if model.causal:
+                found.append("generate")
+            elif opened.has_tokenizer:
+                found.append("fill")
+        if not changes and opened.has_tokenizer and can_convert(opened):
             found.append("convert")
         return tuple(found)
 

@@ -219,13 +219,11 @@ def run_texts(
     reader: Reader,
     places: PlaceNames,
     sites: Sequence[AttentionSite],
-    texts: Sequence[str],
-    targets: Sequence[str] | None,
+    ids: Sequence[TextIds],
     grad: bool,
     max_tokens: int | None,
 ) -> list[Run]:
     """Run texts as one padded batch; `sites` has the modules of the layers that `places` names, in order."""
-    ids = reader.encode(texts, targets, max_tokens=max_tokens)
     reader.check(ids, max_tokens)
     order = {number: site.name for number, site in enumerate(sites)}
     recorded = _recorded_graph(sites) if grad else nullcontext()

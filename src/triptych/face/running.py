@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
+from torch import Tensor
 
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
 from triptych.attending.held_out import HeldOutText
-from triptych.attending.over import OverText, given_lines, given_texts, own_texts
+from triptych.attending.over import OverText, given_lines, given_texts, refuse_file_name
 from triptych.attending.worth import Instead
 from triptych.decoding import (
     Filling,
@@ -30,6 +31,7 @@ from triptych.face.run import Run, run_texts
 from triptych.face.shortlist import write_shortlist
 from triptych.opening import OpenedModel, Reader
 from triptych.progress import Progress, untold
+from triptych.text import SpecialTokens, Text, as_lines, as_texts
 from triptych.text.documents import Documents
 from triptych.text.shortlists import Coverage
 from triptych.training import Recipe, read_recipe, require_translation
@@ -54,6 +56,7 @@ class RunnableModel(ReadableModel):
         stop: Stop | None = None,
         glossary: Mapping[str, str] | None = None,
         workers: int = 1,
+        special_tokens: SpecialTokens = "tokens",
         stream: bool = False,
     ) -> Any:
         """Translate a sentence, or several in their order.
@@ -70,6 +73,8 @@ class RunnableModel(ReadableModel):
             glossary: terms of the source language and their translations, which a translation has wherever
                 a sentence has the term as whole words. Such a sentence is searched until `stop` is certain.
             workers: number of processes that translate in parallel, one thread each. CPU only.
+            special_tokens: how special tokens that a sentence spells out (`<extra_id_0>` of T5) are read: as
+                the tokens, or as text. Own and Marian's translators always read text.
             stream: give translations one by one, as soon as each batch is done.
 
         Returns:
@@ -88,9 +93,10 @@ class RunnableModel(ReadableModel):
             stop=stop,
             glossary=glossary,
             workers=workers,
+            special_tokens=special_tokens,
         )
         if stream:
-            return translator.translate_stream([text] if isinstance(text, str) else text)
+            return translator.translate_stream(as_lines(text))
         with translator:
             return translator.translate(text)
 
@@ -106,9 +112,10 @@ class RunnableModel(ReadableModel):
         stop: Stop | None = None,
         glossary: Mapping[str, str] | None = None,
         workers: int = 1,
+        special_tokens: SpecialTokens = "tokens",
     ) -> Translator:
         """What `translate` translates with, ready to be used many times; options as there."""
-        return make_translator(
+        found = make_translator(
             self.opened,
             self._opened.options,
             workers,
@@ -120,6 +127,7 @@ class RunnableModel(ReadableModel):
             max_extra_tokens=max_extra_tokens,
             max_source_tokens=max_source_tokens,
         )
+        return found.with_special_tokens(special_tokens)
 
     def distil(
         self,
@@ -223,9 +231,10 @@ class RunnableModel(ReadableModel):
         text = None if source is None else Path(source), None if target is None else Path(target)
         return write_shortlist(self.opened, Path(out), text, most, frequent, display or LineDisplay())
 
+    @check_choices
     def generate(
         self,
-        text: str | Sequence[str],
+        text: Text | Sequence[Text] | Tensor,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -240,12 +249,14 @@ class RunnableModel(ReadableModel):
         stop: Sequence[str] = (),
         max_prompt_tokens: int | None = None,
         chat: bool = False,
+        special_tokens: SpecialTokens = "tokens",
         stream: bool = False,
     ) -> Any:
         """Continue a text, or several.
 
         Args:
-            text: one text, or several.
+            text: one text, or several: strings, or token ids. An empty string begins with the token that
+                begins a text.
             max_new_tokens: longest continuation in tokens.
             temperature: divisor of the logits; 0 always takes the most probable token.
             top_k: draw from the k most probable tokens only.
@@ -260,6 +271,8 @@ class RunnableModel(ReadableModel):
             max_prompt_tokens: longest prompt in tokens. Default: the model's positions, or 32768 where they
                 set no limit.
             chat: put the text into the chat template of the model's tokenizer.
+            special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
+                as plain "text".
             stream: give the text of one continuation while it is generated.
 
         Returns:
@@ -283,19 +296,20 @@ class RunnableModel(ReadableModel):
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
+        given = as_texts(refuse_file_name(text))
         generator = self.generator()
         if stream:
-            if not isinstance(text, str):
-                raise UsageError("stream=True continues one text: give a string")
+            if not given.is_one:
+                raise UsageError("stream=True continues one text: give a string, or its token ids")
             if beam_size > 1 or num_samples > 1:
                 raise UsageError(
                     "stream=True gives one text without a beam: leave out beam_size and num_samples"
                 )
-            return generator.stream(text, options, chat=chat)
-        prompts = list(own_texts(text))
-        continued = continue_changed(prompts, generator, options, self._changes, chat)
+            return generator.stream(given.texts[0], options, chat=chat, special_tokens=special_tokens)
+        ids = generator.encode_prompts(given.texts, chat=chat, special_tokens=special_tokens)
+        continued = continue_changed(ids, generator, options, self._changes)
         found = [one[0] if num_samples == 1 else one for one in continued]
-        return found[0] if isinstance(text, str) else found
+        return found[0] if given.is_one else found
 
     def generator(self) -> TextGenerator:
         """What `generate` continues texts with, made once."""
@@ -318,7 +332,8 @@ class RunnableModel(ReadableModel):
             UsageError: the model fills no masks, or there is none in the text.
         """
         opened = self.opened
-        return fill_masks(opened.language_model, opened.tokenizer, text, count, max_tokens)
+        (line,) = as_lines([text])
+        return fill_masks(opened.language_model, opened.tokenizer, line, count, max_tokens)
 
     @check_choices
     def evaluate(
@@ -332,6 +347,7 @@ class RunnableModel(ReadableModel):
         alpha: float | None = None,
         stop: Stop | None = None,
         workers: int = 1,
+        special_tokens: SpecialTokens = "tokens",
         progress: Progress = untold,
     ) -> Any:
         """How well the model predicts a text; with references, how well it translates one.
@@ -347,6 +363,8 @@ class RunnableModel(ReadableModel):
             alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
             stop: when beam search ends, as in `translate`: certain or full.
             workers: number of processes that translate in parallel.
+            special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
+                as plain "text".
             progress: told what is done, how many documents or sentences, and of how many.
 
         Returns:
@@ -357,31 +375,48 @@ class RunnableModel(ReadableModel):
             DataError: there is nothing to score.
         """
         if references is not None:
-            translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
+            translator = self.translator(
+                beam_size=beam_size,
+                alpha=alpha,
+                stop=stop,
+                workers=workers,
+                special_tokens=special_tokens,
+            )
             sources = given_texts(self.reader, text)
             right = given_lines(references)
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
         documents = given_texts(self.reader, text)
         scoring = partial(progress, "scoring")
-        return evaluate_text(self.opened, documents, self._opened.options, context, stride, scoring)
+        options = self._opened.options
+        return evaluate_text(self.opened, documents, options, context, stride, scoring, special_tokens)
 
+    @check_choices
     def score(
-        self, text: str, target: str | None = None, *, max_tokens: int | None = None
+        self,
+        text: Text | Tensor,
+        target: Text | None = None,
+        *,
+        max_tokens: int | None = None,
+        special_tokens: SpecialTokens = "tokens",
     ) -> list[tuple[str, float]]:
         """The tokens of a text that are predicted, and the log-probability in nats of each.
 
         Args:
-            text: what the model reads.
+            text: what the model reads: a string, or token ids.
             target: of an encoder-decoder, the translation that is scored; its own if None.
             max_tokens: longest text in tokens, as in `run`.
+            special_tokens: as in `run`.
 
         Raises:
             UsageError: the model predicts no next token.
         """
-        if not isinstance(text, str):
-            raise UsageError("score takes one text: a string")
+        given = as_texts(refuse_file_name(text))
+        if not given.is_one:
+            raise UsageError("score takes one text: a string, or its token ids")
         with torch.no_grad():
-            run = self.run(text, target=target, max_tokens=max_tokens)
+            run = self.run(
+                given.texts[0], target=target, max_tokens=max_tokens, special_tokens=special_tokens
+            )
         losses = run.losses.tolist()
         return [
             (token, -loss)
@@ -390,43 +425,54 @@ class RunnableModel(ReadableModel):
 
     @overload
     def attend(  # type: ignore[overload-overlap]
-        self, text: str, target: str | None = ..., *, max_new_tokens: int = ..., max_tokens: int | None = ...
+        self,
+        text: Text | Tensor,
+        target: Text | None = ...,
+        *,
+        max_new_tokens: int = ...,
+        max_tokens: int | None = ...,
+        special_tokens: SpecialTokens = ...,
     ) -> Attention: ...
 
     @overload
     def attend(
         self,
-        text: Sequence[str],
-        target: Sequence[str] | None = ...,
+        text: Sequence[Text],
+        target: Sequence[Text] | None = ...,
         *,
         max_new_tokens: int = ...,
         max_tokens: int | None = ...,
+        special_tokens: SpecialTokens = ...,
     ) -> AttentionBatch: ...
 
+    @check_choices
     def attend(
         self,
-        text: str | Sequence[str],
-        target: str | Sequence[str] | None = None,
+        text: Text | Sequence[Text] | Tensor,
+        target: Text | Sequence[Text] | None = None,
         *,
         max_new_tokens: int = 0,
         max_tokens: int | None = None,
+        special_tokens: SpecialTokens = "tokens",
     ) -> Attention | AttentionBatch:
         """Where every head looks on a text: `model.attend(text)[3, 2]` is `[queries, keys]`.
 
         Args:
-            text: one text, or several, which are read in padded batches.
+            text: one text, or several, which are read in padded batches: strings, or token ids.
             target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if
                 None.
             max_new_tokens: continue the text greedily by this many tokens first.
             max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
                 limit.
+            special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
+                as plain "text".
 
         Raises:
             UsageError: an empty text, one past the model's positions, or something that the model does not
                 do.
         """
-        own_texts(text)
-        return attend(self.reader, text, target, max_new_tokens, max_tokens)
+        texts = refuse_file_name(text)
+        return attend(self.reader, texts, target, max_new_tokens, max_tokens, special_tokens)
 
     @check_choices
     def attend_over(
@@ -439,6 +485,7 @@ class RunnableModel(ReadableModel):
         explain: bool = False,
         context: int | None = None,
         most_tokens: int | None = None,
+        special_tokens: SpecialTokens = "tokens",
         progress: Progress = untold,
     ) -> OverText:
         """What every head does over a whole text: previous token, induction, what it is worth.
@@ -454,6 +501,8 @@ class RunnableModel(ReadableModel):
                 write the tokens that they look at.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
             most_tokens: tokens to read. Default: 65,536, and 8,192 with `worth` or `explain`.
+            special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
+                as plain "text".
             progress: told what is being done, how much is done, and the total.
 
         Raises:
@@ -468,6 +517,7 @@ class RunnableModel(ReadableModel):
             explain=explain,
             context=context,
             most_tokens=most_tokens,
+            special_tokens=special_tokens,
             progress=progress,
         )
 
@@ -500,44 +550,56 @@ class RunnableModel(ReadableModel):
 
     @overload
     def run(  # type: ignore[overload-overlap]
-        self, text: str, *, target: str | None = ..., grad: bool = ..., max_tokens: int | None = ...
+        self,
+        text: Text | Tensor,
+        *,
+        target: Text | None = ...,
+        grad: bool = ...,
+        max_tokens: int | None = ...,
+        special_tokens: SpecialTokens = ...,
     ) -> Run: ...
 
     @overload
     def run(
         self,
-        text: Sequence[str],
+        text: Sequence[Text],
         *,
-        target: Sequence[str] | None = ...,
+        target: Sequence[Text] | None = ...,
         grad: bool = ...,
         max_tokens: int | None = ...,
+        special_tokens: SpecialTokens = ...,
     ) -> list[Run]: ...
 
+    @check_choices
     def run(
         self,
-        text: str | Sequence[str],
+        text: Text | Sequence[Text] | Tensor,
         *,
-        target: str | Sequence[str] | None = None,
+        target: Text | Sequence[Text] | None = None,
         grad: bool = False,
         max_tokens: int | None = None,
+        special_tokens: SpecialTokens = "tokens",
     ) -> Run | list[Run]:
         """Run the model on a text: logits, loss, and every activation.
 
         Args:
-            text: one text, or several, which run as one padded batch.
+            text: one text, or several, which run as one padded batch: strings, or token ids.
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
             grad: whether gradients reach the activations and parameters (`Run.gradient`).
             max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
                 limit.
+            special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
+                as plain "text".
 
         Raises:
             UsageError: an empty text, or one past the model's positions.
         """
-        texts = list(own_texts(text))
-        targets = None if target is None else [target] if isinstance(target, str) else list(target)
+        given = as_texts(refuse_file_name(text))
+        targets = None if target is None else as_texts(target, "target").texts
+        ids = self.reader.encode(given.texts, targets, 0, max_tokens, special_tokens)
         sites = self._opened.sites_of(self.reader.model)
-        found = run_texts(self.reader, self._places, sites, texts, targets, grad, max_tokens)
-        return found[0] if isinstance(text, str) else found
+        found = run_texts(self.reader, self._places, sites, ids, grad, max_tokens)
+        return found[0] if given.is_one else found
 
     @cached_property
     def opened(self) -> OpenedModel:

@@ -20,7 +20,7 @@ from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
 from triptych.storage.untrusted import read_json, shown, validated
-from triptych.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
+from triptych.text import NumberedTokens, Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.text.shortlists import Shortlist, read_shortlist
 from triptych.toml import read_toml
 from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
@@ -37,15 +37,20 @@ class OpenedModel:
         name: str,
         folder: Path,
         model: LanguageModel | EncoderDecoder,
-        tokenizers: Tokenizer | TokenizerPair | DataError,
+        tokenizers: Tokenizer | TokenizerPair | TriptychError,
         *,
         recipe: Recipe | None = None,
         decoding: DecodingConfig | None = None,
         end_ids: tuple[int, ...] = (),
+        begin_id: int | None = None,
         start_id: int | None = None,
         unsearched: TriptychError | None = None,
     ) -> None:
-        self.name, self.folder, self.model, self._tokenizers = name, folder, model, tokenizers
+        """Put a model together; in the place of tokenizers may be an error that says why there are none."""
+        self.name, self.folder, self.model = name, folder, model
+        self._tokenizers = (
+            _numbered(model, tokenizers) if isinstance(tokenizers, TriptychError) else tokenizers
+        )
         self.unsearched = unsearched
         self.shortlist: Shortlist | None = None
         self.ensemble: tuple[EncoderDecoder, ...] = ()  # translators that search with it
@@ -53,18 +58,26 @@ class OpenedModel:
         if isinstance(tokenizers, TokenizerPair) and start_id is None:
             start_id = tokenizers.target.rules.start[0]
         self.start_id = start_id
+        self._begin_id = begin_id
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model can read a text, and not only token ids."""
-        return not isinstance(self._tokenizers, DataError)
+        return not isinstance(self._tokenizers, NumberedTokens)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of what the model reads and predicts; an encoder-decoder's is the target's."""
-        if isinstance(self._tokenizers, DataError):
-            raise self._tokenizers
+        """The tokenizer of what the model reads and predicts; an encoder-decoder's is the target's.
+
+        That of a model without one refuses texts, and shows tokens by their ids.
+        """
         return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers
+
+    @property
+    def begin_id(self) -> int | None:
+        """The token that begins a text, which an empty text consists of; None where the files name none."""
+        own = self.tokenizer.bos_id
+        return self._begin_id if own is None else own
 
     @property
     def translates(self) -> bool:
@@ -113,6 +126,12 @@ class OpenedModel:
     def with_model(self, model: LanguageModel | EncoderDecoder) -> "OpenedModel":
         changed = copy.copy(self)
         changed.model = model
+        return changed
+
+    def without_tokenizer(self, why: TriptychError) -> "OpenedModel":
+        """The same, which reads token ids alone; `why` is said of texts."""
+        changed = copy.copy(self)
+        changed._tokenizers = _numbered(self.model, why)
         return changed
 
     def with_shortlist(self, file: Path) -> "OpenedModel":
@@ -198,8 +217,14 @@ class OpenedModel:
             self.tokenizer,
             precision=precision,
             end_ids=self.end_ids,
+            begin_id=self.begin_id,
             batch_rows=batch_rows,
         )
+
+
+def _numbered(model: LanguageModel | EncoderDecoder, why: TriptychError) -> NumberedTokens:
+    size = model.tgt_vocab_size if isinstance(model, EncoderDecoder) else model.vocab_size
+    return NumberedTokens(size, why)
 
 
 def _tokens_of(opened: OpenedModel) -> tuple[object, ...]:
@@ -241,7 +266,12 @@ def _open_found(
     loaded = load_language_model(found, where, dtype)
     tokenizer = _tokenizer_in(loaded.folder, loaded.model.vocab_size)
     return OpenedModel(
-        found.name, loaded.folder, loaded.model, tokenizer, end_ids=_end_ids(loaded.folder, loaded.config)
+        found.name,
+        loaded.folder,
+        loaded.model,
+        tokenizer,
+        end_ids=_end_ids(loaded.folder, loaded.config),
+        begin_id=_begin_id(loaded.folder, loaded.config),
     )
 
 
@@ -368,6 +398,14 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
         return load_tokenizer(folder, vocab_size=vocab_size)
     except DataError as error:
         return error
+
+
+def _begin_id(folder: Path, config: Mapping[str, Any]) -> int | None:
+    """What the same files say of the beginning of a text."""
+    path = folder / "generation_config.json"
+    records = (read_json(path) if path.exists() else {}, config)
+    stated = [record.get("bos_token_id") for record in records]
+    return next((token for token in stated if isinstance(token, int)), None)
 
 
 def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -39,7 +39,8 @@ from triptych.opening.text_model import (
     TextModel,
     Window,
 )
-from triptych.text import Tokenizer
+from triptych.text import SpecialTokens, Text, Tokenizer, encode_texts
+from triptych.text.given import which_of
 
 AttentionKind = Literal["encoder", "decoder", "cross"]
 # Padded tokens that a model reads at a time.
@@ -196,24 +197,32 @@ class Reader(TextModel):
 
     def encode(
         self,
-        texts: Sequence[str],
-        targets: Sequence[str] | None = None,
+        texts: Sequence[Text],
+        targets: Sequence[Text] | None = None,
         max_new_tokens: int = 0,
         max_tokens: int | None = None,
+        special_tokens: SpecialTokens = "tokens",
     ) -> list[TextIds]:
-        require_texts(texts)
+        """What the model reads of texts, which may be token ids already."""
+        if not texts:
+            raise UsageError("there is no text: give at least one")
         if isinstance(self.model, EncoderDecoder):
             if max_new_tokens:
                 raise UsageError(
                     f"{self.name} has an encoder and a decoder: it translates and does not continue"
                 )
-            return self._encode_pairs(texts, targets)
+            return self._encode_pairs(self.model, texts, targets, special_tokens)
         if targets is not None:
             raise UsageError(f"{self.name} is not an encoder-decoder: leave out the target")
         if max_new_tokens and not self.model.causal:
             raise UsageError(f"{self.name} is an encoder, which does not continue texts")
-        # An encoder's text may hold its mask token.
-        found = self.tokenizer.encode(texts, add_special=True, parse_special=not self.model.causal)
+        found = encode_texts(
+            self.tokenizer,
+            texts,
+            special_tokens,
+            vocab_size=self.model.vocab_size,
+            begin_id=self.opened.begin_id,
+        )
         ids = [TextIds(tuple(own)) for own in found]
         self.check(ids, max_tokens)
         return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
@@ -349,7 +358,7 @@ class Reader(TextModel):
         return WINDOW_TOKENS if self._longest_text is None else self._longest_text
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        return self.tokenizer.encode([text], add_special=special, parse_special=not special)[0]
+        return self.tokenizer.encode([text], add_special=special, parse_special=True)[0]
 
     def _pair(self, source: str, target: str) -> Window:
         model, tokenizers = self.opened.encoder_decoder, self.opened.tokenizers
@@ -384,9 +393,18 @@ class Reader(TextModel):
         shifted = [(self.start_id, *one.ids[:-1]) for one in texts]
         return model.decode(_pad(shifted, model.pad_id, device), model.encode(src), model.memory_mask(src))
 
-    def _encode_pairs(self, texts: Sequence[str], targets: Sequence[str] | None) -> list[TextIds]:
+    def _encode_pairs(
+        self,
+        model: EncoderDecoder,
+        texts: Sequence[Text],
+        targets: Sequence[Text] | None,
+        special_tokens: SpecialTokens,
+    ) -> list[TextIds]:
         if targets is not None and len(targets) != len(texts):
             raise UsageError(f"there are {len(texts)} texts and {len(targets)} targets: give one for each")
+        for number, text in enumerate(texts, start=1):
+            if isinstance(text, str) and not text.strip():
+                raise UsageError(f"{which_of('text', number, texts)} is empty: give it some words")
         opened = self.opened
         if not opened.is_searched:  # another library's, whose outputs are not searched for
             if targets is None:
@@ -394,15 +412,19 @@ class Reader(TextModel):
                     f"{self.name} is not searched for a translation here: give the decoder's text, the target"
                     + ("" if opened.unsearched is None else f"; {opened.unsearched}")
                 )
-            sources, produced = (self.tokenizer.encode(own, add_special=True) for own in (texts, targets))
+            sizes = (model.src_vocab_size, model.tgt_vocab_size)
+            sources, produced = (
+                encode_texts(self.tokenizer, own, special_tokens, vocab_size=size)
+                for own, size in zip((texts, targets), sizes, strict=True)
+            )
             return [TextIds(tuple(ids), tuple(read)) for read, ids in zip(sources, produced, strict=True)]
-        pair, lines = opened.tokenizers, [text.strip() for text in texts]
-        sources = pair.source.encode(lines)
+        pair = opened.tokenizers
+        sources = [pair.source.sentence_ids(text, special_tokens) for text in texts]
         if targets is None:
             found = opened.translator().search_tokens(sources)
             produced = [[*best.ids] for best, *_ in found]
         else:
-            produced = pair.target.encode([text.strip() for text in targets])
+            produced = [pair.target.sentence_ids(text, special_tokens) for text in targets]
         # Tokens that every output is forced to begin with count as produced.
         _, *forced = pair.target.rules.start
         return [
@@ -463,16 +485,6 @@ def _residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[Tensor]
         for stack, module in places:
             hooks.callback(module.register_forward_pre_hook(partial(keep, stack=stack)).remove)
         yield found
-
-
-def require_texts(texts: Sequence[str], what: str = "text") -> None:
-    """There is something to read."""
-    if not texts:
-        raise UsageError(f"there is no {what}: give at least one")
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            which = f"{what} {number}" if len(texts) > 1 else f"the {what}"
-            raise UsageError(f"{which} is empty: give it some words")
 
 
 def _check_lengths(

@@ -258,8 +258,8 @@ def _own(source: Source) -> Reader:
     """A model that triptych runs."""
     dtype = None if _is_run_by_us_alone(source) else torch.float32
     opened = open_model(source, "cpu", dtype)
-    if not source.is_own:
-        opened.tokenizer  # noqa: B018 (an error where there is none)
+    if not source.is_own and not opened.has_tokenizer:
+        opened.tokenizer.encode("")  # an error that says why there is none
     if opened.translates:
         if opened.unsearched is not None:
             raise opened.unsearched

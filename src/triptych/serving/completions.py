@@ -6,31 +6,25 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from triptych.attending.attention import readable
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions
 from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
+from triptych.serving.logprobs import ToldToken, as_chat_logprobs, as_completion_logprobs, told_tokens
 from triptych.serving.models import Continuing, Scored, Scoring, ServedModel
+from triptych.serving.openai_fields import CHAT, COMPLETIONS, check_fields, flag
 from triptych.serving.server import Server
+from triptych.text import SpecialTokens
 
 _MOST_SAMPLES, _MOST_LOGPROBS = 16, 20
 # Tokens of a prompt whose logits are held at once.
 _MOST_SCORED = 2048
-# Options of OpenAI's interface that are accepted with these values only.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "tools": (None, []),
-}
+# Roles that a message may have.
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class _Wanted(NamedTuple):
@@ -42,6 +36,7 @@ class _Wanted(NamedTuple):
     echo: bool
     logprobs: int | None
     stream: bool
+    counts_usage: bool  # whether a stream ends with the number of tokens
     num_samples: int
 
 
@@ -57,28 +52,44 @@ async def list_models(server: Server, request: Request) -> Response:
 async def complete(server: Server, request: Request) -> Response:
     """Continue prompts, texts or token ids; with `echo`, `logprobs`, `n`, `seed`, `stop`, `stream`."""
     fields = await server.fields(request)
+    check_fields(fields, COMPLETIONS)
     model = server.model(fields.get("model"), "generate")
     generator = model.generator
-    prompts = read_token_ids(server, fields, "prompt", generator.encode, generator.tokenizer.vocab_size)
-    asked = _asked(server, model, fields, prompts, "max_tokens", 16)
+    reads = fields.get("special_tokens") or "tokens"
+    if reads not in ("tokens", "text"):
+        raise RequestError(400, "special_tokens: give tokens or text")
+    special_tokens: SpecialTokens = "text" if reads == "text" else "tokens"
+
+    def encode(text: str) -> list[int]:
+        return generator.encode(text, special_tokens=special_tokens)
+
+    prompts = read_token_ids(server, fields, "prompt", encode, generator.model.vocab_size)
+    wanted = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
+    asked = _asked(server, model, fields, prompts, "max_tokens", 16, wanted)
+    if fields.get("best_of") not in (None, 1, asked.num_samples):
+        raise RequestError(400, "best_of is not supported: leave it out, or give n")
     head = _frame(model, "cmpl", "text_completion")
     if asked.stream:
         return _streamed(server, request, asked, head, lambda text: {"text": text, "logprobs": None})
-    choices, usage = await _choices(server, request, asked)
+    choices, usage = await _choices(server, request, asked, _completion)
     return JSONResponse({**head, "choices": choices, "usage": usage})
 
 
 async def chat(server: Server, request: Request) -> Response:
     """Answer a conversation, written as the chat template of the model's tokenizer says."""
     fields = await server.fields(request)
-    model, messages = server.model(fields.get("model"), "generate"), fields.get("messages")
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise RequestError(400, "messages: give a list of objects with role and content, a text each")
+    check_fields(fields, CHAT)
+    model = server.model(fields.get("model"), "generate")
+    messages = _messages(fields.get("messages"))
     server.check_texts([message["content"] for message in messages])
-    tokenizer = model.generator.tokenizer
-    (ids,) = tokenizer.encode([tokenizer.chat(messages)], add_special=False, parse_special=True)
+    # What a message says is text: nobody can end a turn.
+    ids = model.generator.tokenizer.chat_ids(messages, special_tokens="text")
     name = "max_tokens" if "max_tokens" in fields else "max_completion_tokens"
-    asked = _asked(server, model, Fields(fields | {"logprobs": None, "echo": False}), [ids], name, 512)
+    tells = flag(fields, "logprobs")
+    if fields.get("top_logprobs") is not None and not tells:
+        raise RequestError(400, "top_logprobs goes with logprobs: true")
+    wanted = fields.number("top_logprobs", 0, _MOST_LOGPROBS, 0) if tells else None
+    asked = _asked(server, model, fields, [ids], name, 512, wanted)
     if asked.stream:
         head = _frame(model, "chatcmpl", "chat.completion.chunk")
         return _streamed(
@@ -88,23 +99,39 @@ async def chat(server: Server, request: Request) -> Response:
             head,
             lambda text: {"delta": {"role": "assistant", "content": text} if text else {}},
         )
-    found, usage = await _choices(server, request, asked)
-    choices = [
-        {
-            "index": one["index"],
-            "message": {"role": "assistant", "content": one["text"]},
-            "logprobs": None,
-            "finish_reason": one["finish_reason"],
-        }
-        for one in found
-    ]
+    choices, usage = await _choices(server, request, asked, _answer)
     return JSONResponse({**_frame(model, "chatcmpl", "chat.completion"), "choices": choices, "usage": usage})
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(name), str) for name in ("role", "content")
-    )
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation, each with one text: parts that are texts are joined."""
+    if not isinstance(given, list) or not given:
+        raise RequestError(400, "messages: give a list of objects with role and content")
+    found = list[dict[str, Any]]()
+    for number, message in enumerate(given, start=1):
+        where = f"messages: message {number}"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(400, f"{where}: give an object with role and content")
+        if message["role"] not in _ROLES:
+            raise RequestError(400, f"{where}: the role is none of {', '.join(_ROLES)}")
+        found.append(message | {"content": _content(message.get("content"), where)})
+    return found
+
+
+def _content(given: Any, where: str) -> str:
+    """What a message says: a text, or parts that are texts, one behind the other."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not given:
+        raise RequestError(400, f"{where}: give a text as content, or a list of parts that are texts")
+    for part in given:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            shown = kind[:64] if isinstance(kind, str) else "no type"
+            raise RequestError(400, f"{where} has a part of {shown}: only parts of type text are read")
+        if not isinstance(part.get("text"), str):
+            raise RequestError(400, f"{where} has a part without a text")
+    return "".join(part["text"] for part in given)
 
 
 def read_token_ids(
@@ -128,17 +155,23 @@ def read_token_ids(
 
 
 def _asked(
-    server: Server, model: ServedModel, fields: Fields, prompts: list[list[int]], limit: str, default: int
+    server: Server,
+    model: ServedModel,
+    fields: Fields,
+    prompts: list[list[int]],
+    limit: str,
+    default: int,
+    logprobs: int | None,
 ) -> _Wanted:
-    for name, values in _FIXED.items():
-        if fields.get(name) not in values:
-            raise RequestError(400, f"{name} is not supported: leave it out")
     most = fields.number(limit, 0, server.limits.max_new_tokens, default)
     samples = fields.number("n", 1, _MOST_SAMPLES, 1)
-    logprobs = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
-    echo, stream = fields.get("echo") is True, fields.get("stream") is True
+    echo, stream = flag(fields, "echo"), flag(fields, "stream")
     if stream and (echo or logprobs is not None):
         raise RequestError(400, "stream goes without echo and logprobs: leave them out")
+    of_stream = fields.get("stream_options") or {}
+    if of_stream and not (stream and isinstance(of_stream, dict)):
+        raise RequestError(400, "stream_options goes with stream: true, and is an object")
+    counts_usage = flag(of_stream, "include_usage")
     stop = fields.get("stop") or ()
 
     def given(name: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
@@ -152,14 +185,19 @@ def _asked(
         drawn = given("seed", int, random.SystemRandom().getrandbits(31))
         seed, num_samples = (0, 1) if sampling.is_greedy else (drawn, samples)
         stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
-        options = GenerationOptions(max(most, 1), sampling, seed, num_samples, stop_texts=stops)
+        options = GenerationOptions(
+            max(most, 1), sampling, seed, num_samples, stop_texts=stops, num_top=logprobs or 0
+        )
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError(400, str(error)) from None
-    return _Wanted(model, prompts, options if most else None, echo, logprobs, stream, samples)
+    return _Wanted(model, prompts, options if most else None, echo, logprobs, stream, counts_usage, samples)
 
 
 async def _choices(
-    server: Server, request: Request, asked: _Wanted
+    server: Server,
+    request: Request,
+    asked: _Wanted,
+    choice: Callable[[_Wanted, Sequence[int], Continuation | None, Scored | None], dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """What the prompts are continued by, prompt by prompt, and what it took."""
     scored: list[Scored | None] = [None] * len(asked.prompts)
@@ -168,7 +206,7 @@ async def _choices(
         if (longest := max(map(len, asked.prompts))) > most + 1:
             why = f"prompt: {longest:,} tokens; with echo and logprobs at most {most + 1:,}"
             raise RequestError(400, why)
-        scored = await server.compute(request, Scoring(asked.model, max(asked.logprobs, 1)), asked.prompts)
+        scored = await server.compute(request, Scoring(asked.model, asked.logprobs), asked.prompts)
     continued: list[list[Continuation]] = [[] for _ in asked.prompts]
     if asked.options is not None:
         continued = await server.compute(request, Continuing(asked.model, asked.options), asked.prompts)
@@ -178,41 +216,48 @@ async def _choices(
             # Greedy samples are all alike.
             one = of_prompt[min(sample, len(of_prompt) - 1)] if of_prompt else None
             tokens += 0 if one is None else len(one.ids)
-            choices.append(_choice(asked, len(choices), ids, one, score))
+            choices.append(
+                {"index": len(choices), **choice(asked, ids, one, score), "finish_reason": _finish(one)}
+            )
+    usage = _usage(asked, tokens)
+    server.count_tokens(usage["prompt_tokens"], tokens)
+    return choices, usage
+
+
+def _usage(asked: _Wanted, new: int) -> dict[str, int]:
     read = sum(map(len, asked.prompts))
-    server.count_tokens(read, tokens)
-    return choices, {"prompt_tokens": read, "completion_tokens": tokens, "total_tokens": read + tokens}
+    return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
-def _choice(
-    asked: _Wanted, index: int, ids: Sequence[int], one: Continuation | None, scored: Scored | None
+def _completion(
+    asked: _Wanted, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
+    """A choice of a completion."""
     tokenizer = asked.model.generator.tokenizer
-
-    def shown(tokens: Sequence[int]) -> list[str]:
-        return [*map(readable, tokenizer.pieces(tokens))]
-
     prompt = tokenizer.decode([ids])[0] if asked.echo else ""
     text = prompt + ("" if one is None else one.text)
+    if asked.logprobs is None:
+        return {"text": text, "logprobs": None}
+    told = list[ToldToken]()
+    if scored is not None:
+        told += told_tokens(tokenizer, (), ids, [None, *scored.log_probs], [(), *scored.tops])
+    if one is not None:
+        after = told_tokens(tokenizer, ids, one.ids, one.log_probs, one.tops)
+        told += [token._replace(offset=token.offset + len(prompt)) for token in after]
+    return {"text": text, "logprobs": as_completion_logprobs(told, len(text))}
+
+
+def _answer(
+    asked: _Wanted, ids: Sequence[int], one: Continuation | None, scored: Scored | None
+) -> dict[str, Any]:
+    """A choice of a chat."""
+    text = "" if one is None else one.text
     logprobs = None
-    if asked.logprobs is not None:
-        pieces, found, tops = list[str](), list[float | None](), list[dict[str, float] | None]()
-        if scored is not None:
-            pieces += shown(ids)
-            found += [None, *scored.log_probs]
-            tops.append(None)
-            for token, log_prob, top in zip(pieces[1:], scored.log_probs, scored.tops, strict=True):
-                names = shown([best for best, _ in top])
-                tops.append({**dict(zip(names, (value for _, value in top), strict=True)), token: log_prob})
-        if one is not None:
-            own = shown(one.ids)
-            pieces += own
-            found += one.log_probs[: len(own)]
-            tops += [{piece: value} for piece, value in zip(own, one.log_probs, strict=False)]
-        offsets = [*accumulate(map(len, pieces), initial=0)][: len(pieces)]
-        named = {"tokens": pieces, "token_logprobs": found, "top_logprobs": tops}
-        logprobs = {**named, "text_offset": offsets}
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish(one)}
+    if asked.logprobs is not None and one is not None:
+        tokenizer = asked.model.generator.tokenizer
+        told = told_tokens(tokenizer, ids, one.ids, one.log_probs, one.tops)
+        logprobs = {"content": as_chat_logprobs(told, asked.logprobs), "refusal": None}
+    return {"message": {"role": "assistant", "content": text}, "logprobs": logprobs}
 
 
 def _frame(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
@@ -239,7 +284,8 @@ def _streamed(
 
     def event(number: int, sample: int, text: str, finish: str | None = None) -> str:
         index = number * asked.num_samples + sample
-        return _event({**head, "choices": [{"index": index, **part(text), "finish_reason": finish}]})
+        usage = {"usage": None} if asked.counts_usage else {}
+        return _event({**head, "choices": [{"index": index, **part(text), "finish_reason": finish}], **usage})
 
     async def events() -> AsyncIterator[str]:
         given: dict[tuple[int, int], int] = {}  # characters
@@ -267,7 +313,10 @@ def _streamed(
                 if rest := one.text[given.get((number, sample), 0) :]:
                     yield event(number, sample, rest)
                 yield event(number, sample, "", _finish(one))
-        server.count_tokens(sum(map(len, asked.prompts)), sum(len(o.ids) for ones in found for o in ones))
+        usage = _usage(asked, sum(len(one.ids) for of_prompt in found for one in of_prompt))
+        server.count_tokens(usage["prompt_tokens"], usage["completion_tokens"])
+        if asked.counts_usage:
+            yield _event({**head, "choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -15,6 +15,7 @@ from triptych.serving.completions import read_token_ids
 from triptych.serving.limits import RequestError
 from triptych.serving.models import JobOfEach
 from triptych.serving.server import Server
+from triptych.text import encode_texts
 
 
 async def embed(server: Server, request: Request) -> Response:
@@ -36,7 +37,7 @@ async def embed(server: Server, request: Request) -> Response:
         server,
         fields,
         "input",
-        lambda text: tokenizer.encode([text], add_special=True)[0],
+        lambda text: encode_texts(tokenizer, [text])[0],
         tokenizer.vocab_size,
     )
     for ids in texts:

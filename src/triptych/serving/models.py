@@ -30,6 +30,7 @@ from triptych.face import Model
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
+from triptych.text import NumberedTokens
 
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -107,6 +108,8 @@ class ServedModel:
         self.is_batch_invariant: bool | None = None
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
+        if isinstance(tokenizer := model.opened.tokenizer, NumberedTokens):
+            raise UsageError(f"{name} cannot be served: {tokenizer.why}")
         self.limits = limits
         self.explorer = Explorer(self.model, most_tokens=limits.max_attended)
         self.queue = Queue(limits)
@@ -171,7 +174,10 @@ class ServedModel:
             if len(self._translators) == _MOST_TRANSLATORS:
                 self._translators.popitem(last=False)[1].close()
             beam = None if num_best == 1 else max(num_best, self.translator(1).options.beam_size)
-            self._translators[num_best] = self.model.translator(num_best=num_best, beam_size=beam)
+            # What people write is text, whatever it spells.
+            self._translators[num_best] = self.model.translator(
+                num_best=num_best, beam_size=beam, special_tokens="text"
+            )
         self._translators.move_to_end(num_best)
         return self._translators[num_best]
 
@@ -309,7 +315,7 @@ class Aligning(JobOfEach):
 
     def of(self, given: tuple[str, str]) -> AlignedWords | None:
         try:
-            return self.model.model.attend(*given).words()
+            return self.model.model.attend(*given, special_tokens="text").words()
         except UsageError:
             return None
 

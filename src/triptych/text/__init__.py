@@ -14,10 +14,13 @@ from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
 from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
-from triptych.text.lines import as_lines, iterate_file, iterate_lines, read_lines, require_kept_file
+from triptych.text.given import GivenTexts, SpecialTokens, Text, as_lines, as_texts, require_ids
+from triptych.text.lines import iterate_file, iterate_lines, read_lines, require_kept_file
 from triptych.text.masking import Masking, MaskingSpec
+from triptych.text.numbered import NumberedTokens
 from triptych.text.packing import LanguageBatch, PackedBatches
 from triptych.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
+from triptych.text.reading import encode_texts
 from triptych.text.sentence_tokenizers import (
     ByteLevelTokenizer,
     SentencePieceRecord,
@@ -36,10 +39,12 @@ __all__ = [
     "EncodedCorpus",
     "Frame",
     "FramedTokenizer",
+    "GivenTexts",
     "LanguageBatch",
     "LanguageCorpusSpec",
     "Masking",
     "MaskingSpec",
+    "NumberedTokens",
     "OutputRules",
     "PackedBatches",
     "ParallelCorpus",
@@ -47,7 +52,9 @@ __all__ = [
     "SentencePieceRecord",
     "SentencePieceTokenizer",
     "SentenceTokenizer",
+    "SpecialTokens",
     "StreamDecoder",
+    "Text",
     "TextPart",
     "TokenBatches",
     "TokenSequences",
@@ -56,7 +63,9 @@ __all__ = [
     "TokenizerPair",
     "TokenizerSpec",
     "as_lines",
+    "as_texts",
     "encode_corpus",
+    "encode_texts",
     "generate_pairs",
     "iterate_file",
     "iterate_lines",
@@ -67,6 +76,7 @@ __all__ = [
     "read_sentence_tokenizer",
     "read_shards",
     "read_tokenizer",
+    "require_ids",
     "require_kept_file",
     "tokenize_corpus",
     "train_tokenizer",

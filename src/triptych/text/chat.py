@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from triptych.errors import DataError, UsageError
 
@@ -17,6 +17,14 @@ _SECONDS = 60.0
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+class WrittenChat(NamedTuple):
+    """The text of a conversation."""
+
+    text: str
+    # beginnings and ends of what the template itself wrote; messages wrote the rest
+    own: list[tuple[int, int]]
+
+
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, object]],
@@ -24,25 +32,24 @@ def render_chat(
     *,
     add_generation_prompt: bool,
     origin: str,
-) -> str:
+) -> WrittenChat:
     """The text of a conversation, as `transformers` renders it."""
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
     variables = {
-        **tokens,
         "messages": [_with_reasoning(message) for message in messages],
         "tools": None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
     try:
-        request = json.dumps({"template": template, "variables": variables})
+        request = json.dumps({"template": template, "variables": variables, "tokens": tokens})
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the messages cannot be given to a chat template: {error}") from None
     where = f"the chat template of {origin}"
     answer = _run_script(request, where)
     if "text" in answer:
-        return str(answer["text"])
+        return WrittenChat(answer["text"], [(start, end) for start, end in answer["own"]])
     message = " ".join(str(answer["message"]).split())
     match answer["error"]:
         case "refusal":

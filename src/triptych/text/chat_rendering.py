@@ -1,19 +1,24 @@
 """The process in which a chat template is rendered; `chat.py` starts it as a script.
 
-It reads a JSON object with "template" and "variables" and writes one with "text", or with "error" and
-"message". A template is a program by a stranger: it runs in jinja2's sandbox, in a process that may not open
-files, and that the system ends when it takes too much memory or time.
+It reads a JSON object with "template", "variables" and "tokens" (variables that are the template's own) and
+writes one with "text" and "own", the places of the text that the template wrote and not the messages, or with
+"error" and "message". A template is a program by a stranger: it runs in jinja2's sandbox, in a process that
+may not open files, and that the system ends when it takes too much memory or time.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn, final
+from itertools import groupby
+from typing import Any, NoReturn, SupportsIndex, final
 
-from jinja2 import FunctionLoader, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import FunctionLoader, TemplateError, TemplateSyntaxError, nodes, pass_environment
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.environment import Environment
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -24,6 +29,179 @@ if sys.platform != "win32":
 MOST_CHARACTERS = 1 << 24
 CPU_SECONDS = 2
 _MEMORY_BYTES = 1 << 29
+# Roles of messages that templates spell in tokens of their own (`<|user|>`).
+_ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+
+
+@final
+class OwnText(str):
+    """Text of which it is known what the template wrote itself: its special tokens are meant as such.
+
+    Everything else came from the messages, and is text whatever it spells. What an operation loses track of
+    counts as theirs too, so that a message cannot pass for the template.
+    """
+
+    _own: bytes  # for each character 1, or 0
+
+    def __new__(cls, text: str = "", own: bytes | None = None) -> "OwnText":
+        """Text of these characters; without `own`, none of them is the template's."""
+        made = super().__new__(cls, text)
+        made._own = bytes(len(text)) if own is None else own
+        assert len(made._own) == len(text)
+        return made
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: str) -> "OwnText":
+        return joined((self, other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: str) -> "OwnText":
+        return joined((other, self)) if isinstance(other, str) else NotImplemented
+
+    def __getitem__(self, place: SupportsIndex | slice) -> "OwnText":
+        if not isinstance(place, slice):
+            number = range(len(self))[place]
+            place = slice(number, number + 1)
+        return OwnText(str.__getitem__(self, place), self._own[place])
+
+    def strip(self, chars: str | None = None, /) -> "OwnText":
+        return self.lstrip(chars).rstrip(chars)
+
+    def lstrip(self, chars: str | None = None, /) -> "OwnText":
+        return self[len(self) - len(str.lstrip(self, chars)) :]
+
+    def rstrip(self, chars: str | None = None, /) -> "OwnText":
+        return self[: len(str.rstrip(self, chars))]
+
+    def removeprefix(self, prefix: str, /) -> "OwnText":
+        return self[len(self) - len(str.removeprefix(self, prefix)) :]
+
+    def removesuffix(self, suffix: str, /) -> "OwnText":
+        return self[: len(str.removesuffix(self, suffix))]
+
+    def lower(self) -> str:
+        return self._alike(str.lower(self))
+
+    def upper(self) -> str:
+        return self._alike(str.upper(self))
+
+    def capitalize(self) -> str:
+        return self._alike(str.capitalize(self))
+
+    def title(self) -> str:
+        return self._alike(str.title(self))
+
+    def _alike(self, text: str) -> str:
+        """The same characters in another form, where each became one."""
+        return OwnText(text, self._own) if len(text) == len(self) else text
+
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._found(str.split(self, sep, maxsplit), 0 if sep is None else len(sep))
+
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
+        return self._found(str.rsplit(self, sep, maxsplit), 0 if sep is None else len(sep))
+
+    def splitlines(self, keepends: bool = False) -> list[str]:
+        whole = self._found(str.splitlines(self, keepends=True), 0)
+        kept = str.splitlines(self, keepends=keepends)
+        return [line[: len(own)] for line, own in zip(whole, kept, strict=True)]
+
+    def partition(self, sep: str, /) -> tuple[str, str, str]:
+        first, middle, last = self._found(str.partition(self, sep), 0)
+        return first, middle, last
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        first, middle, last = self._found(str.rpartition(self, sep), 0)
+        return first, middle, last
+
+    def _found(self, parts: Sequence[str], between: int = 0) -> list[str]:
+        """Parts of the text in their order, at most white space or `between` characters apart."""
+        found = list[str]()
+        end = 0
+        for number, part in enumerate(parts):
+            end += between if number else 0
+            start = str.index(self, part, end)
+            end = start + len(part)
+            found.append(self[start:end])
+        return found
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> "OwnText":
+        if not old:
+            return OwnText(str.replace(self, old, new, count))
+        return OwnText.join(_as_own(new), self.split(old, count))
+
+    def join(self, parts: Iterable[str], /) -> "OwnText":
+        found = list[str]()
+        for number, part in enumerate(parts):
+            found += [self, part] if number else [part]
+        return joined(found)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where the template's own characters begin and end."""
+        found = list[tuple[int, int]]()
+        end = 0
+        for is_own, run in groupby(self._own):
+            start, end = end, end + sum(1 for _ in run)
+            if is_own:
+                found.append((start, end))
+        return found
+
+
+def _as_own(text: str) -> OwnText:
+    return text if isinstance(text, OwnText) else OwnText(text)
+
+
+def own(text: str) -> OwnText:
+    """Text that the template wrote."""
+    return OwnText(text, b"\1" * len(text))
+
+
+def joined(parts: Iterable[object]) -> OwnText:
+    """Parts one behind the other, as `"".join` and `~` have them."""
+    found = [_as_own(str(part)) for part in parts]
+    return OwnText("".join(found), b"".join(part._own for part in found))
+
+
+@pass_environment
+def _join(
+    environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None
+) -> OwnText:
+    """The filter `join`."""
+    parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    return _as_own(d).join(map(str, parts))
+
+
+class _Writer(CodeGenerator):
+    """Writes the program of a template, in which its own text is marked as such."""
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str):
+            self.write(f"environment.own({str.__repr__(value)})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
+        self.write(f"environment.own({node.data!r})")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.own({''.join(map(str, group))!r})"
+
+
+class _Templates(ImmutableSandboxedEnvironment):
+    """The sandbox, in which text keeps track of where it comes from."""
+
+    code_generator_class = _Writer
+    concat = staticmethod(joined)
+    own = staticmethod(own)
 
 
 class RefusalError(TemplateError):
@@ -47,24 +225,35 @@ class Generation(Extension):
         return caller()
 
 
-def render_template(template: str, variables: dict[str, Any]) -> str:
+def render_template(template: str, variables: Mapping[str, Any], tokens: Mapping[str, str]) -> OwnText:
     """The text of a template, with the functions that `transformers` gives chat templates."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Templates(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[Generation, loopcontrols],
         loader=FunctionLoader(_refuse_file),
     )
     environment.filters["tojson"] = _to_json
+    environment.filters["join"] = _join
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    given: dict[str, Any] = {name: own(token) for name, token in tokens.items()} | dict(variables)
+    if "messages" in given:
+        given["messages"] = [_with_own_role(message) for message in given["messages"]]
     parts: list[str] = []
     size = 0
-    for part in environment.from_string(template).generate(**variables):
+    for part in environment.from_string(template).generate(**given):
         size += len(part)
         if size > MOST_CHARACTERS:
             raise OverflowError(f"it writes more than {MOST_CHARACTERS:,} characters")
         parts.append(part)
-    return "".join(parts)
+    return joined(parts)
+
+
+def _with_own_role(message: Any) -> Any:
+    """A message whose role is one of the words that templates spell in tokens of their own."""
+    if isinstance(message, dict) and message.get("role") in _ROLES:
+        return message | {"role": own(message["role"])}
+    return message
 
 
 def _refuse_file(name: str) -> NoReturn:
@@ -92,9 +281,10 @@ def _to_json(
     )
 
 
-def _render_or_explain(request: dict[str, Any]) -> dict[str, str]:
+def _render_or_explain(request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"text": render_template(request["template"], request["variables"])}
+        found = render_template(request["template"], request["variables"], request["tokens"])
+        return {"text": found, "own": found.ranges()}
     except RefusalError as error:
         return {"error": "refusal", "message": str(error)}
     except SecurityError as error:
@@ -114,6 +304,7 @@ def _render_or_explain(request: dict[str, Any]) -> dict[str, str]:
 # Python and jinja2 import some of their modules when they are first needed: for escapes in text, for errors.
 _REHEARSAL = (
     "{{ ['a\\n', 1] | tojson(indent=2) }}{{ strftime_now('%d %b %Y') }}{{ [1] | pprint }}{{ lipsum(1) }}",
+    "{{ ['a'] | join(' ') ~ 'b' }}",
     "{{ 1 / 0 }}",
     "{{ nothing.at.all }}",
     "{% nothing %}",
@@ -123,7 +314,7 @@ _REHEARSAL = (
 def _limit() -> None:
     """What the system allows the process from here on; what it imports, it has imported before."""
     for template in _REHEARSAL:
-        _render_or_explain({"template": template, "variables": {}})
+        _render_or_explain({"template": template, "variables": {}, "tokens": {}})
     if sys.platform != "win32":
         limits = {
             resource.RLIMIT_CPU: CPU_SECONDS,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
+from triptych.text.given import SpecialTokens
 from triptych.text.pretrained import PretrainedTokenizer
 from triptych.text.tokenizers import OutputRules, SentenceTokenizer, Tokenizer
 
@@ -26,6 +27,8 @@ class Frame(NamedTuple):
 @final
 class FramedTokenizer(SentenceTokenizer):
     """A checkpoint's tokenizer with special tokens around every sentence."""
+
+    reads_special = True
 
     def __init__(self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules) -> None:
         self._inner, self._rules = inner, rules
@@ -58,6 +61,17 @@ class FramedTokenizer(SentenceTokenizer):
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         return self._inner.chat(messages, add_generation_prompt=add_generation_prompt)
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        special_tokens: SpecialTokens = "text",
+    ) -> list[int]:
+        return self._inner.chat_ids(
+            messages, add_generation_prompt=add_generation_prompt, special_tokens=special_tokens
+        )
 
     def to_json(self) -> str:
         """The checkpoint's tokenizer as text, without what surrounds sentences."""

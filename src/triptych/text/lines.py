@@ -9,7 +9,7 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, final, runtime_checkable
@@ -40,11 +40,6 @@ class ByteLines(Protocol):
     def readline(self, size: int = ..., /) -> bytes:
         """The next bytes up to a line feed, at most `size`; nothing at the end."""
         ...
-
-
-def as_lines(text: str | Sequence[str]) -> Sequence[str]:
-    """Lines of text; a string, which Python would take for a sequence of letters, is one line."""
-    return [text] if isinstance(text, str) else text
 
 
 def read_lines(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int64
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import UsageError
+from triptych.text.pieces import bytes_of
 from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizers import Tokenizer
 
@@ -96,8 +97,9 @@ def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.nd
         return np.array([piece.startswith(_CONTINUES) for piece in pieces]) & ordinary, ordinary
     if not any(SPACE_MARK in piece for piece in pieces):
         return np.zeros_like(ordinary), ordinary  # no token has a space: each is a word
-    joins_left = np.array([piece != "" and _is_of_word(piece[0]) for piece in pieces])
-    joins_right = np.array([piece != "" and _is_of_word(piece[-1]) for piece in pieces])
+    texts = [bytes_of(piece).decode("utf-8", errors="replace") for piece in pieces]
+    joins_left = np.array([text != "" and _is_of_word(text[0]) for text in texts])
+    joins_right = np.array([text != "" and _is_of_word(text[-1]) for text in texts])
     return joins_left & ordinary, joins_right & ordinary
 
 

@@ -12,16 +12,18 @@ from tokenizers.models import BPE, WordPiece
 
 from triptych.errors import DataError, UsageError, first_line
 from triptych.files import write_json, write_text
-from triptych.text.chat import render_chat
+from triptych.text.chat import WrittenChat, render_chat
+from triptych.text.given import SpecialTokens
+from triptych.text.pieces import piece_of
 from triptych.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
 from triptych.text.sentencepiece import SPACE_MARK
 from triptych.text.tokenizer_classes import CLASSES, class_of
 from triptych.text.tokenizer_making import LARGEST_ID, add_tokens, read_vocabulary, require_added
 from triptych.text.tokenizer_settings import Token, TokenizerSettings, content_of
 from triptych.text.tokenizers import (
+    TextEncoder,
     Tokenizer,
     by_library,
-    encode_batch,
     join_punctuation,
     read_record,
     read_saved,
@@ -57,6 +59,7 @@ class PretrainedTokenizer(Tokenizer):
         self._inner = by_library(lambda: tokenizers.Tokenizer.from_str(record.inner), origin, _FETCH_AGAIN)
         self._inner.no_truncation()
         self._inner.no_padding()
+        self._encoder = TextEncoder(self._inner)
         added = self._inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, content in added.items() if content.special)
         ids = {name: self._inner.token_to_id(token) for name, token in record.tokens.items()}
@@ -82,7 +85,7 @@ class PretrainedTokenizer(Tokenizer):
         """Token ids of each text, as `transformers` gives them where both options are set."""
 
         def encode() -> list[list[int]]:
-            return encode_batch(self._inner, texts, add_special=add_special, parse_special=parse_special)
+            return self._encoder.encode(texts, add_special=add_special, parse_special=parse_special)
 
         return by_library(encode, self._origin, _FETCH_AGAIN)
 
@@ -97,20 +100,47 @@ class PretrainedTokenizer(Tokenizer):
         return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form: spaces are shown as "▁", parts of characters as U+FFFD."""
+        """Each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
         found = []
         for token in ids:
             text = self._token_of.get(int(token), f"<unused {token}>")
             if self._is_byte_level and token not in self.special_ids and BYTE_OF.keys() >= set(text):
-                text = bytes(BYTE_OF[char] for char in text).decode("utf-8", errors="replace")
-            found.append(text.replace(" ", SPACE_MARK))
+                found.append(piece_of(bytes(BYTE_OF[char] for char in text)))
+            else:
+                found.append(text.replace(" ", SPACE_MARK))
         return found
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, as the checkpoint's chat template writes it."""
+        return self._written(messages, add_generation_prompt).text
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        special_tokens: SpecialTokens = "text",
+    ) -> list[int]:
+        """Token ids of a conversation; see `Tokenizer.chat_ids`."""
+        written = self._written(messages, add_generation_prompt)
+        if special_tokens == "tokens":
+            return self.encode([written.text], parse_special=True)[0]
+        ids = self._encoder.encode_apart(*written)
+        if ids is not None:
+            return ids
+        # A message spells a special token, or the template writes its own in a way that is not followed.
+        harmless = self._written([_harmless(message) for message in messages], add_generation_prompt)
+        if self._encoder.encode_apart(*harmless) is None:
+            raise UsageError(
+                f"the chat template of {self._origin} writes special tokens that cannot be told from what "
+                'messages say: special_tokens="tokens" reads both as tokens'
+            )
+        return self._encoder.encode_pieces(*written)
+
+    def _written(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> WrittenChat:
         templates = self._record.chat_templates
         if not templates:
-            return super().chat(messages, add_generation_prompt=add_generation_prompt)
+            raise UsageError("the tokenizer has no chat template: give a plain prompt")
         if "default" not in templates:
             raise UsageError(
                 f"{self._origin} has the chat templates {', '.join(sorted(templates))} and no default; "
@@ -227,6 +257,18 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
     except (TypeError, KeyError):
         pass
     raise DataError(f"{settings.where}: chat_template is neither text nor a list of named texts; correct it")
+
+
+def _harmless(value: Any, name: str = "") -> Any:
+    """A message that says nothing, of the same form."""
+    match value:
+        case dict():
+            return {key: _harmless(one, key) for key, one in value.items()}
+        case list() | tuple():
+            return [_harmless(one) for one in value]
+        case str() if name not in ("role", "type"):
+            return "x"
+    return value
 
 
 def _require_moderate_ids(text: str, origin: str) -> None:

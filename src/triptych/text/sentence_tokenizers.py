@@ -11,12 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from triptych.errors import DataError
-from triptych.text.lines import as_lines
+from triptych.text.given import as_lines
+from triptych.text.pieces import piece_of
 from triptych.text.sentencepiece import SPACE_MARK, load_sentencepiece
 from triptych.text.tokenizers import (
     SentenceTokenizer,
+    TextEncoder,
     by_library,
-    encode_batch,
     join_punctuation,
     read_record,
     read_saved,
@@ -51,6 +52,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner, self.vocab_size = inner, int(inner.get_vocab_size())
+        self._encoder = TextEncoder(inner)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -61,7 +63,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
         """Token ids of each text, without `<bos>` and `<eos>`; a string is one text."""
-        return encode_batch(self._inner, texts, add_special=add_special, parse_special=parse_special)
+        return self._encoder.encode(texts, add_special=add_special, parse_special=parse_special)
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids; broken UTF-8 becomes U+FFFD."""
@@ -71,14 +73,13 @@ class ByteLevelTokenizer(SentenceTokenizer):
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form: spaces are shown as "▁", parts of characters as U+FFFD."""
+        """Each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
         found = []
         for token in map(int, ids):
             if token in self.special_ids:
                 found.append(SPECIAL_TOKENS[token])
                 continue
-            text = bytes(BYTE_OF[char] for char in str(self._inner.id_to_token(token)))
-            found.append(text.decode("utf-8", errors="replace").replace(" ", SPACE_MARK))
+            found.append(piece_of(bytes(BYTE_OF[char] for char in str(self._inner.id_to_token(token)))))
         return found
 
     def to_json(self) -> str:
@@ -241,9 +242,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
 
     def _cut(self, text: str) -> list[str]:
         code = self.opening(text)
-        # As bytes, which may hold half of a surrogate pair: it becomes U+FFFD.
-        rest = text[len(code) :].encode(errors="surrogatepass")
-        pieces: list[str] = self._processor.encode(rest, out_type=str)
+        pieces: list[str] = self._processor.encode(text[len(code) :], out_type=str)
         return [code, *pieces] if code else pieces
 
 

@@ -4,9 +4,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import tokenizers
 from pydantic import BaseModel, ValidationError
@@ -14,12 +15,12 @@ from pydantic import BaseModel, ValidationError
 from triptych.errors import DataError, TriptychError, UsageError, first_line
 from triptych.files import write_text
 from triptych.storage.untrusted import LONGEST_TOKENIZER, read_limited
-from triptych.text.lines import SURROGATE, as_lines
+from triptych.text.given import SpecialTokens, Text, as_lines, require_ids
 
 Made = TypeVar("Made")
 RecordT = TypeVar("RecordT", bound=BaseModel)
 
-# What `parse_special` sets in the library's object must stay until the texts are encoded.
+# What is set in the library's object must stay until the texts are encoded.
 _ENCODING = Lock()
 
 # What is joined again, and in which order: the rules of Hugging Face's `clean_up_tokenization`.
@@ -56,16 +57,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form, for pictures; spaces are shown as "▁"."""
+        """Each token in readable form, for pictures; spaces are shown as "▁", single bytes as `<0xF0>`."""
 
     def opening(self, text: str) -> str:
         """What every part of a text has to begin with when it is translated in parts; "" for nothing."""
         return ""
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, as the checkpoint's chat template writes it.
+        """The text of a conversation, as the checkpoint's chat template writes it; see `chat_ids`."""
+        raise UsageError("the tokenizer has no chat template: give a plain prompt")
 
-        Encode it with `parse_special`, and without `add_special`: the template writes them itself.
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        special_tokens: SpecialTokens = "text",
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        The special tokens that the template writes are tokens. With "text", those that a message spells out
+        are text, so that nobody can end a turn; with "tokens" they are tokens too, as in `transformers`.
         """
         raise UsageError("the tokenizer has no chat template: give a plain prompt")
 
@@ -97,6 +109,17 @@ class SentenceTokenizer(Tokenizer):
     pad_id: int  # fills rows up; no text has it
     bos_id: int  # begins every output
     eos_id: int  # ends source and output
+    # Whether special tokens that a sentence spells out are read as such, as `transformers` does.
+    reads_special = False
+
+    def sentence_ids(self, text: Text, special_tokens: SpecialTokens = "tokens") -> list[int]:
+        """Token ids of a sentence without its end; of token ids, the same without their end."""
+        if isinstance(text, str):
+            parse_special = self.reads_special and special_tokens == "tokens"
+            return self.encode([text.strip()], parse_special=parse_special)[0]
+        require_ids(text, self.vocab_size, "the text")
+        ids = [*map(int, text)]
+        return ids[:-1] if ids[-1:] == [self.eos_id] else ids
 
     @property
     def rules(self) -> OutputRules:
@@ -159,22 +182,149 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
         raise DataError(f"{origin} is damaged or not a tokenizer: {first}{advice}") from None
 
 
-def encode_batch(
-    inner: tokenizers.Tokenizer, texts: str | Sequence[str], *, add_special: bool, parse_special: bool
-) -> list[list[int]]:
-    """`Tokenizer.encode` of a tokenizer of the tokenizers library."""
-    lines = list(as_lines(texts))
-    with _ENCODING:
-        # Not stored in the file: without it, special tokens spelled out in a text turn special.
-        inner.encode_special_tokens = not parse_special
-        try:
-            encodings = inner.encode_batch_fast(lines, add_special_tokens=add_special)
-        # The library says a TypeError for it.
-        except (UnicodeEncodeError, TypeError):
-            if any(SURROGATE.search(line) for line in lines):
-                raise DataError("the text holds half of a surrogate pair; give UTF-8 text") from None
-            raise
-    return [encoding.ids for encoding in encodings]
+@final
+class TextEncoder:
+    """Encodes texts with a tokenizer of the tokenizers library."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool, parse_special: bool
+    ) -> list[list[int]]:
+        """Token ids of each text; see `Tokenizer.encode`."""
+        lines = as_lines(texts)
+        if not parse_special and (other := self._of_plain_text) is not None:
+            return [found.ids for found in other.encode_batch_fast(lines, add_special_tokens=add_special)]
+        return self._encode(lines, add_special=add_special, parse_special=parse_special)
+
+    def encode_apart(self, text: str, own: Sequence[tuple[int, int]]) -> list[int] | None:
+        """Token ids of a text in which special tokens are read as such in some ranges of characters only.
+
+        None if it spells some elsewhere: see `encode_pieces`.
+        """
+        found = self._with_places(text)
+        for token, start, end in found:
+            if self._is_spelled(token, text[start:end]) and not _is_within(text, start, end, own):
+                return None
+        return [token for token, *_ in found]
+
+    def encode_pieces(self, text: str, own: Sequence[tuple[int, int]]) -> list[int]:
+        """As `encode_apart`: the text between the special tokens of `own` is encoded piece by piece."""
+        ids = list[int]()
+        begin = 0
+        for first, last in own:
+            for token, start, end in self._with_places(text[first:last]):
+                if self._is_spelled(token, text[first + start : first + end]):
+                    ids += self._ids_of_piece(text[begin : first + start], is_first=begin == 0)
+                    ids.append(token)
+                    begin = first + end
+        return ids + self._ids_of_piece(text[begin:], is_first=begin == 0)
+
+    def _ids_of_piece(self, text: str, *, is_first: bool) -> list[int]:
+        if not text:
+            return []
+        if not is_first and (other := self._inside) is not None:
+            return list(other.encode(text, add_special_tokens=False).ids)
+        return self.encode([text], add_special=False, parse_special=False)[0]
+
+    def _with_places(self, text: str) -> list[tuple[int, int, int]]:
+        """Token ids, special tokens read as such, each with the characters that it comes from."""
+        with _ENCODING:
+            self._inner.encode_special_tokens = False
+            found = self._inner.encode(text, add_special_tokens=False)
+        return [(token, *place) for token, place in zip(found.ids, found.offsets, strict=True)]
+
+    def _is_spelled(self, token: int, text: str) -> bool:
+        """Whether a token is a special one that the text spells out; unknown characters have one too."""
+        name = self._special.get(token)
+        return name is not None and (token != self._unknown or text.strip() == name)
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        added = self._inner.get_added_tokens_decoder()
+        return {token: one.content for token, one in added.items() if one.special}
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        name = _unknown_of(json.loads(self._inner.to_str())["model"])
+        return None if name is None else self._inner.token_to_id(name)
+
+    @cached_property
+    def _inside(self) -> tokenizers.Tokenizer | None:
+        """The tokenizer of plain text that does not begin a text; None where that makes no difference."""
+        record = json.loads((self._of_plain_text or self._inner).to_str())
+        if not _never_prepends(record["pre_tokenizer"]):
+            return None
+        found = tokenizers.Tokenizer.from_str(json.dumps(record))
+        found.encode_special_tokens = True
+        return found
+
+    def _encode(self, lines: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
+        with _ENCODING:
+            # Not stored in the file: without it, special tokens spelled out in a text turn special.
+            self._inner.encode_special_tokens = not parse_special
+            found = self._inner.encode_batch_fast(lines, add_special_tokens=add_special)
+        return [encoding.ids for encoding in found]
+
+    @cached_property
+    def _of_plain_text(self) -> tokenizers.Tokenizer | None:
+        """The tokenizer of plain text, where the vocabulary itself has pieces that spell special tokens.
+
+        None where it has none that a text can reach: the library's flag is enough then.
+        """
+        special = self._special
+        spelled = self._encode([*special.values()], add_special=False, parse_special=False)
+        names = [name for (token, name), ids in zip(special.items(), spelled, strict=True) if token in ids]
+        record = json.loads(self._inner.to_str()) if names else {}
+        names = [name for name in names if name != _unknown_of(record["model"])]
+        return _without(record, names) if names else None
+
+
+def _is_within(text: str, start: int, end: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Whether a range of characters, without white space at its ends, lies in one of others."""
+    name = text[start:end]
+    start += len(name) - len(name.lstrip())
+    end -= len(name) - len(name.rstrip())
+    return any(first <= start and end <= last for first, last in ranges)
+
+
+def _never_prepends(part: dict[str, Any] | None) -> bool:
+    """Change what puts a space before the first word of a text to put none; whether anything does."""
+    changed = False
+    for inner in (part or {}).get("pretokenizers", ()):
+        changed = _never_prepends(inner) or changed
+    if part is not None and part.get("prepend_scheme") == "first":
+        part["prepend_scheme"] = "never"
+        changed = True
+    return changed
+
+
+def _unknown_of(model: Mapping[str, Any]) -> str | None:
+    """The token of what is not in a vocabulary."""
+    if model["type"] != "Unigram":
+        name = model.get("unk_token")
+        return None if name is None else str(name)
+    return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
+
+
+def _without(record: dict[str, Any], names: Sequence[str]) -> tokenizers.Tokenizer:
+    """A tokenizer whose pieces of these names no text has."""
+    # A space before a piece is in no text that is cut at spaces, or whose spaces are written as marks.
+    renamed = {name: f" {name}" for name in names}
+    model = record["model"]
+    if model["type"] == "Unigram":
+        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {renamed.get(piece, piece): token for piece, token in model["vocab"].items()}
+    if "merges" in model:
+        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & renamed.keys()]
+    for token in record["added_tokens"]:
+        token["content"] = renamed.get(token["content"], token["content"])
+    found = tokenizers.Tokenizer.from_str(json.dumps(record))
+    found.encode_special_tokens = True
+    return found
 
 
 def join_punctuation(text: str) -> str:

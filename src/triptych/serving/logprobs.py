@@ -1,0 +1,85 @@
+"""Log-probabilities of tokens as OpenAI's interface tells them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from triptych.attending.attention import readable
+from triptych.decoding import Top
+from triptych.text import StreamDecoder, Tokenizer
+from triptych.text.pieces import bytes_of
+
+# Tokens before the first one that are decoded: they say whether it begins with a space.
+_BEFORE = 8
+
+
+class NamedToken(NamedTuple):
+    """A token by a name that no other token in its place has."""
+
+    name: str
+    log_prob: float | None
+    raw: bytes  # the bytes that it stands for
+
+
+class ToldToken(NamedTuple):
+    """A token of a text, with the most probable ones in its place."""
+
+    token: NamedToken
+    tops: tuple[NamedToken, ...]  # the most probable first; the token itself is among them
+    offset: int  # characters of the text before it; those of one character have the same
+
+
+def told_tokens(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    ids: Sequence[int],
+    log_probs: Sequence[float | None],
+    tops: Sequence[Top],
+) -> list[ToldToken]:
+    """The tokens of a text that stands behind others, without the token that ended it."""
+    decoder = StreamDecoder(tokenizer)
+    for token in before[-_BEFORE:]:
+        decoder.push(token)
+    found, offset = list[ToldToken](), 0
+    tops = tops or [()] * len(log_probs)
+    for token, log_prob, top in zip(ids, log_probs, tops, strict=False):
+        others = dict(top) | ({} if log_prob is None else {token: log_prob})
+        named = _named(tokenizer, token, others)
+        piece = tokenizer.pieces([token])[0]
+        own = named.get(token) or NamedToken(readable(piece), None, bytes_of(piece))
+        found.append(ToldToken(own, tuple(named.values()), offset))
+        offset += len(decoder.push(token))
+    return found
+
+
+def _named(tokenizer: Tokenizer, own: int, log_probs: dict[int, float]) -> dict[int, NamedToken]:
+    """Tokens by their ids, the most probable first; where two have one name, its number is the other's."""
+    taken = {readable(tokenizer.pieces([own])[0]): own}
+    found = dict[int, NamedToken]()
+    for token, log_prob in sorted(log_probs.items(), key=lambda item: -item[1]):
+        piece = tokenizer.pieces([token])[0]
+        name = readable(piece)
+        if taken.setdefault(name, token) != token:
+            name = f"token_id:{token}"
+        found[token] = NamedToken(name, log_prob, bytes_of(piece))
+    return found
+
+
+def as_completion_logprobs(told: Sequence[ToldToken], length: int) -> dict[str, Any]:
+    """The field `logprobs` of a completion whose text has so many characters."""
+    return {
+        "tokens": [one.token.name for one in told],
+        "token_logprobs": [one.token.log_prob for one in told],
+        "top_logprobs": [{top.name: top.log_prob for top in one.tops} or None for one in told],
+        "text_offset": [min(one.offset, length) for one in told],
+    }
+
+
+def as_chat_logprobs(told: Sequence[ToldToken], count: int) -> list[dict[str, Any]]:
+    """The field `content` of the log-probabilities of a chat completion, with so many tokens in a place."""
+    return [
+        {**_record(one.token), "top_logprobs": [_record(top) for top in one.tops[:count]]} for one in told
+    ]
+
+
+def _record(token: NamedToken) -> dict[str, Any]:
+    return {"token": token.name, "logprob": token.log_prob, "bytes": [*token.raw]}
