@@ -23,6 +23,7 @@ import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.source import Source
@@ -54,10 +55,12 @@ from triptych.decoding.text_generator import check_vocabulary
 from triptych.decoding.workers import Hypotheses, Sentences
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
 from triptych.extras import require_extra
+from triptych.face.changes import is_patched
 from triptych.files import cache_folder, write_folder
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.device import find_device, has_fast_bf16
+from triptych.models.sites import require_lengths
 from triptych.opening import OpenedModel
 
 EngineName = Literal["triptych", "ctranslate2", "auto"]
@@ -512,4 +515,19 @@ def evaluate_text(
         require_ctranslate2()
         if model.causal:  # before it is converted
             logits = CTranslate2Generator(model, "fp32", "cpu").logits
+    elif is_patched(model):
+        logits = partial(_logits_of_whole_texts, model)
     return measure_likelihood(model, opened.tokenizer, documents, context, stride, progress, logits)
+
+
+def _logits_of_whole_texts(
+    model: LanguageModel, read: Int[Tensor, "rows length"]
+) -> Float[Tensor, "rows length vocab"]:
+    """Logits of a causal model that reads texts of the length of a run alone.
+
+    What is scored is read without its last token. Any token takes its place: none before it looks at it.
+    """
+    length = read.shape[1] + 1
+    require_lengths(model, {"decoder": (length, length)})
+    logits: Tensor = model(F.pad(read, (0, 1))).logits[:, :-1]
+    return logits

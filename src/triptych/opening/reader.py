@@ -25,7 +25,7 @@ from triptych.decoding.batches import (
 from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.sites import AnyModel, AttentionSite, attention_sites
+from triptych.models.sites import AnyModel, AttentionSite, attention_sites, require_lengths
 from triptych.opening.opened import OpenedModel
 from triptych.opening.places import PlaceNames
 from triptych.opening.text_model import (
@@ -217,12 +217,17 @@ class Reader(TextModel):
         return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
 
     def check(self, texts: Sequence[TextIds], max_tokens: int | None = None) -> None:
-        """Check that no text is too long, or empty."""
+        """Check that no text is too long, or empty, or of another length than values put into the layers."""
         if isinstance(self.model, LanguageModel):
             _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
-            return
-        _check_lengths([one.source or () for one in texts], self.model.encoder.max_tokens, max_tokens, "text")
-        _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
+        else:
+            sources, positions = [one.source or () for one in texts], self.model.encoder.max_tokens
+            _check_lengths(sources, positions, max_tokens, "text")
+            _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
+        for one in texts:
+            own, source = len(one.ids), len(one.ids if one.source is None else one.source)
+            read = {"encoder": (source, source), "decoder": (own, own), "cross": (own, source)}
+            require_lengths(self.model, read)
 
     def require_heads(self, heads: Sequence[str]) -> None:
         """The model has heads of these places and patterns."""
