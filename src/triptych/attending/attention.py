@@ -154,8 +154,9 @@ class Attention:
     def writes(self, layer: int | str, head: int, k: int = NEAREST) -> list[tuple[str, tuple[str, ...]]]:
         """Each token that a head may look at, with the k tokens nearest to what the head writes for it.
 
-        The head writes `y W_V W_O` for the input y of the token, without biases. It is read through the last
-        norm and the output table; in an encoder without an output table, through its embedding table.
+        The head writes `y W_V W_O` for the input y of the token, without biases. It is read through a norm
+        that follows the layer, the last norm and the output table; in an encoder without an output table,
+        through its embedding table.
 
         Args:
             layer: its number; of an encoder-decoder as in `"cross.3"`.
