@@ -66,6 +66,13 @@ class Link:
             return self.weight.numel()
         return 2 * self.weight.numel() if self.learned else 0
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Link":
+        """The same map with every tensor changed."""
+        bias, norm = None if self.bias is None else change(self.bias), self.norm
+        if norm is not None:
+            norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
+        return replace(self, weight=change(self.weight), bias=bias, norm=norm)
+
     def repeat(self, num_heads: int) -> "Link":
         """The same map in more copies: `num_heads`, a multiple of those there are."""
         times = num_heads // self.copies
@@ -339,12 +346,6 @@ class AttentionWeights:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
         """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
 
-        def change_link(link: Link) -> Link:
-            bias, norm = None if link.bias is None else change(link.bias), link.norm
-            if norm is not None:
-                norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
-            return replace(link, weight=change(link.weight), bias=bias, norm=norm)
-
         def change_norm(norm: Norm | None) -> Norm | None:
             if norm is None:
                 return None
@@ -353,7 +354,7 @@ class AttentionWeights:
             )
 
         return self.each_link(
-            change_link,
+            lambda link: link.mapped(change),
             o_bias=None if self.o_bias is None else change(self.o_bias),
             norm=change_norm(self.norm),
             memory_norm=change_norm(self.memory_norm),
