@@ -88,8 +88,8 @@ class TextGenerator:
         check_vocabulary(model, tokenizer)
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self._batch_rows = batch_rows
-        ends = (*end_ids, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,)))
-        self.end_ids = tuple(dict.fromkeys(ends))
+        usual = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        self.end_ids = tuple(dict.fromkeys(end_ids)) or usual
         self._other = other
         if other is not None:
             return
@@ -172,7 +172,10 @@ class TextGenerator:
             yield rest
 
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
-        return replace(options, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
+        sampling = options.sampling
+        if sampling.rules.min_new_tokens or sampling.rules.min_length:
+            sampling = replace(sampling, rules=replace(sampling.rules, ends=self.end_ids))
+        return replace(options, sampling=sampling, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
 
     def _streams(
         self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]

@@ -340,7 +340,13 @@ class CTranslate2Generator(OtherEngine):
         if options.sampling != SamplingOptions():
             raise UsageError(
                 "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "
-                "filters and repetition penalty, or use --engine triptych"
+                "filters and repetition penalty (those of a file: generation_config ignore), or use --engine "
+                "triptych"
+            )
+        if options.max_length is not None:
+            raise UsageError(
+                "--engine ctranslate2 does not follow max_length of generation_config.json: give "
+                "--max-new-tokens"
             )
         check_prompts(prompts, self.max_tokens, options.max_prompt_tokens)
 

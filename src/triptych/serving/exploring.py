@@ -197,7 +197,11 @@ class Explorer:
             found = model.translate(text, num_best=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES).candidates
         elif "generate" in self.model.can:
             found = model.generate(
-                text, max_new_tokens=count, num_samples=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES
+                text,
+                max_new_tokens=count,
+                num_samples=_NUM_ALTERNATIVES,
+                beam_size=_NUM_ALTERNATIVES,
+                generation_config="ignore",
             )
         return {
             "candidates": [{"text": one.text, "score": one.score, "tokens": [*one.pieces]} for one in found],
