@@ -35,8 +35,8 @@ Differences = dict[tuple[str, str, int], float]
 def differences(attention: Attention, rows: tuple[int, ...] = (0, 3, -1)) -> Differences:
     """What the heads of every layer add up to, against the layer with its own kernels.
 
-    The heads and the output bias against the layer's output, the weights of head 0, what is added to the stream, and
-    the shares of the keys against z.
+    The heads and the output bias against the layer's output, the weights of head 0, what is added to the
+    stream, and the shares of the keys against z.
     """
     found = {}
     for stack in attention.stacks:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any

@@ -8,7 +8,7 @@ W^Q = W^K has `weights.q is weights.k`.
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any, Literal, final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.semantics import HeadNorm, Semantics
+from triptych.printable import shown_fields
 
 Side = Literal["q", "k", "v", "o"]
 SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
@@ -34,6 +35,9 @@ class Link:
     bias: Float[Tensor, "copies d_out"] | None = None
     norm: HeadNorm | None = None  # of what the map puts out, before the next map of its chain reads it
     learned: bool = True  # False for a map without numbers of its own (a slice of the input, a fixed factor)
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
 
     @property
     def diagonal(self) -> bool:
@@ -160,6 +164,14 @@ class AttentionWeights:
     norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm is
     other_norm_readers: str = ""  # what else reads the norm's output, besides this layer ("" if nothing)
     bias_slots: frozenset[str] = frozenset(SIDES)  # the maps whose bias the target format can hold
+
+    def __repr__(self) -> str:
+        maps = {
+            side: " · ".join(str(list(link.weight.shape)) for link in self.chain(side)) or "the input"
+            for side in SIDES
+        }
+        shown = "  ".join(f"{side} {shapes}" for side, shapes in maps.items())
+        return f"AttentionWeights: {self.num_heads} heads, d_model {self.d_model}\n  {shown}"
 
     def __post_init__(self) -> None:
         for side in SIDES:

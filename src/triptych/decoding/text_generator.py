@@ -12,10 +12,12 @@ from triptych.decoding.maps import Precision
 from triptych.decoding.search import Finish, Hypothesis
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
+from triptych.printable import shortened
 from triptych.text import StreamDecoder, Tokenizer
 
 # Tokens of the prompt that are decoded before the first new one: they say whether it begins with a space.
 _BEFORE = 8
+_SHOWN = 200  # characters of a text in a repr
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class Continuation:
     log_probs: tuple[float, ...]  # of every token, and of the stop token if one ended it; see `NewToken`
     finish: Finish  # why it ended; see `NewToken`
     score: float  # of beam search, the sum of `log_probs` over the length penalty; otherwise their sum
+
+    def __repr__(self) -> str:
+        text, count = shortened(self.text, _SHOWN), len(self.ids)
+        return f"Continuation({text!r}: {count} tokens, finish {self.finish!r}, score {self.score:.4g})"
 
 
 @final

@@ -71,6 +71,9 @@ class LayerCall:
     positions: PositionIds | None  # of the tokens; None if they follow each other
     lent: Kept | None = None  # the keys and values of another layer, of one that has none of its own
 
+    def __repr__(self) -> str:
+        return f"LayerCall {self.site.name}: x {list(self.x.shape)}"
+
     @property
     def layer(self) -> MultiHeadAttention:
         return self.site.layer
@@ -156,6 +159,11 @@ class Recording:
     # the residual stream before each block and at the end, by stack: `[batch, length, d_model]`; empty unless
     # wanted
     residuals: Mapping[str, tuple[Tensor, ...]]
+
+    def __repr__(self) -> str:
+        return (
+            f"Recording of {len(self.texts)} texts: hidden {list(self.hidden.shape)}, {len(self.calls)} calls"
+        )
 
 
 @final
