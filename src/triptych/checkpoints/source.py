@@ -27,11 +27,7 @@ class Source:
         self._stamps = Stamps(self._weight_files())
 
     def require_same(self) -> None:
-        """Check that configuration and weights on this machine are what they were when they were found.
-
-        Raises:
-            DataError: a file was written anew, or is gone.
-        """
+        """Check that configuration and weights on this machine are what they were when they were found."""
         self._stamps.require_same()
         if isinstance(self.found, ModuleOfOthers):
             self.found.require_same()
@@ -109,11 +105,7 @@ class ModuleOfOthers:
                 part.save_pretrained(self.folder)
 
     def require_same(self) -> None:
-        """Check that nobody wrote into the parameters: what has been read of them would be another model's.
-
-        Raises:
-            DataError: somebody did.
-        """
+        """Check that nobody wrote into the parameters: what has been read of them would be another model's."""
         if _version_of(self._module) != self._version:
             raise DataError(
                 f"the parameters of {type(self._module).__name__} were changed after it was opened: load it "

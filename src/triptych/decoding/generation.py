@@ -65,11 +65,7 @@ class GenerationOptions:
             raise ValueError("the samples of temperature 0 are all alike: give a temperature above 0")
 
     def most_new(self, num_prompt: int) -> int:
-        """Tokens that a prompt may grow by.
-
-        Raises:
-            UsageError: the prompt has as many as the whole text may have.
-        """
+        """Tokens that a prompt may grow by."""
         if self.max_length is None:
             return self.max_new_tokens
         if num_prompt >= self.max_length:

@@ -64,9 +64,7 @@ def attention_sites(model: AnyModel) -> list[AttentionSite]:
 def require_lengths(model: AnyModel, lengths: Mapping[str, tuple[int | None, int]]) -> None:
     """Check that a text fits what taps put into the layers.
 
-    Args:
-        model: whose layers may have taps.
-        lengths: by stack, how many tokens look, if that is known, and how many are looked at.
+    `lengths` says by stack how many tokens look, if that is known, and how many are looked at.
     """
     for site in attention_sites(model):
         require = getattr(site.layer.tap, "require_lengths", None)

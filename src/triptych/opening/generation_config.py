@@ -67,23 +67,14 @@ class Asked:
 @final
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The settings of a file, as `transformers` names them, those left out that change nothing.
-
-    Attributes:
-        where: the file, for messages.
-        settings: by name.
-    """
+    """The settings of a file, as `transformers` names them, those left out that change nothing."""
 
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationConfig":
-        """The file of a folder; without one nothing is set.
-
-        Raises:
-            DataError: a setting that is followed has no value of its kind.
-        """
+        """The file of a folder; without one nothing is set."""
         path = folder / FILE
         if not path.exists():
             return cls()
@@ -100,11 +91,7 @@ class GenerationConfig:
         return tuple(found) if isinstance(found, list | tuple) else (found,)
 
     def sampling(self, asked: Asked) -> SamplingOptions:
-        """How each token is chosen: what is asked, and else what the file says.
-
-        Raises:
-            ValueError: a value that no option can have.
-        """
+        """How each token is chosen: what is asked, and else what the file says."""
         given = {name: getattr(asked, name, None) for name in _DRAWING}
         draws = asked.beam_size == 1 and bool(
             asked.temperature if asked.temperature is not None else self.settings.get("do_sample")
@@ -145,11 +132,7 @@ class GenerationConfig:
         return {"max_new_tokens": GenerationOptions.max_new_tokens}
 
     def require_followed(self, asked: Asked) -> None:
-        """Refuse settings that nothing here corresponds to.
-
-        Raises:
-            UsageError: the file has one; the message names it.
-        """
+        """Refuse settings that nothing here corresponds to."""
         refused = [name for name in _NOT_FOLLOWED if name in self.settings]
         if asked.beam_size > 1:
             refused = [name for name in refused if name != "num_beams"]

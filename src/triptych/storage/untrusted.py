@@ -72,11 +72,7 @@ class Stamps:
         self._found = {path: Stamp.of(path.stat()) for path in paths if path.is_file()}
 
     def require_same(self) -> None:
-        """Check that every file is as it was.
-
-        Raises:
-            DataError: one of them was written anew, or is gone.
-        """
+        """Check that every file is as it was."""
         for path, before in self._found.items():
             try:
                 found = path.stat()
