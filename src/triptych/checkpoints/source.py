@@ -105,7 +105,7 @@ class ModuleOfOthers:
                 part.save_pretrained(self.folder)
 
     def require_same(self) -> None:
-        """Check that nobody wrote into the parameters: what has been read of them would be another model's."""
+        """Check that nobody wrote into the parameters: what was read of them would be of another model."""
         if _version_of(self._module) != self._version:
             raise DataError(
                 f"the parameters of {type(self._module).__name__} were changed after it was opened: load it "
