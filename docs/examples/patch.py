@@ -7,4 +7,4 @@ import triptych
 model = triptych.load(sys.argv[1])
 clean = model.run("Two young men are playing in the park.")
 patched = model.patch((*sys.argv, "3.2")[2], clean)
-print(patched.run("Two old women are playing in the park.").loss)
+print(patched.run("Two young men are playing in the boat.").loss)

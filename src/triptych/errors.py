@@ -61,6 +61,10 @@ class SourceNote(UserWarning):
     """Bytes of a model were taken as they came, without a comparison with a hash."""
 
 
+class GenerationNote(UserWarning):
+    """Which settings of a checkpoint's `generation_config.json` a text is continued with."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that is not empty, or the name of its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,8 +1,10 @@
 """Text from files, folders and models, made safe to show."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from html import escape
+from textwrap import wrap
+from typing import Any
 
 # What a terminal obeys, what begins a new line or turns the direction of text round, and what UTF-8 or XML
 # cannot hold. All of it is below U+10000.
@@ -10,6 +12,8 @@ _OBEYED = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff
 _ALL = re.compile(f"[{_OBEYED}]")
 _BUT_LINES = re.compile(f"(?![\n\t])[{_OBEYED}]")
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+# What a repr has at most: lines, characters of a line, and of one value.
+_LINES, _WIDTH, _LONGEST = 8, 110, 48
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -25,6 +29,27 @@ def shortened(text: str, most: int) -> str:
     """A text made safe to show, of at most `most` characters."""
     text = printable(text)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def shown_fields(name: str, values: Mapping[str, Any]) -> str:
+    """A record in at most 8 lines: shapes in the place of numbers, and nothing that is None."""
+    words = [name, *(f"{field} {_shown(value)}" for field, value in values.items() if value is not None)]
+    lines = wrap("  ".join(words), _WIDTH, subsequent_indent="  ", break_long_words=False)
+    return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 1], "  …"])
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return str(list(shape))
+    if isinstance(value, str):
+        return shortened(value, _LONGEST)
+    if isinstance(value, Sized) and not isinstance(value, str):
+        own = repr(value) if len(value) <= _LONGEST else ""
+        simple = 0 < len(own) <= _LONGEST and "\n" not in own
+        return own if simple else f"{type(value).__name__} of {len(value)}"
+    own = repr(value)
+    return own if len(own) <= _LONGEST and "\n" not in own else type(value).__name__
 
 
 def table_html(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:

@@ -250,8 +250,12 @@ def test_an_attention_is_shown_written_and_asked_for_its_strongest_looks(
     decoder: Reader, pairs: Reader, tmp_path: Path
 ) -> None:
     found = attend(decoder, TEXT)
-    looks = found.top(2)
+    looks = found.top(2, per_head=True)
     assert len(looks) == 2 * 8
+    every = found.top(9, per_head=True)
+    assert [look.weight for look in found.top(5)] == sorted((look.weight for look in every), reverse=True)[:5]
+    with pytest.raises(UsageError, match="the 0 strongest looks: at least 1"):
+        found.top(0)
     weights = found["1.3"].clone()
     weights[:, 0] = 0
     weights.fill_diagonal_(0)

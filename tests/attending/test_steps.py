@@ -27,7 +27,7 @@ HEADS = {"bert": "BertForMaskedLM", "deberta-v2": "DebertaV2ForMaskedLM"}
 
 
 # By which sums over heads may differ from what the layer computes, of its largest output or of 1.
-MOST = {"output": 1e-6, "weights": 2e-6, "added": 2e-6, "z": 1e-5}
+MOST = {"projected": 1e-6, "weights": 2e-6, "output": 2e-6, "z": 1e-5}
 # By step, layer and row.
 Differences = dict[tuple[str, str, int], float]
 
@@ -35,8 +35,8 @@ Differences = dict[tuple[str, str, int], float]
 def differences(attention: Attention, rows: tuple[int, ...] = (0, 3, -1)) -> Differences:
     """What the heads of every layer add up to, against the layer with its own kernels.
 
-    The heads and the output bias against the output, the weights of head 0, what is added to the stream, and
-    the shares of the keys against z.
+    The heads and the output bias against the layer's output, the weights of head 0, what is added to the
+    stream, and the shares of the keys against z.
     """
     found = {}
     for stack in attention.stacks:
@@ -53,16 +53,16 @@ def differences(attention: Attention, rows: tuple[int, ...] = (0, 3, -1)) -> Dif
             scale = max(1.0, float(expected.abs().max()))
             for row in rows:
                 steps = [attention.steps(place, head, query=row) for head in range(layer.num_heads)]
-                total = torch.stack([one.output for one in steps]).sum(dim=0)
+                total = torch.stack([one.projected for one in steps]).sum(dim=0)
                 total = total if bias is None else total + bias
                 pairs = {
-                    "output": [(total / scale, expected[row] / scale)],
+                    "projected": [(total / scale, expected[row] / scale)],
                     "weights": [(steps[0].weights + 0, attention[place, 0][row])],
                     "z": [(one.shares.sum(dim=0), one.z) for one in steps],
                 }
                 if bias is None:
-                    parts = torch.stack([one.added for one in steps]).sum(dim=0)
-                    pairs["added"] = [(parts / scale, (added - nothing)[row] / scale)]
+                    parts = torch.stack([one.output for one in steps]).sum(dim=0)
+                    pairs["output"] = [(parts / scale, (added - nothing)[row] / scale)]
                 for step, values in pairs.items():
                     apart = [float((one - other).abs().max()) for one, other in values]
                     found[step, place, row] = max(apart)
@@ -86,7 +86,7 @@ def test_heads_and_bias_add_up_to_the_output_of_the_layer(name: str, tmp_path: P
     two = "translate" in model.can or name.startswith("t5")
     attention = model.attend(WORDS, target=WORDS if two else None)
     found = differences(attention)
-    assert {step for step, *_ in found} >= {"output", "weights", "z"}
+    assert {step for step, *_ in found} >= {"projected", "weights", "z"}
     assert beyond(found) == {}
 
 
@@ -127,7 +127,7 @@ def test_the_direct_effect_is_that_of_the_last_norm_and_the_table_under_pre_norm
     stream = reader.run(reader.encode([TEXT]), residuals=True).residuals["decoder"][-1][0, 4]
     for layer in (0, 1):
         steps = attention.steps(layer, 1, query=4)
-        expected = model.head(model.final_norm(stream)) - model.head(model.final_norm(stream - steps.added))
+        expected = model.head(model.final_norm(stream)) - model.head(model.final_norm(stream - steps.output))
         assert steps.effect is not None
         torch.testing.assert_close(steps.effect.logits, expected, rtol=0, atol=1e-5)
         assert float(steps.effect.probabilities.sum()) == pytest.approx(0, abs=1e-5)
@@ -149,7 +149,7 @@ def test_the_direct_effect_goes_through_the_norms_of_the_stream_under_post_norm(
     for hook in hooks:
         hook.remove()
     logits = []
-    for part in (0, steps.output):
+    for part in (0, steps.projected):
         x = block.cross_residual.norm(found["total"][0, 1] - part)
         x = block.feed_forward_residual.norm(x + found["fed"][0, 1])
         logits.append(reader.logits(model.decoder.final_norm(x)))

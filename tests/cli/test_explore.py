@@ -50,7 +50,8 @@ def test_a_row_is_the_faces_steps_of_the_changed_model(served: Served, language_
     for changes, model in (((), language_model), (("ablate(0.1)",), language_model.ablate("0.1"))):
         own = model.attend(TEXT).steps(1, 0, 2)
         record, found = rounded(own.record()), row(served, *changes, query=2)
-        names = ("q", "k", "v", "products", "scaled", "scores", "weights", "shares", "z", "output", "keys")
+        names = ("q", "k", "v", "products", "scaled", "scores", "weights", "shares", "z", "projected")
+        names += ("output", "keys")
         record["keys"] = [key.replace("▁", " ") for key in record["keys"]]
         assert {name: found[name] for name in names} == {name: record[name] for name in names}
         assert found["direct_effect"] == record["direct_effect"]

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from small_checkpoints import gpt2_that_runs
 from triptych import Model, TriptychError, UsageError, load
-from triptych.face.changes import patched
+from triptych.face.changes import Patch
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import TextIds
 
@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers", reason="it comes with the ext
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
 pytestmark = pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
 TEXT = "First Citizen: Before we proceed any further, hear me speak."
+OTHER = "First Senator: Before they proceed no further, have we done."  # with as many tokens
 SOURCE, TARGET = "Two men are walking.", "Zwei Männer gehen spazieren."
 
 
@@ -69,12 +70,12 @@ def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map() -> None:
 
 @torch.no_grad()
 def test_a_patched_head_is_a_hook_before_the_output_map(gpt2: Model, theirs: Any) -> None:
-    run = gpt2.run("Second Citizen: After they went home")
+    run = gpt2.run(OTHER)
     z, ids = run["2.3"].z, torch.tensor([gpt2.run(TEXT).ids])
 
     def hook(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:
         x = given[0].clone()
-        x[0, : len(z), 3 * 32 : 4 * 32] = z
+        x[0, :, 3 * 32 : 4 * 32] = z
         return (x,)
 
     hooked = theirs.transformer.h[2].attn.c_proj.register_forward_pre_hook(hook)
@@ -117,10 +118,6 @@ CHANGES = {
     "mean": lambda model, run: model.ablate("3.1", by="mean", text=TEXT),
     "resample": lambda model, run: model.ablate("3.1", by="resample", text=TEXT),
     "edit": lambda model, run: model.edit("1.*", "scores", lambda scores: 2 * scores),
-    "patch q": lambda model, run: model.patch("2.*", run, "q"),
-    "patch k": lambda model, run: model.patch("2.*", run, "k"),
-    "patch weights": lambda model, run: model.patch("2.*", run, "weights"),
-    "patch z at two positions": lambda model, run: model.patch("2.3", run, positions=[0, 2]),
     "steer": lambda model, run: model.steer("residual.6", torch.linspace(-2, 2, 256)),
     "tie": lambda model, run: model.tie("*", "W_V", "W_K"),
 }
@@ -140,6 +137,82 @@ def test_cached_generation_of_a_changed_model_is_that_of_whole_texts(gpt2: Model
         gpt2.generate("First Citizen: Before", max_new_tokens=6).ids
         == load(CHECKPOINTS / "gpt2", device="cpu").generate("First Citizen: Before", max_new_tokens=6).ids
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["q", "k", "v", "scores", "weights", "z"])
+def test_a_patched_text_is_continued_by_tokens_that_are_not_patched(gpt2: Model, what: Any) -> None:
+    prompts, run = ["First Citizen: Before", "First Citizen: Speak"], gpt2.run("Second Citizen: Before")
+    assert len({len(gpt2.run(one).ids) for one in prompts} | {len(run.ids)}) == 1
+    own = torch.stack([getattr(run[2, head], what) for head in range(8)])
+
+    def put(value: Tensor) -> Tensor:
+        """As the patch, on a whole text."""
+        new = own if what not in ("scores", "weights") else cut(own, value.shape[-1])
+        return torch.cat([new[None], value[:, :, own.shape[1] :]], dim=2)
+
+    def cut(rows: Tensor, keys: int) -> Tensor:
+        return torch.nn.functional.pad(rows, (0, keys - rows.shape[-1]))
+
+    patched, whole = gpt2.patch("2.*", run, what), gpt2.edit("2.*", what, put, together=True)
+    for prompt, found in zip(prompts, patched.generate(prompts, max_new_tokens=6), strict=True):
+        ids = list(gpt2.run(prompt).ids)
+        for _ in range(6):
+            ids.append(
+                int(whole.reader.logits(whole.reader.run([TextIds(tuple(ids))]).hidden)[0, -1].argmax())
+            )
+        assert list(found.ids) == ids[-6:]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["q", "k", "v", "scores", "weights", "z"])
+def test_a_run_of_another_length_is_not_patched(gpt2: Model, translator: Model, what: Any) -> None:
+    short, long = "We speak, we two.", "We speak, we two, and we shall speak."
+    for run, text in ((short, long), (long, short)):
+        for positions in (None, [0], [-1]):
+            patched = gpt2.patch("2.1", gpt2.run(run), what, positions=positions)
+            for use in (
+                patched.run,
+                patched.attend,
+                patched.score,
+                patched.evaluate,
+                lambda text, by=patched, own=run: by.run([text, own]),
+                lambda text, by=patched, own=run: by.run([text, own], grad=True),
+                lambda text, by=patched, own=run: by.attend([text, own]),
+                lambda text, by=patched: by.generate(text, max_new_tokens=2),
+            ):
+                with pytest.raises(UsageError, match=rf"the run has \d+ tokens and the text \d+: {what} are"):
+                    use(text)
+            assert patched.run(run).losses.shape == gpt2.run(run).losses.shape
+            assert patched.evaluate(run).nats == pytest.approx(float(patched.run(run).losses.sum()), abs=1e-4)
+    pairs = (SOURCE, TARGET), ("Two men in blue are walking.", TARGET), (SOURCE, TARGET + " Und so.")
+    for place in ("encoder.1.2", "decoder.1.2", "cross.1.2"):
+        for one, other in ((0, 1), (1, 0), (0, 2), (2, 0)):
+            patched = translator.patch(place, translator.run(pairs[one][0], target=pairs[one][1]), what)
+            reads = {"encoder": (0, 0), "decoder": (1, 1), "cross": (1, 0)}[place.split(".")[0]]
+            lengths = [
+                [len(side) for side in (run.source_tokens or (), run.tokens)]
+                for run in (translator.run(s, target=t) for s, t in (pairs[one], pairs[other]))
+            ]
+            sides = {reads[1]} if what in ("k", "v") else {reads[0]} if what in ("q", "z") else {*reads}
+            source, target = pairs[other]
+            if any(lengths[0][side] != lengths[1][side] for side in sides):
+                with pytest.raises(UsageError, match=f"{what} are patched between texts of one length"):
+                    patched.run(source, target=target)
+            else:
+                assert patched.run(source, target=target).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_searched_translations_are_patched_from_their_first_token(translator: Model) -> None:
+    other = translator.run("Two men are running.", target=TARGET)
+    patched = translator.patch("cross.*", other, "z")
+    before = patched.run(SOURCE, target=TARGET).logits
+    found = patched.translate(SOURCE).text
+    assert torch.equal(patched.run(SOURCE, target=TARGET).logits, before)  # no position of the search stays
+    assert found == translator.edit("cross.*", "z", lambda z: z).translate("Two men are running.").text
+    with pytest.raises(UsageError, match="k are patched between texts of one length"):
+        translator.patch("encoder.1.2", other, "k").translate([SOURCE, "Two men in blue are walking."])
 
 
 def test_beams_over_a_model_with_edits_are_those_of_the_fused_engine(translator: Model) -> None:
@@ -328,12 +401,25 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         ),
         (lambda model: model.run(TEXT, grad=True).gradient("3.99"), "layer 3 has no head 99"),
         (
-            lambda model: patched("z", torch.ones(4, 5), None)(torch.zeros(1, 4, 32), 0),
+            lambda model: Patch("z", torch.ones(4, 5), None)(torch.zeros(1, 4, 32), 0),
             "z of the run are 5 wide, and of the model 32",
         ),
         (lambda model: model.generate(TEXT, stream=True, beam_size=2), "one text without a beam"),
         (lambda model: model.tie("3", "W_O", "W_Q"), "W_O reads what heads mixed"),
         (lambda model: model.edit("3.2", "z", lambda z: z[:, :1]).run(TEXT), "gave shape"),
+        (
+            lambda model: model.edit("3.2", "z", lambda z: None).run(TEXT),
+            "z gave a NoneType: return a tensor",
+        ),
+        (lambda model: model.edit("3.2", "q", lambda q: 0).run(TEXT), "q gave a int: return a tensor"),
+        (
+            lambda model: model.edit("3.2", "z", lambda z: z.round().long()).run(TEXT),
+            "z gave numbers of int64: return floating-point numbers",
+        ),
+        (
+            lambda model: model.edit("3.2", "z", lambda z: z.to(torch.complex64)).run(TEXT),
+            "z gave numbers of complex64",
+        ),
         (lambda model: model.run(TEXT)["7.1"], "has no layer 7"),
         (lambda model: model.run(TEXT).residual(9), "no residual 9"),
         (lambda model: model.run(TEXT, max_tokens=2), "at most 2 are read at once: .*raise max_tokens"),

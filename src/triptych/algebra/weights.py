@@ -8,7 +8,7 @@ W^Q = W^K has `weights.q is weights.k`.
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any, Literal, final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from triptych.algebra.forms import BilinearForm
 from triptych.algebra.semantics import CopiesLeft, HeadNorm, HeadSide, Semantics, select_rows
+from triptych.printable import shown_fields
 
 Side = Literal["q", "k", "v", "o"]
 SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
@@ -35,6 +36,9 @@ class Link:
     bias: Float[Tensor, "copies d_out"] | None = None
     norm: HeadNorm | None = None  # of what the map puts out, before the next map of its chain reads it
     learned: bool = True  # False for a map without numbers of its own (a slice of the input, a fixed factor)
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
 
     @property
     def diagonal(self) -> bool:
@@ -66,6 +70,13 @@ class Link:
         if self.diagonal:
             return self.weight.numel()
         return 2 * self.weight.numel() if self.learned else 0
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Link":
+        """The same map with every tensor changed."""
+        bias, norm = None if self.bias is None else change(self.bias), self.norm
+        if norm is not None:
+            norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
+        return replace(self, weight=change(self.weight), bias=bias, norm=norm)
 
     def repeat(self, num_heads: int) -> "Link":
         """The same map in more copies: `num_heads`, a multiple of those there are."""
@@ -185,6 +196,14 @@ class AttentionWeights:
     norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm is
     other_norm_readers: str = ""  # what else reads the norm's output, besides this layer ("" if nothing)
     bias_slots: frozenset[str] = frozenset(SIDES)  # the maps whose bias the target format can hold
+
+    def __repr__(self) -> str:
+        maps = {
+            side: " · ".join(str(list(link.weight.shape)) for link in self.chain(side)) or "the input"
+            for side in SIDES
+        }
+        shown = "  ".join(f"{side} {shapes}" for side, shapes in maps.items())
+        return f"AttentionWeights: {self.num_heads} heads, d_model {self.d_model}\n  {shown}"
 
     def __post_init__(self) -> None:
         for side in SIDES:
@@ -395,12 +414,6 @@ class AttentionWeights:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
         """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
 
-        def change_link(link: Link) -> Link:
-            bias, norm = None if link.bias is None else change(link.bias), link.norm
-            if norm is not None:
-                norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
-            return replace(link, weight=change(link.weight), bias=bias, norm=norm)
-
         def change_norm(norm: Norm | None) -> Norm | None:
             if norm is None:
                 return None
@@ -409,7 +422,7 @@ class AttentionWeights:
             )
 
         return self.each_link(
-            change_link,
+            lambda link: link.mapped(change),
             o_bias=None if self.o_bias is None else change(self.o_bias),
             norm=change_norm(self.norm),
             memory_norm=change_norm(self.memory_norm),

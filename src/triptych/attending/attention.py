@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych.attending.alignment import AlignedWords, word_weights, words_of
 from triptych.attending.layers import LayerAttention, Part, StackAttention, read_stacks
-from triptych.attending.looks import Look, strongest_looks
+from triptych.attending.looks import Looks, strongest_looks
 from triptych.attending.over import OverText, attend_over
 from triptych.attending.page import (
     AttentionPage,
@@ -96,17 +96,27 @@ class Attention:
         name, tokens = self._name(stack, found), (stack.queries, stack.keys)
         return HeadSteps(self._reader, self._text, found.call, found.number, head, query, tokens, name)
 
-    def top(self, k: int = 3) -> list[Look]:
-        """The k strongest looks of every head, the strongest first.
+    def top(self, k: int = 3, *, per_head: bool = False) -> Looks:
+        """The k strongest looks of all heads, the strongest first.
 
         Looks at the token itself and at the first token are left out if there are others.
+
+        Args:
+            k: how many.
+            per_head: k of every head, head by head.
+
+        Raises:
+            UsageError: k is below 1.
         """
-        return [
+        if k < 1:
+            raise UsageError(f"the {k} strongest looks: at least 1 is needed")
+        found = [
             look
             for part in self.parts()
             for head in strongest_looks(part, k, self._name(part.stack, part.layer))
             for look in head.looks
         ]
+        return Looks(found if per_head else sorted(found, key=lambda look: -look.weight)[:k])
 
     def over(
         self, text: str | Path | Sequence[str], targets: Sequence[str] | Path | None = None, **options: Any
@@ -155,8 +165,9 @@ class Attention:
     def writes(self, layer: int | str, head: int, k: int = NEAREST) -> list[tuple[str, tuple[str, ...]]]:
         """Each token that a head may look at, with the k tokens nearest to what the head writes for it.
 
-        The head writes `y W_V W_O` for the input y of the token, without biases. It is read through the last
-        norm and the output table; in an encoder without an output table, through its embedding table.
+        The head writes `y W_V W_O` for the input y of the token, without biases. It is read through a norm
+        that follows the layer, the last norm and the output table; in an encoder without an output table,
+        through its embedding table.
 
         Args:
             layer: its number; of an encoder-decoder as in `"cross.3"`.

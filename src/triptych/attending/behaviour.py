@@ -168,6 +168,9 @@ class LayerFigures:
     layer: int  # its number in the stack
     figures: dict[str, HeadFigures]  # by name: the ones of `figures_of(kind)`, and what else was measured
 
+    def __repr__(self) -> str:
+        return f"LayerFigures {self.name}: {self.num_heads} heads, {', '.join(self.figures)}"
+
     @property
     def kind(self) -> Kind:
         """Which tokens the queries may look at."""

@@ -22,6 +22,9 @@ class LayerAttention:
     number: int  # of the layer in its stack; a layer that runs several times has a number for each
     call: LayerCall  # the layer and its inputs, batch size 1
 
+    def __repr__(self) -> str:
+        return f"LayerAttention {self.call.kind} {self.number}: {self.num_heads} heads; weights(), maps(k)"
+
     @property
     def num_heads(self) -> int:
         return self.call.layer.num_heads
@@ -94,6 +97,10 @@ class StackAttention:
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     layers: tuple[LayerAttention, ...]
+
+    def __repr__(self) -> str:
+        shape = f"{len(self.queries)} queries, {len(self.keys)} keys"
+        return f"StackAttention {self.kind}: {len(self)} layers, {shape}; stack[0] is [heads, queries, keys]"
 
     def __len__(self) -> int:
         return len(self.layers)

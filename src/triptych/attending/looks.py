@@ -1,15 +1,16 @@
 """The strongest looks of every head, and what it writes, as records and tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, final, overload
 
 from triptych.attending.layers import Part
 from triptych.attending.writing import TokenWriter
-from triptych.printable import shortened
+from triptych.printable import shortened, table_html
 from triptych.reports import Table
 
 _EACH = 3
+_SHOWN, _MOST_ROWS = 7, 100  # looks of a repr, and of a table in a notebook
 _token = partial(shortened, most=14)
 
 
@@ -22,6 +23,53 @@ class Look(NamedTuple):
     key: int
     key_token: str
     weight: float
+
+
+@final
+class Looks(Sequence[Look]):
+    """Looks, the strongest first; printed and in a notebook a table of the first of them."""
+
+    def __init__(self, looks: Iterable[Look]) -> None:
+        self._looks = tuple(looks)
+
+    def __len__(self) -> int:
+        return len(self._looks)
+
+    @overload
+    def __getitem__(self, number: int) -> Look: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> "Looks": ...
+
+    def __getitem__(self, number: int | slice) -> "Look | Looks":
+        return Looks(self._looks[number]) if isinstance(number, slice) else self._looks[number]
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The head, the token that looks, the token looked at, and the weight, of every look."""
+        return [
+            (
+                one.head,
+                f"{_token(one.query_token)} ({one.query})",
+                f"{_token(one.key_token)} ({one.key})",
+                f"{one.weight:.3f}",
+            )
+            for one in self
+        ]
+
+    def __repr__(self) -> str:
+        shown = self.rows()[: _SHOWN if len(self) <= _SHOWN else _SHOWN - 1]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)] if shown else []
+        lines = [
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in shown
+        ]
+        rest = [] if len(shown) == len(self) else [f"  … {len(self) - len(shown):,} more"]
+        title = f"Looks({len(self):,}): head, token that looks, token looked at, weight"
+        return "\n".join([title, *lines, *rest])
+
+    def _repr_html_(self) -> str:
+        columns = ("head", "token that looks", "token looked at", "weight")
+        return table_html(f"{len(self):,} looks", self.rows()[:_MOST_ROWS], columns)
 
 
 class HeadLooks(NamedTuple):

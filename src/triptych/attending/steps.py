@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from triptych.algebra.forms import at_least_float32
 from triptych.algebra.function import channels, for_heads
 from triptych.errors import UsageError
-from triptych.models.blocks import Block, OffsetNorm, Residual
+from triptych.models.blocks import Block
 from triptych.models.sites import AnyModel, attention_sites
 from triptych.opening import LayerCall, Reader, TextIds
 from triptych.printable import shortened, table_html
@@ -123,10 +123,10 @@ class HeadSteps:
         gate: by which the mixed values are multiplied, `[1]`, or `[d_v]` of channels; None without one.
         shares: what each key contributes, its weight times its value (times the gate), `[keys, d_v]`.
         z: their sum, which W_O reads, `[d_v]`.
-        output: the head's output `z W_O`, `[d_model]`.
-        added: what of it is added to the residual stream, `[d_model]`: the output, or where a norm comes
-            after the layer, its part of the normalised output of all heads.
-        layer_output: of all heads and the output bias, `[d_model]`.
+        projected: `z W_O`, `[d_model]`.
+        output: what of it is added to the residual stream, `[d_model]`: the same, or where a norm or a
+            multiplier follows the layer, its part of what becomes of the sum of all heads.
+        layer_projected: `z W_O` of all heads, and the output bias, `[d_model]`.
     """
 
     def __init__(
@@ -175,9 +175,9 @@ class HeadSteps:
         shares = self.weights[:, None] * self.v
         self.shares = self._labelled(shares if self.gate is None else shares * self.gate)
         self.z = steps.z[of_row]
-        self.output = self.z @ weights.W_O[head].to(self.z)
-        self.layer_output = steps.output[0, row]
-        self.added = _added(call.site.residual, self.output, self.layer_output)
+        self.projected = self.z @ weights.W_O[head].to(self.z)
+        self.layer_projected = steps.output[0, row]
+        self.output = call.site.residual.part_added(self.projected, self.layer_projected)
 
     def _labelled(self, value: Tensor) -> LabelledTensor:
         return LabelledTensor.of(value, self.keys)
@@ -216,7 +216,7 @@ class HeadSteps:
             before = self._logits()
         place = calls[self._number]
         less = made[place].output.clone()
-        less[:, self.query] -= self.output
+        less[:, self.query] -= self.projected
         made[place] = made[place]._replace(output=less)
         held = iter(made)
         with ExitStack() as stack:
@@ -283,10 +283,10 @@ class HeadSteps:
             of = "gate" if len(self.gate) == 1 else f"mean of {len(self.gate)} gates"
             found.append((of, f"{float(self.gate.mean()):.3f}"))
         found.append(("mixed values z", f"length {_length(self.z)}"))
-        whole = at_least_float32(self.layer_output)
-        share = float(at_least_float32(self.output) @ whole) / max(float(whole.square().sum()), 1e-30)
-        found.append(("output z W_O", f"length {_length(self.output)}, {share:.0%} of the layer's output"))
-        found.append(("added to the residual stream", f"length {_length(self.added)}"))
+        whole = at_least_float32(self.layer_projected)
+        share = float(at_least_float32(self.projected) @ whole) / max(float(whole.square().sum()), 1e-30)
+        found.append(("z W_O", f"length {_length(self.projected)}, {share:.0%} of the layer's"))
+        found.append(("added to the residual stream", f"length {_length(self.output)}"))
         return found
 
     def tables(self, most: int | None = None) -> list[Table]:
@@ -313,7 +313,9 @@ class HeadSteps:
     def record(self) -> dict[str, Any]:
         """Everything, as a JSON object."""
         names = ("q", "k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights")
-        values = {name: getattr(self, name) for name in (*names, "gate", "shares", "z", "output", "added")}
+        values = {
+            name: getattr(self, name) for name in (*names, "gate", "shares", "z", "projected", "output")
+        }
         effect = self.effect
         return {
             "model": self.model,
@@ -349,7 +351,7 @@ class HeadSteps:
                 f"  q [{d_k}]  k [{keys}, {d_k}]  v [{keys}, {d_v}]",
                 f"  products, scaled, scores, weights [{keys}]",
                 f"  {int(self.visible.sum())} of {keys} keys are seen; largest weights: {largest}",
-                f"  shares [{keys}, {d_v}]  z [{d_v}]  output, added [{len(self.output)}]",
+                f"  shares [{keys}, {d_v}]  z [{d_v}]  projected, output [{len(self.output)}]",
                 *([f"  also: {', '.join(parts)}"] if parts else []),
                 "  effect: the direct effect on the next token; page(path), tables()",
             )
@@ -359,21 +361,6 @@ class HeadSteps:
         table = self.table(24)
         own = table_html(table.title, table.rows, table.columns)
         return own + table_html("What the head makes of it", self.facts())
-
-
-def _added(frame: Residual, part: Tensor, total: Tensor) -> Tensor:
-    """What a part of a layer's output adds to the stream; parts that sum to the total add up to its part."""
-    norm = frame.out_norm
-    if norm is not None and not isinstance(norm, nn.Identity):
-        centred = isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer")
-        if centred:
-            part, total = part - part.mean(), total - total.mean()
-        eps = float(norm.eps or torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
-        part = part / (total.square().mean() + eps).sqrt()
-        weight = getattr(norm, "weight", None)
-        if isinstance(weight, Tensor):
-            part = part * (weight + norm.offset if isinstance(norm, OffsetNorm) else weight)
-    return part * frame.scale
 
 
 def _sublayers(model: AnyModel) -> list[nn.Module]:

@@ -71,8 +71,9 @@ def nearest_tokens(
 class TokenWriter:
     """What heads of a model write for each token of a text that they may look at, as tokens.
 
-    That is `y W_V W_O` for the input y of the token, without biases, read through the last norm and the
-    output table; of an encoder without an output table, through its embedding table.
+    That is `y W_V W_O` for the input y of the token, without biases, read through a norm that follows the
+    layer, the last norm and the output table; of an encoder without an output table, through its embedding
+    table.
     """
 
     def __init__(self, reader: Reader, count: int = NEAREST) -> None:
@@ -92,9 +93,10 @@ class TokenWriter:
 
 
 def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
-    """What every head writes for inputs, `y W_V W_O`, biases left out."""
+    """What every head writes for inputs: `y W_V W_O` without biases, after a norm that follows the layer."""
     y = (call.x if call.memory is None else call.memory)[0, keys]
-    return call.layer.weights().ov.apply(y)
+    written = call.layer.weights().ov.apply(y)
+    return call.site.residual.part_added(written, written)
 
 
 @torch.no_grad()

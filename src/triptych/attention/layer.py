@@ -1,6 +1,6 @@
 """The layer: projections around the operation."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
@@ -31,6 +31,7 @@ from triptych.attention.projections.table import Factored, Grouped
 from triptych.attention.queries_keys import QueriesAndKeys
 from triptych.attention.shapes import shapes_only
 from triptych.attention.written_out import by_position, causal_mask, prepared, tempered, to_weights
+from triptych.printable import shown_fields
 
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
 ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
@@ -49,6 +50,9 @@ class Kept(NamedTuple):
 
     places: TokenPlaces
     entries: tuple[Tensor, ...]
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, self._asdict())
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "Kept":
         """What one row of the batch attends to, without padding on the right."""
@@ -82,6 +86,9 @@ class LayerSteps:
     output: Float[Tensor, "batch query_len d_model"]
     kept: Kept  # what the call attends to
 
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
+
 
 _FROM_THE_START = TokenPlaces(0)
 # Below the root of QK-norm; most families with one have it.
@@ -94,6 +101,9 @@ class LayerOutput(NamedTuple):
     output: Float[Tensor, "batch query_len d_model"]
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless wanted
     kept: Kept | None = None  # what other layers may attend to, too
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, self._asdict())
 
 
 @final

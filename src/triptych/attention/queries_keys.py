@@ -1,7 +1,7 @@
 """Queries and keys as a layer compares them, and the weights of any of its heads and queries."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from triptych.algebra.semantics import Semantics
 from triptych.attention.written_out import slice_broadcast, to_scores, to_weights
+from triptych.printable import shown_fields
 
 # Bytes of the weights that are computed at a time.
 BLOCK_BYTES = 1 << 24
@@ -36,6 +37,9 @@ class QueriesAndKeys:
     # True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all
     mask: Bool[Tensor, "..."] | None
     causal: bool  # a query sees only its own position and earlier ones; the queries are the last of the keys
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
 
     @property
     def num_heads(self) -> int:

@@ -117,8 +117,15 @@ class Checkpoint(AttentionSource):
     """A checkpoint whose family is known."""
 
     def __init__(
-        self, name: str, family: Family, settings: Settings, tensors: Tensors, known_by: str = "as told"
+        self,
+        name: str,
+        family: Family,
+        settings: Settings,
+        tensors: Tensors,
+        known_by: str = "as told",
+        source: Source | None = None,
     ) -> None:
+        self._source = source
         self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
         self.written_as, self.known_by = family.name, known_by
         self.absent, self.others = (), ""
@@ -128,6 +135,10 @@ class Checkpoint(AttentionSource):
         self.unread = {}
         self.num_tensors = len(tensors.infos)
         self.left_over = self._account()
+
+    @property
+    def source(self) -> Source | None:
+        return self._source
 
     def read(self, site: Site) -> AttentionLayer:
         return LayerReader(self._places[site], self.tensors).read()
@@ -387,7 +398,7 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
         if family is None:
             refuse_unknown(settings, tensors, source.name)
     family = _with_half_alone(family, settings, tensors, source.name)
-    return Checkpoint(source.name, family, settings, tensors, how_known)
+    return Checkpoint(source.name, family, settings, tensors, how_known, source)
 
 
 def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name: str) -> Family:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple, TypeVar, final
 
 from triptych.algebra.weights import AttentionWeights, Link, Norm, Side
+from triptych.checkpoints.source import Source
 from triptych.checkpoints.specs import (
     AttentionSpec,
     Choice,
@@ -93,6 +94,11 @@ class AttentionSource(ABC):
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
         """Read one attention layer."""
+
+    @property
+    def source(self) -> Source | None:
+        """Where weights are read from when they are asked for; None if all of them are in memory."""
+        return None
 
     def require_layers(self, numbers: Collection[int]) -> None:
         """Raises UsageError for the number of a layer that is not there, or is no attention."""

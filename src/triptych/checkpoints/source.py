@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,8 +12,8 @@ from torch import nn
 
 from triptych.errors import DataError, UsageError, near_path
 from triptych.storage.hub import Repository, is_hub_id, open_hub
-from triptych.storage.tensors import InMemory, Tensors, of_one, open_tensors
-from triptych.storage.untrusted import read_json
+from triptych.storage.tensors import SAFETENSORS, InMemory, Tensors, of_one, open_tensors
+from triptych.storage.untrusted import Stamps, read_json
 
 
 @final
@@ -24,6 +24,28 @@ class Source:
         self, name: str, record: Mapping[str, Any], where: str, found: "Path | Repository | ModuleOfOthers"
     ) -> None:
         self.name, self.record, self.where, self.found = name, record, where, found
+        self._stamps = Stamps(self._weight_files())
+
+    def require_same(self) -> None:
+        """Check that configuration and weights on this machine are what they were when they were found."""
+        self._stamps.require_same()
+        if isinstance(self.found, ModuleOfOthers):
+            self.found.require_same()
+
+    def _weight_files(self) -> Iterator[Path]:
+        """The files of a path that say what the model computes; what is on the Hub does not change."""
+        found = self.found
+        if not isinstance(found, Path):
+            return
+        folder = found if found.is_dir() else found.parent
+        yield folder / "config.json"
+        if not found.is_dir():
+            yield found
+        elif self.is_own:  # a run's folder has the state of its training besides
+            yield folder / SAFETENSORS
+        else:
+            for pattern in ("*.safetensors", "*.bin", "*.index.json"):
+                yield from sorted(folder.glob(pattern))
 
     def named(self, name: str) -> "Source":
         """The same files under another name, which messages about the model have."""
@@ -76,6 +98,7 @@ class Source:
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
         """The weights, one at a time; of the Hub by range, unless they were fetched."""
+        self.require_same()
         if isinstance(self.found, Path):
             return open_tensors(self.found, mapped=mapped)
         return self.found.tensors(mapped=mapped)
@@ -86,7 +109,7 @@ class ModuleOfOthers:
     """A model of `transformers` in memory; its weights are written only where a path is asked for."""
 
     def __init__(self, module: Any, tokenizer: Any) -> None:
-        self._module = module
+        self._module, self._version = module, _version_of(module)
         self.folder = Path(mkdtemp(prefix="triptych-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         if isinstance(tokenizer, str | Path):
@@ -96,6 +119,14 @@ class ModuleOfOthers:
         for part in (module.config, getattr(module, "generation_config", None), tokenizer):
             if part is not None:
                 part.save_pretrained(self.folder)
+
+    def require_same(self) -> None:
+        """Check that nobody wrote into the parameters: what was read of them would be of another model."""
+        if _version_of(self._module) != self._version:
+            raise DataError(
+                f"the parameters of {type(self._module).__name__} were changed after it was opened: load it "
+                "again"
+            )
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
         """Its parameters by the names that its files would have, in the memory that it has them in."""
@@ -120,6 +151,11 @@ class ModuleOfOthers:
                     f"{type(self._module).__name__}: transformers cannot write it: {error}"
                 ) from error
         return self.folder
+
+
+def _version_of(module: nn.Module) -> int:
+    """A number that grows whenever a parameter of a module is written."""
+    return sum(parameter._version for parameter in module.parameters())
 
 
 def is_own_config(config: Mapping[str, Any]) -> bool:

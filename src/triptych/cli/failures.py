@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
-from triptych.errors import ConfigurationWarning, EngineNote, SourceNote, TriptychError
+from triptych.errors import ConfigurationWarning, EngineNote, GenerationNote, SourceNote, TriptychError
 from triptych.files import FULL, system_error
 from triptych.printable import printable
 
@@ -21,7 +21,7 @@ _WAYS_ON = {
     errno.EFBIG: "files may not be larger here (ulimit -f): raise the limit, or choose another place",
     errno.EEXIST: "choose another name",
 }
-_SHOWN = (ConfigurationWarning, EngineNote, SourceNote)
+_SHOWN = (ConfigurationWarning, EngineNote, SourceNote, GenerationNote)
 # Words of an allocator, whose exception is a RuntimeError like any other.
 _MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 

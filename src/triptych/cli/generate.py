@@ -37,8 +37,8 @@ def generate(
         Options,
         "Generating",
         Model.generate,
-        "max_new_tokens temperature top_k top_p min_p repetition_penalty seed num_samples beam_size alpha "
-        "stop max_prompt_tokens chat",
+        "max_new_tokens temperature top_k top_p min_p repetition_penalty generation_config seed num_samples "
+        "beam_size alpha stop max_prompt_tokens chat",
     ],
     opening: Annotated[Options, "Model", load, "device dtype engine precision offline"],
     without: str | None = None,

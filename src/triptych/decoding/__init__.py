@@ -25,6 +25,7 @@ from triptych.decoding.loop import Asked as Asked
 from triptych.decoding.loop import Loop as Loop
 from triptych.decoding.maps import PRECISIONS as PRECISIONS
 from triptych.decoding.maps import Precision as Precision
+from triptych.decoding.rules import TokenRules as TokenRules
 from triptych.decoding.sampling import SamplingOptions as SamplingOptions
 from triptych.decoding.search import Hypothesis as Hypothesis
 from triptych.decoding.search import SearchOptions as SearchOptions

@@ -24,6 +24,7 @@ from triptych.decoding.search import (
     require_alpha,
     require_count,
 )
+from triptych.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,14 @@ class GenerationOptions:
     # longest prompt; None for as many tokens as the model has positions for, or 32,768 where it has no limit
     # and reads a prompt whole
     max_prompt_tokens: int | None = None
+    max_length: int | None = None  # the longest text in tokens, its prompt included
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens is not None:
             require_count("max_prompt_tokens", self.max_prompt_tokens, MOST_TOKENS)
         require_count("max_new_tokens", self.max_new_tokens, MOST_TOKENS)
+        if self.max_length is not None:
+            require_count("max_length", self.max_length, MOST_TOKENS)
         require_count("num_samples", self.num_samples, LARGEST_BEAM)
         require_count("beam_size", self.beam_size, LARGEST_BEAM)
         require_alpha(self.alpha)
@@ -61,6 +65,17 @@ class GenerationOptions:
                 )
         elif self.sampling.is_greedy and self.num_samples > 1:
             raise ValueError("the samples of temperature 0 are all alike: give a temperature above 0")
+
+    def most_new(self, num_prompt: int) -> int:
+        """Tokens that a prompt may grow by."""
+        if self.max_length is None:
+            return self.max_new_tokens
+        if num_prompt >= self.max_length:
+            raise UsageError(
+                f"the prompt has {num_prompt:,} tokens, and max_length of generation_config.json allows "
+                f"{self.max_length:,} in all: give max_new_tokens"
+            )
+        return min(self.max_new_tokens, self.max_length - num_prompt)
 
 
 class NewToken(NamedTuple):
@@ -147,7 +162,7 @@ class Sample(Text):
         self.row, self.new = row, list[NewToken]()
         self.draws = RowState(options.seed, row % options.num_samples, prompt)
         self._engine, self._options, self._ends = engine, options, ends
-        self._ids, self.size = [*prompt], len(prompt) + options.max_new_tokens
+        self._ids, self.size = [*prompt], len(prompt) + options.most_new(len(prompt))
         self._read(engine.context)
 
     def _read(self, most: int | None) -> None:
@@ -273,11 +288,12 @@ def _begin_prompt(
         rows = range(number * count, (number + 1) * count)
         samples = [Sample(engine, prompt, options, row, ends) for row in rows]
         return Asked(samples, lambda: [collected(sample.new) for sample in samples])
+    most_new = options.most_new(len(prompt))
     prompt = prompt if engine.context is None else prompt[-engine.context :]
-    limit = limit_of_prompt(len(prompt), options.max_new_tokens, engine.context)
+    limit = limit_of_prompt(len(prompt), most_new, engine.context)
     closed = _closed(engine, prompt, limit)
     kind = BeamKind(k, options.alpha, options.stop_ids, float(k), closed=closed)
-    at_limit: Finish = "length" if limit == options.max_new_tokens else "positions"
+    at_limit: Finish = "length" if limit == most_new else "positions"
     beam = BeamText(prompt, kind, limit, at_limit=at_limit)
     return Asked([beam], lambda: beam.best[:count])
 

@@ -6,7 +6,7 @@ of a layer (`attention.steps`) sees the same positions as in a forward pass.
 
 import math
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,7 @@ from triptych.decoding.cache import rows_of_texts
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.fused import beyond_fusing
 from triptych.models import EncoderDecoder
-from triptych.models.sites import attention_sites
+from triptych.models.sites import attention_sites, require_lengths
 
 
 def needs_plain(model: EncoderDecoder) -> bool:
@@ -39,13 +39,15 @@ class PlainEngine(DecodingEngine):
         self.max_tokens = model.max_target_tokens
         self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
         # Taps of cross-attention are told the position of a query.
-        taps = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
-        self._taps = [tap for tap in taps if tap is not None and hasattr(tap, "first")]
+        taps: list[Any] = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
+        self._taps = [tap for tap in taps if hasattr(tap, "first")]
 
     joins = False  # taps are told one position for all texts
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "Hypotheses":
         """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""
+        for length in (src != self.pad_id).sum(dim=1).tolist():
+            require_lengths(self.model, {"encoder": (length, length), "cross": (None, length)})
         memory, mask = self.model.encode(src), self.model.memory_mask(src)
         return Hypotheses(
             DecoderCache(len(self.model.decoder.blocks)),
@@ -56,11 +58,15 @@ class PlainEngine(DecodingEngine):
 
     def step(self, tokens: Int[Tensor, " rows"], cache: "Hypotheses") -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in."""
-        for tap in self._taps:
-            tap.first = cache.layers.length
+        self._tell(cache.layers.length)
         x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
+        self._tell(0)  # a whole text that is read next begins at its first token
         logits = self.model.head(x[:, 0]).index_fill(1, self._never, -math.inf)
         return F.pad(at_least_float32(logits), (0, -logits.shape[1] % GROUP), value=-math.inf)
+
+    def _tell(self, first: int) -> None:
+        for tap in self._taps:
+            tap.first = first
 
 
 @final

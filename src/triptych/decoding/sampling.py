@@ -14,6 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from triptych.decoding.rules import NO_RULES, TokenRules
+from triptych.errors import DataError
+
 # Logits divided by less are too large for float32; divided by more, all tokens are as probable.
 _LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
 # A factor of a hundred decides every choice; past it, logits leave the range of float32.
@@ -36,6 +39,10 @@ class SamplingOptions:
     # only tokens whose probability is p times that of the most probable one, or more. Source: Nguyen et al.
     # 2024, arXiv 2407.01082
     min_p: float | None = None
+    # only the tokens whose information is nearest to the mean one, whose probabilities sum to p or more.
+    # Source: Meister et al. 2023, arXiv 2202.00666
+    typical_p: float | None = None
+    rules: TokenRules = NO_RULES  # tokens that may not come next; they also bind greedy choices
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
@@ -50,7 +57,7 @@ class SamplingOptions:
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p), ("typical_p", self.typical_p)):
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} is {value}: it must be above 0 and at most 1")
 
@@ -88,8 +95,20 @@ def keep_min_p(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(p), -math.inf)
 
 
+def keep_typical(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "rows vocab"]:
+    """The tokens nearest to the mean information whose probabilities sum to p or more."""
+    log_probs = logits.log_softmax(dim=-1)
+    probabilities = log_probs.exp()
+    mean = -(log_probs * probabilities).nansum(dim=-1, keepdim=True)
+    order = (-log_probs - mean).abs().sort(dim=-1, stable=True).indices
+    ordered = probabilities.gather(-1, order)
+    before = ordered.cumsum(dim=-1) - ordered
+    removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= p)
+    return logits.masked_fill(removed, -math.inf)
+
+
 def filtered(logits: Float[Tensor, "rows vocab"], options: SamplingOptions) -> Float[Tensor, "rows vocab"]:
-    """Logits over the temperature, after top-k, top-p and min-p."""
+    """Logits over the temperature, after top-k, top-p, min-p and typical-p."""
     logits = logits / options.temperature
     if options.top_k is not None:
         logits = keep_top_k(logits, options.top_k)
@@ -97,6 +116,8 @@ def filtered(logits: Float[Tensor, "rows vocab"], options: SamplingOptions) -> F
         logits = keep_top_p(logits, options.top_p)
     if options.min_p is not None:
         logits = keep_min_p(logits, options.min_p)
+    if options.typical_p is not None and options.typical_p < 1:
+        logits = keep_typical(logits, options.typical_p)
     return logits
 
 
@@ -117,23 +138,48 @@ class RowState:
     def __init__(self, seed: int, sample: int, ids: Sequence[int]) -> None:
         """Begin with a prompt."""
         self.numbers, self.seen = random.Random(f"triptych {seed} {sample}"), set(ids)
+        self.ids, self.num_prompt = [*ids], len(ids)
+
+    def take(self, token: int) -> None:
+        """Go on with a token."""
+        self.seen.add(token)
+        self.ids.append(token)
+
+
+def allowed(
+    logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
+) -> Float[Tensor, "rows vocab"]:
+    """Logits after the penalty of repeats, without the tokens that may not come next."""
+    if options.repetition_penalty != 1:
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for place, row in enumerate(rows):
+            seen[place, [*row.seen]] = True
+        logits = penalise_repeats(logits, seen, options.repetition_penalty)
+    if options.rules != NO_RULES:
+        forbidden = torch.zeros_like(logits, dtype=torch.bool)
+        for place, row in enumerate(rows):
+            own = options.rules.forbidden(row.ids, row.num_prompt)
+            forbidden[place, [token for token in own if token < logits.shape[-1]]] = True
+        logits = logits.masked_fill(forbidden, -math.inf)
+        if bool((logits == -math.inf).all(dim=-1).any()):
+            raise DataError(
+                "the settings of generation_config.json forbid every token that could come next: "
+                "generation_config='ignore' leaves them out"
+            )
+    return logits
 
 
 def choose(
     logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
 ) -> Int[Tensor, " rows"]:
     """A token of every row."""
-    if options.repetition_penalty != 1:
-        seen = torch.zeros_like(logits, dtype=torch.bool)
-        for place, row in enumerate(rows):
-            seen[place, [*row.seen]] = True
-        logits = penalise_repeats(logits, seen, options.repetition_penalty)
+    logits = allowed(logits, options, rows)
     if options.is_greedy:
         tokens = logits.argmax(dim=-1)
     else:
         uniforms = torch.tensor([row.numbers.getrandbits(32) / 2**32 for row in rows], dtype=torch.float64)
         tokens = draw(filtered(logits, options), uniforms.to(logits.device))
-    if options.repetition_penalty != 1:
+    if options.repetition_penalty != 1 or options.rules != NO_RULES:
         for row, token in zip(rows, tokens.tolist(), strict=True):
-            row.seen.add(token)
+            row.take(token)
     return tokens

@@ -12,11 +12,13 @@ from triptych.decoding.maps import Precision
 from triptych.decoding.search import Finish, Hypothesis, Top
 from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
+from triptych.printable import shortened
 from triptych.text import SpecialTokens, StreamDecoder, Text, Tokenizer, encode_texts
 from triptych.text.given import which_of
 
 # Tokens of the prompt that are decoded before the first new one: they say whether it begins with a space.
 _BEFORE = 8
+_SHOWN = 200  # characters of a text in a repr
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Continuation:
     finish: Finish  # why it ended; see `NewToken`
     tops: tuple[Top, ...]  # the most probable tokens in each of their places, if they are asked for
     score: float  # of beam search, the sum of `log_probs` over the length penalty; otherwise their sum
+
+    def __repr__(self) -> str:
+        text, count = shortened(self.text, _SHOWN), len(self.ids)
+        return f"Continuation({text!r}: {count} tokens, finish {self.finish!r}, score {self.score:.4g})"
 
 
 @final
@@ -91,8 +97,8 @@ class TextGenerator:
         check_vocabulary(model, tokenizer)
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self._batch_rows, self._begin_id = batch_rows, begin_id
-        ends = (*end_ids, *(() if tokenizer.eos_id is None else (tokenizer.eos_id,)))
-        self.end_ids = tuple(dict.fromkeys(ends))
+        usual = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        self.end_ids = tuple(dict.fromkeys(end_ids)) or usual
         self._other = other
         if other is not None:
             return
@@ -215,7 +221,10 @@ class TextGenerator:
             yield rest
 
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
-        return replace(options, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
+        sampling = options.sampling
+        if sampling.rules.min_new_tokens or sampling.rules.min_length:
+            sampling = replace(sampling, rules=replace(sampling.rules, ends=self.end_ids))
+        return replace(options, sampling=sampling, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
 
     def _streams(
         self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]

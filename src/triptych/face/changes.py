@@ -111,6 +111,23 @@ class HeadTap:
         self.edits = tuple(edits)
         self.first = 0  # position of the first query, where the layer cannot tell (cross-attention)
 
+    @property
+    def _patches(self) -> list["Patch"]:
+        return [edit for _, own in self.edits for edit in own.values() if isinstance(edit, Patch)]
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether some of the edits take values of another run."""
+        return bool(self._patches)
+
+    def require_lengths(self, queries: int | None, keys: int) -> None:
+        """Check that values of other runs fit a text of so many tokens that look and are looked at.
+
+        None is for queries that a search adds one by one.
+        """
+        for patch in self._patches:
+            patch.require_lengths(queries, keys)
+
     def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
         for what, by_head in self.edits:
             if what != name:
@@ -120,12 +137,22 @@ class HeadTap:
                 at = list(heads) if isinstance(heads, tuple) else heads
                 old = value[:, at].clone()
                 new = edit(old, self.first if first is None else first)
-                if new.shape != old.shape:
-                    raise UsageError(
-                        f"the edit of {name} gave shape {list(new.shape)} in the place of {list(old.shape)}"
-                    )
-                value[:, at] = new.to(value)
+                value[:, at] = _checked(name, old, new).to(value)
         return value
+
+
+def _checked(name: Activation, old: Tensor, new: object) -> Tensor:
+    """What an edit gave in the place of a value, if it can take that place."""
+    if not isinstance(new, Tensor):
+        raise UsageError(
+            f"the edit of {name} gave a {type(new).__name__}: return a tensor of shape {list(old.shape)}"
+        )
+    if new.shape != old.shape:
+        raise UsageError(f"the edit of {name} gave shape {list(new.shape)} in the place of {list(old.shape)}")
+    if new.is_complex() or not (new.is_floating_point() or old.dtype == new.dtype):
+        dtype = str(new.dtype).removeprefix("torch.")
+        raise UsageError(f"the edit of {name} gave numbers of {dtype}: return floating-point numbers")
+    return new
 
 
 @final
@@ -203,6 +230,12 @@ def changed_copy(
     for change in changes:
         change.apply(copied, order(copied))
     return copied
+
+
+def is_patched(model: LanguageModel | EncoderDecoder) -> bool:
+    """Whether some layer takes values of another run, which texts of one length have."""
+    taps = [site.layer.tap for site in attention_sites(model)]
+    return any(isinstance(tap, HeadTap) and tap.has_patches for tap in taps)
 
 
 def continue_changed(
@@ -305,33 +338,79 @@ def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
     return edit
 
 
-def patched(what: Activation, values: Tensor, positions: Sequence[int] | None) -> Edit:
-    """The value of a head from another run, where that run has it."""
-    length = len(values)
-    if unknown := [place for place in positions or () if not -length <= place < length]:
-        raise UsageError(f"there is no position {unknown[0]}: the run has {length} tokens, 0 to {length - 1}")
-    wanted = range(length) if positions is None else [place % length for place in positions]
+@final
+class Patch:
+    """The value of a head from another run, in the place of what it computes on a text of the same length.
 
-    def edit(value: Tensor, first: int) -> Tensor:
-        start = 0 if what in ("k", "v") else first
-        rows = [row for row in wanted if start <= row < start + value.shape[1]]
+    A text that is generated may grow from there: what comes after the run's last token stays as it is.
+
+    Attributes:
+        what: which value.
+        num_rows: how many tokens of the run have it: queries, or of keys and values those looked at.
+        num_keys: how many tokens the run's queries look at; None of a value without a dimension of them.
+    """
+
+    def __init__(
+        self,
+        what: Activation,
+        values: Tensor,
+        positions: Sequence[int] | None,
+        *,
+        queries_grow: bool = False,
+        keys_grow: bool = False,
+    ) -> None:
+        """Take values at some positions of a run, or at all.
+
+        What grows has no length of its own: a search lengthens a translation from nothing.
+        """
+        self.what, self._values = what, values
+        self._keys_grow, self._rows_grow = keys_grow, keys_grow if self.of_keys else queries_grow
+        self.num_rows = length = len(values)
+        self.num_keys = values.shape[1] if what in ("scores", "weights") else None
+        if unknown := [place for place in positions or () if not -length <= place < length]:
+            raise UsageError(
+                f"there is no position {unknown[0]}: the run has {length} tokens, 0 to {length - 1}"
+            )
+        self._rows = range(length) if positions is None else [place % length for place in positions]
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its rows are the tokens that are looked at."""
+        return self.what in ("k", "v")
+
+    def require_lengths(self, queries: int | None, keys: int) -> None:
+        """Check that a text has as many tokens as the run; see `HeadTap.require_lengths`."""
+        rows = keys if self.of_keys else queries
+        if rows is not None:
+            _require_length(self.what, self.num_rows, rows)
+        if self.num_keys is not None:
+            _require_length(self.what, self.num_keys, keys)
+
+    def __call__(self, value: Tensor, first: int) -> Tensor:
+        if self.num_keys is None and self._values.shape[1:] != value.shape[2:]:
+            raise UsageError(
+                f"{self.what} of the run are {self._values.shape[-1]} wide, and of the model "
+                f"{value.shape[-1]}"
+            )
+        if first == 0 and not self._rows_grow:
+            _require_length(self.what, self.num_rows, value.shape[1])
+        if first == 0 and self.num_keys is not None and not self._keys_grow:
+            _require_length(self.what, self.num_keys, value.shape[2])
+        start = 0 if self.of_keys else first
+        rows = [row for row in self._rows if start <= row < start + value.shape[1]]
         if not rows:
             return value
-        here, new = torch.tensor(rows, device=value.device) - start, values[rows].to(value)
-        if what not in ("scores", "weights") and new.shape[1:] != value.shape[2:]:
-            raise UsageError(
-                f"{what} of the run are {new.shape[-1]} wide, and of the model {value.shape[-1]}"
-            )
-        if what in ("scores", "weights"):
-            if values.shape[1] > value.shape[2] and bool(values[rows][:, value.shape[2] :].any()):
-                raise UsageError(
-                    f"the run has {values.shape[1]} keys and the text {value.shape[2]}: {what} are patched "
-                    "between texts of one length"
-                )
-            width = min(new.shape[1], value.shape[2])
-            value[:, here, :width] = new[:, :width]
-            return value
-        value[:, here] = new
+        new = self._values[rows].to(value)
+        # A later row of causal attention has more keys, of which earlier rows see none.
+        value[:, torch.tensor(rows, device=value.device) - start] = (
+            new if self.num_keys is None else new[:, : value.shape[2]]
+        )
         return value
 
-    return edit
+
+def _require_length(what: Activation, of_run: int, of_text: int) -> None:
+    if of_run != of_text:
+        raise UsageError(
+            f"the run has {of_run} tokens and the text {of_text}: {what} are patched between texts of one "
+            "length"
+        )

@@ -23,6 +23,7 @@ import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.source import Source
@@ -54,10 +55,12 @@ from triptych.decoding.text_generator import check_vocabulary
 from triptych.decoding.workers import Hypotheses, Sentences
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
 from triptych.extras import require_extra
+from triptych.face.changes import is_patched
 from triptych.files import cache_folder, write_folder
 from triptych.models import LanguageModel
 from triptych.models.blocks import Block
 from triptych.models.device import find_device, has_fast_bf16
+from triptych.models.sites import require_lengths
 from triptych.opening import OpenedModel
 from triptych.text import SpecialTokens
 
@@ -338,7 +341,13 @@ class CTranslate2Generator(OtherEngine):
         if options.sampling != SamplingOptions():
             raise UsageError(
                 "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "
-                "filters and repetition penalty, or use --engine triptych"
+                "filters and repetition penalty (those of a file: generation_config ignore), or use --engine "
+                "triptych"
+            )
+        if options.max_length is not None:
+            raise UsageError(
+                "--engine ctranslate2 does not follow max_length of generation_config.json: give "
+                "--max-new-tokens"
             )
         check_prompts(prompts, self.max_tokens, options.max_prompt_tokens)
 
@@ -521,7 +530,22 @@ def evaluate_text(
         require_ctranslate2()
         if model.causal:  # before it is converted
             logits = CTranslate2Generator(model, "fp32", "cpu").logits
+    elif is_patched(model):
+        logits = partial(_logits_of_whole_texts, model)
     tokenizer = opened.tokenizer
     return measure_likelihood(
         model, tokenizer, documents, context, stride, progress, logits, special_tokens=special_tokens
     )
+
+
+def _logits_of_whole_texts(
+    model: LanguageModel, read: Int[Tensor, "rows length"]
+) -> Float[Tensor, "rows length vocab"]:
+    """Logits of a causal model that reads texts of the length of a run alone.
+
+    What is scored is read without its last token. Any token takes its place: none before it looks at it.
+    """
+    length = read.shape[1] + 1
+    require_lengths(model, {"decoder": (length, length)})
+    logits: Tensor = model(F.pad(read, (0, 1))).logits[:, :-1]
+    return logits

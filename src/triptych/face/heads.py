@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NoReturn, final, overload
+from typing import Literal, NoReturn, final, overload
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ from triptych.algebra.rewrites import fold_norm
 from triptych.algebra.weights import SIDES, AttentionWeights, Link, Norm, Side
 from triptych.checkpoints.layer import AttentionSource, Site
 from triptych.errors import UsageError
+from triptych.face.read_only import ReadOnlyTensor
 from triptych.opening.places import head_of
 from triptych.printable import table_html
 
@@ -238,7 +239,7 @@ class Head:
 
     def _map(self, side: Side) -> Link:
         found = None if self._own is not None else self.layer.read_map(side, self.number)
-        return self.weights.multiplied(side) if found is None else found
+        return (self.weights.multiplied(side) if found is None else found).mapped(ReadOnlyTensor.of)
 
     def _bias(self, side: Side) -> Tensor | None:
         bias = self._map(side).bias
@@ -294,19 +295,31 @@ class Layer:
         self.name, self.model, self.kind, self.borrows = name, source.name, site.kind, borrows
         self._source, self._site = source, site
 
-    @cached_property
+    @property
     def weights(self) -> AttentionWeights:
         """All maps as chains of factors, which of them are shared, and what comes between them."""
-        return self._source.read(self._site).weights
+        self._require_same()
+        return self._weights
+
+    @cached_property
+    def _weights(self) -> AttentionWeights:
+        found = self._source.read(self._site).weights.mapped(ReadOnlyTensor.of)
+        learned = {name: ReadOnlyTensor.of(part) for name, part in found.semantics.learned().items()}
+        return replace(found, semantics=found.semantics.with_learned(learned))
+
+    def _require_same(self) -> None:
+        if self._source.source is not None:
+            self._source.source.require_same()
 
     @cached_property
     def outline(self) -> AttentionWeights:
         """The same without numbers, for what the shapes tell."""
-        return self.__dict__.get("weights") or self._source.outline(self._site).weights
+        return self.__dict__.get("_weights") or self._source.outline(self._site).weights
 
     def read_map(self, side: Side, head: int) -> Link | None:
         """The map of one head by itself; None where all of the layer is read, or has to be."""
-        return None if "weights" in self.__dict__ else self._source.read_map(self._site, side, head)
+        self._require_same()
+        return None if "_weights" in self.__dict__ else self._source.read_map(self._site, side, head)
 
     @property
     def num_heads(self) -> int:
@@ -330,38 +343,42 @@ class Layer:
     @property
     def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
         """W_Q of every head, `[num_heads, d_model, d_k]`. `W_K` and `W_V` have shared maps repeated."""
-        return self.weights.W_Q
+        return ReadOnlyTensor.of(self.weights.W_Q)
 
     @property
     def W_K(self) -> Float[Tensor, "num_heads d_memory d_k"]:
-        return self.weights.W_K
+        return ReadOnlyTensor.of(self.weights.W_K)
 
     @property
     def W_V(self) -> Float[Tensor, "num_heads d_memory d_v"]:
-        return self.weights.W_V
+        return ReadOnlyTensor.of(self.weights.W_V)
 
     @property
     def W_O(self) -> Float[Tensor, "num_heads d_v d_model"]:
         """W_O of every head, `[num_heads, d_v, d_model]`."""
-        return self.weights.W_O
+        return ReadOnlyTensor.of(self.weights.W_O)
 
     @property
     def b_Q(self) -> Float[Tensor, "num_heads d_k"] | None:
         """Bias of every head's query, `[num_heads, d_k]`, or None; `b_K` and `b_V` of keys and values."""
-        return self.weights.head_bias("q")
+        return self._bias("q")
 
     @property
     def b_K(self) -> Float[Tensor, "num_heads d_k"] | None:
-        return self.weights.head_bias("k")
+        return self._bias("k")
 
     @property
     def b_V(self) -> Float[Tensor, "num_heads d_v"] | None:
-        return self.weights.head_bias("v")
+        return self._bias("v")
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"] | None:
         """The bias of the output, added once; None without."""
         return self.weights.o_bias
+
+    def _bias(self, side: Literal["q", "k", "v"]) -> Tensor | None:
+        bias = self.weights.head_bias(side)
+        return None if bias is None else ReadOnlyTensor.of(bias)
 
     @property
     def between(self) -> list[str]:

@@ -26,12 +26,12 @@ from triptych.face.changes import (
     Change,
     Edit,
     Part,
+    Patch,
     PositionsOff,
     Steering,
     ValueChange,
     WeightChange,
     ablation,
-    patched,
     resampled,
     tied_map,
     with_map,
@@ -202,23 +202,33 @@ class Model(RunnableModel):
     ) -> "Model":
         """The model with activations of some heads taken from a run, position by position.
 
+        It then reads texts of as many tokens as the run's; a continuation that is generated grows from there.
+
         Args:
             heads: as in `ablate`.
-            run: of this model or another one with such heads, on a text of its own.
+            run: of this model or another one with such heads, on one text of its own.
             what: which activation: q, k, v, scores, weights or z.
             positions: of the run's text, at which it is taken, below 0 from its end; all if None.
 
         Raises:
-            UsageError: there is no such head or position; when the model runs, the shapes do not fit.
+            UsageError: there is no such head or position; when the model runs, the lengths do not fit.
         """
-        names = self._places.names
-        edits: dict[int, dict[Part, Edit]] = {
-            number: {
-                head: patched(what, getattr(run[f"{names[number]}.{head}"], what).detach(), positions)
-                for head in own
+        if not isinstance(run, Run):
+            raise UsageError(f"patch takes one run, of run(text): a {type(run).__name__} is none")
+        names, edits = self._places.names, dict[int, dict[Part, Edit]]()
+        is_pair = len(self._places.stacks) > 1
+        for number, own in self._heads(heads).items():
+            stack = names[number].partition(".")[0]
+            take = partial(
+                Patch,
+                what,
+                positions=positions,
+                queries_grow=is_pair and stack != "encoder",
+                keys_grow=is_pair and stack == "decoder",
+            )
+            edits[number] = {
+                head: take(values=getattr(run[f"{names[number]}.{head}"], what).detach()) for head in own
             }
-            for number, own in self._heads(heads).items()
-        }
         return self._changed(ValueChange(f"patch({in_words(heads)}, {what})", what, edits))
 
     @check_choices

@@ -79,6 +79,7 @@ class Opened:
         """The files."""
         if self.source is None:
             raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
+        self.source.require_same()
         return self.source
 
     @property
@@ -188,6 +189,10 @@ class ChangedSource(AttentionSource):
         self.sites, self.num_tensors, self.left_over = source.sites, source.num_tensors, source.left_over
         self.unread, self.absent, self.warnings = source.unread, source.absent, source.warnings
         self.others = source.others
+
+    @property
+    def source(self) -> Source | None:
+        return self._source.source
 
     def read(self, site: Site) -> AttentionLayer:
         layer, number = self._source.read(site), self.sites.index(site)

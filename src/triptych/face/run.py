@@ -16,6 +16,7 @@ from triptych.attention import ACTIVATIONS, Activation, LayerSteps, Tap
 from triptych.errors import UsageError
 from triptych.face.choices import check_choices
 from triptych.models import EncoderDecoder
+from triptych.models.blocks import Residual
 from triptych.models.sites import AttentionSite
 from triptych.opening import LayerCall, PlaceNames, Reader, Recording, TextIds
 from triptych.opening.places import head_of
@@ -35,13 +36,22 @@ class Activations:
         scores: what the softmax takes, before the mask, `[heads, queries, keys]`.
         weights: the attention weights, `[heads, queries, keys]`.
         z: what W_O reads, `[heads, queries, d_v]`.
+        projected: `z W_O`, `[queries, d_model]`: of a layer the sum over its heads and the output bias.
+        output: what is added to the residual stream, `[queries, d_model]`: `projected`, after a norm or a
+            multiplier that follows the layer (Gemma 2, OLMo 2, Granite). Of a head its part of that.
     """
 
     def __init__(
-        self, name: str, steps: LayerSteps, weights: AttentionWeights, head: int | None = None
+        self,
+        name: str,
+        steps: LayerSteps,
+        weights: AttentionWeights,
+        frame: Residual,
+        head: int | None = None,
     ) -> None:
+        """Activations of a layer in its residual frame, or of one of its heads."""
         self.name, self.steps = name, steps
-        self._weights, self._head = weights, head
+        self._weights, self._frame, self._head = weights, frame, head
         for what in ACTIVATIONS:
             value = getattr(steps, what)[0]
             setattr(self, what, value if head is None else value[head])
@@ -54,15 +64,20 @@ class Activations:
     z: Tensor
 
     @cached_property
-    def output(self) -> Float[Tensor, "queries d_model"]:
-        """What the layer adds, or for a head its part of that, `z W_O`: `[queries, d_model]`."""
+    def projected(self) -> Float[Tensor, "queries d_model"]:
         if self._head is None:
             return self.steps.output[0]
         return self.z @ self._weights.W_O[self._head].to(self.z)
 
+    @cached_property
+    def output(self) -> Float[Tensor, "queries d_model"]:
+        if self._head is None:
+            return self._frame.added(self.projected)
+        return self._frame.part_added(self.projected, self.steps.output[0])
+
     def __repr__(self) -> str:
         shapes = "  ".join(f"{what} {list(getattr(self, what).shape)}" for what in ACTIVATIONS)
-        return f"Activations {self.name}: {shapes}  output {list(self.output.shape)}"
+        return f"Activations {self.name}: {shapes}  projected, output {list(self.projected.shape)}"
 
 
 @final
@@ -127,7 +142,8 @@ class Run:
         with torch.set_grad_enabled(call.x.requires_grad):
             steps = call.steps()
         name = self._places.names[self._places.find(place)[0]]
-        return Activations(name if head is None else f"{name}.{head}", steps, call.layer.weights(), head)
+        name = name if head is None else f"{name}.{head}"
+        return Activations(name, steps, call.layer.weights(), call.site.residual, head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length *streams d_model"]:
         """The residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`), or at the end of a stack.

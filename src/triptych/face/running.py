@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from triptych.attending.worth import Instead
 from triptych.decoding import (
     Filling,
     GenerationOptions,
-    SamplingOptions,
     Stop,
     TextGenerator,
     Translator,
@@ -30,6 +29,7 @@ from triptych.face.reading import ReadableModel
 from triptych.face.run import Run, run_texts
 from triptych.face.shortlist import write_shortlist
 from triptych.opening import OpenedModel, Reader
+from triptych.opening.generation_config import Asked, GenerationConfig
 from triptych.progress import Progress, untold
 from triptych.text import SpecialTokens, Text, as_lines, as_texts
 from triptych.text.documents import Documents
@@ -38,6 +38,8 @@ from triptych.training import Recipe, read_recipe, require_translation
 from triptych.training.distilling import Distilled, distil_text
 from triptych.training.processes import launched
 from triptych.training.progress import Display, LineDisplay
+
+FileSettings = Literal["follow", "ignore"]
 
 
 class RunnableModel(ReadableModel):
@@ -236,12 +238,13 @@ class RunnableModel(ReadableModel):
         self,
         text: Text | Sequence[Text] | Tensor,
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        repetition_penalty: float = 1.0,
+        repetition_penalty: float | None = None,
+        generation_config: FileSettings = "follow",
         seed: int = 0,
         num_samples: int = 1,
         beam_size: int = 1,
@@ -254,15 +257,24 @@ class RunnableModel(ReadableModel):
     ) -> Any:
         """Continue a text, or several.
 
+        What is not given is as the checkpoint's `generation_config.json` says.
+
         Args:
             text: one text, or several: strings, or token ids. An empty string begins with the token that
                 begins a text.
-            max_new_tokens: longest continuation in tokens.
-            temperature: divisor of the logits; 0 always takes the most probable token.
-            top_k: draw from the k most probable tokens only.
-            top_p: draw from the fewest tokens whose probabilities sum to p.
-            min_p: draw from tokens at least p times as probable as the best.
-            repetition_penalty: above 1, tokens already in the text are less probable.
+            max_new_tokens: longest continuation in tokens. Default: the file's max_new_tokens or max_length,
+                otherwise 128.
+            temperature: divisor of the logits; 0 always takes the most probable token. Default: the file's
+                where it has do_sample, otherwise 0.
+            top_k: draw from the k most probable tokens only. Default: the file's.
+            top_p: draw from the fewest tokens whose probabilities sum to p. Default: the file's.
+            min_p: draw from tokens at least p times as probable as the best. Default: the file's.
+            repetition_penalty: above 1, tokens already in the text are less probable. Default: the file's.
+            generation_config: "follow" the settings of the checkpoint's generation_config.json, or "ignore"
+                all but its ends of texts. Followed are do_sample, temperature, top_k, top_p, min_p,
+                typical_p, repetition_penalty, no_repeat_ngram_size, bad_words_ids, suppress_tokens,
+                begin_suppress_tokens, min_new_tokens, min_length, max_new_tokens, max_length and
+                eos_token_id; others that would change a text are refused by name.
             seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs).
             num_samples: number of continuations of each text; with a beam, the best ones.
             beam_size: beam size; 1 is no beam search.
@@ -282,22 +294,26 @@ class RunnableModel(ReadableModel):
         Raises:
             UsageError: the model continues no text, or options that do not go together.
         """
+        asked = Asked(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, beam_size)
+        generator = self.generator()
+        settings = self.opened.generation if generation_config == "follow" else GenerationConfig()
+        settings.require_followed(asked)
         try:
-            sampling = SamplingOptions(repetition_penalty, temperature, top_k, top_p, min_p)
+            sampling = settings.sampling(asked)
             options = GenerationOptions(
-                max_new_tokens,
-                sampling,
-                seed,
-                num_samples,
-                beam_size,
-                alpha,
+                sampling=sampling,
+                seed=seed,
+                num_samples=num_samples,
+                beam_size=beam_size,
+                alpha=alpha,
                 stop_texts=(stop,) if isinstance(stop, str) else tuple(stop),
                 max_prompt_tokens=max_prompt_tokens,
+                **settings.lengths(asked),
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
         given = as_texts(refuse_file_name(text))
-        generator = self.generator()
+        settings.say(asked, sampling)
         if stream:
             if not given.is_one:
                 raise UsageError("stream=True continues one text: give a string, or its token ids")

@@ -70,6 +70,13 @@ class InspectedLayer:
     # whether the direction that a LayerNorm removes was taken out of the maps before they were measured
     centred: bool
 
+    def __repr__(self) -> str:
+        measured = ", ".join([*self.figures][:8]) + (" …" if len(self.figures) > 8 else "")
+        return (
+            f"InspectedLayer {self.name}: {self.kind} attention, {len(self.heads)} heads measured, d_model "
+            f"{self.d_model}, d_k {self.d_k}, d_v {self.d_v}\n  figures: {measured}"
+        )
+
     @property
     def name(self) -> str:
         return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")

@@ -95,6 +95,26 @@ class Residual(nn.Module):
             change = change * self.scale
         return self.dropout(change) if self.training else change
 
+    def part_added(
+        self, part: Float[Tensor, "*rows d_model"], total: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows d_model"]:
+        """What a part of a sub-layer's output adds to the stream.
+
+        A norm after the sub-layer divides by the size of the whole output. So parts that sum to the total add
+        up to what the total adds, without the bias of such a norm.
+        """
+        norm = self.out_norm
+        if norm is not None and not isinstance(norm, nn.Identity):
+            if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
+                part = part - part.mean(dim=-1, keepdim=True)
+                total = total - total.mean(dim=-1, keepdim=True)
+            eps = float(norm.eps or torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
+            part = part / (total.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+            weight = getattr(norm, "weight", None)
+            if isinstance(weight, Tensor):
+                part = part * (weight + norm.offset if isinstance(norm, OffsetNorm) else weight)
+        return part * self.scale
+
 
 @final
 class BlockInputs(nn.Module):

@@ -61,6 +61,17 @@ def attention_sites(model: AnyModel) -> list[AttentionSite]:
     return sites
 
 
+def require_lengths(model: AnyModel, lengths: Mapping[str, tuple[int | None, int]]) -> None:
+    """Check that a text fits what taps put into the layers.
+
+    `lengths` says by stack how many tokens look, if that is known, and how many are looked at.
+    """
+    for site in attention_sites(model):
+        require = getattr(site.layer.tap, "require_lengths", None)
+        if require is not None and site.stack in lengths:
+            require(*lengths[site.stack])
+
+
 def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
     """The weights of every attention layer by site, with the norms that the model gives them."""
     found: dict[str, AttentionWeights] = {}

@@ -19,6 +19,7 @@ from triptych.files import write_text
 from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
+from triptych.opening.generation_config import GenerationConfig
 from triptych.storage.untrusted import read_json, shown, validated
 from triptych.text import NumberedTokens, Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.text.shortlists import Shortlist, read_shortlist
@@ -45,13 +46,14 @@ class OpenedModel:
         begin_id: int | None = None,
         start_id: int | None = None,
         unsearched: TriptychError | None = None,
+        generation: GenerationConfig | None = None,
     ) -> None:
         """Put a model together; in the place of tokenizers may be an error that says why there are none."""
         self.name, self.folder, self.model = name, folder, model
         self._tokenizers = (
             _numbered(model, tokenizers) if isinstance(tokenizers, TriptychError) else tokenizers
         )
-        self.unsearched = unsearched
+        self.unsearched, self.generation = unsearched, generation or GenerationConfig()
         self.shortlist: Shortlist | None = None
         self.ensemble: tuple[EncoderDecoder, ...] = ()  # translators that search with it
         self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
@@ -265,13 +267,19 @@ def _open_found(
         raise UsageError(f"{found.name} does not translate: leave out --languages")
     loaded = load_language_model(found, where, dtype)
     tokenizer = _tokenizer_in(loaded.folder, loaded.model.vocab_size)
+    generation = GenerationConfig.read(loaded.folder)
+    ends = generation.end_ids
+    if not ends:
+        own = None if isinstance(tokenizer, DataError) else tokenizer.eos_id
+        ends = (*_end_ids(loaded.config), *(() if own is None else (own,)))
     return OpenedModel(
         found.name,
         loaded.folder,
         loaded.model,
         tokenizer,
-        end_ids=_end_ids(loaded.folder, loaded.config),
-        begin_id=_begin_id(loaded.folder, loaded.config),
+        end_ids=ends,
+        begin_id=_begin_id(loaded.config) if generation.begin_id is None else generation.begin_id,
+        generation=generation,
     )
 
 
@@ -400,21 +408,17 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
         return error
 
 
-def _begin_id(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """What the same files say of the beginning of a text."""
-    path = folder / "generation_config.json"
-    records = (read_json(path) if path.exists() else {}, config)
-    stated = [record.get("bos_token_id") for record in records]
-    return next((token for token in stated if isinstance(token, int)), None)
+def _begin_id(config: Mapping[str, Any]) -> int | None:
+    """What `config.json` says of the beginning of a text."""
+    found = config.get("bos_token_id")
+    return found if isinstance(found, int) else None
 
 
-def _end_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """What `generation_config.json`, or else `config.json`, says of the end of a text."""
-    path = folder / "generation_config.json"
-    for record in (read_json(path) if path.exists() else {}, config):
-        match record.get("eos_token_id"):
-            case int(one):
-                return (one,)
-            case list(several):
-                return tuple(token for token in several if isinstance(token, int))
+def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """What `config.json` says of the end of a text."""
+    match config.get("eos_token_id"):
+        case int(one):
+            return (one,)
+        case list(several):
+            return tuple(token for token in several if isinstance(token, int))
     return ()

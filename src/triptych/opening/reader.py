@@ -27,7 +27,7 @@ from triptych.decoding.text_generator import check_vocabulary
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.overflow import require_finite_logits, require_finite_values
-from triptych.models.sites import AnyModel, AttentionSite, attention_sites
+from triptych.models.sites import AnyModel, AttentionSite, attention_sites, require_lengths
 from triptych.opening.opened import OpenedModel
 from triptych.opening.places import PlaceNames
 from triptych.opening.text_model import (
@@ -73,6 +73,9 @@ class LayerCall:
     causal: bool  # a query sees only its own position and earlier ones
     positions: PositionIds | None  # of the tokens; None if they follow each other
     lent: Kept | None = None  # the keys and values of another layer, of one that has none of its own
+
+    def __repr__(self) -> str:
+        return f"LayerCall {self.site.name}: x {list(self.x.shape)}"
 
     @property
     def layer(self) -> MultiHeadAttention:
@@ -160,6 +163,11 @@ class Recording:
     # wanted
     residuals: Mapping[str, tuple[Tensor, ...]]
 
+    def __repr__(self) -> str:
+        return (
+            f"Recording of {len(self.texts)} texts: hidden {list(self.hidden.shape)}, {len(self.calls)} calls"
+        )
+
 
 @final
 class Reader(TextModel):
@@ -228,12 +236,17 @@ class Reader(TextModel):
         return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
 
     def check(self, texts: Sequence[TextIds], max_tokens: int | None = None) -> None:
-        """Check that no text is too long, or empty."""
+        """Check that no text is too long, or empty, or of another length than values put into the layers."""
         if isinstance(self.model, LanguageModel):
             _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
-            return
-        _check_lengths([one.source or () for one in texts], self.model.encoder.max_tokens, max_tokens, "text")
-        _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
+        else:
+            sources, positions = [one.source or () for one in texts], self.model.encoder.max_tokens
+            _check_lengths(sources, positions, max_tokens, "text")
+            _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
+        for one in texts:
+            own, source = len(one.ids), len(one.ids if one.source is None else one.source)
+            read = {"encoder": (source, source), "decoder": (own, own), "cross": (own, source)}
+            require_lengths(self.model, read)
 
     def require_heads(self, heads: Sequence[str]) -> None:
         """The model has heads of these places and patterns."""

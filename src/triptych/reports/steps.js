@@ -73,9 +73,10 @@ class Row {
 
   show(record, about) {
     Object.assign(this, { record, about });
-    const { q, k, v, z, output, kept, keys, query } = record;
+    const { q, k, v, z, projected, output, kept, keys, query } = record;
     const [d_k, d_v, d, n] = [q.length, z.length, output.length, keys.length];
     const isCross = about.kind === "cross";
+    const isAsProjected = output.every((value, i) => value === projected[i]);
     const turned = record.positions === "rotary" ? ", turned by its position" : "";
     const bias = (name) => ` (${name} [${d} × ${name.endsWith("V") ? d_v : d_k}], with its bias if it has one)`;
     this.terms = {
@@ -93,7 +94,8 @@ class Row {
       v: { name: "v", about: `the value of each token looked at: its stream times W_V${bias("W_V")}. Shape [${n} × ${d_v}]` },
       share: { name: "share of z", about: `how much of z each value gives, along its direction: weight times v; they add up to 1. Shape [${n}]` },
       z: { name: "z", about: `the sum of weight times value over all keys${record.gate === null ? "" : `, times the gate ${digits(record.gate)}`}. Shape [${d_v}]` },
-      output: { name: "output", about: `z times W_O [${d_v} × ${d}]: what the head adds to the stream of “${shortly(record.token)}”, up to a norm after the layer. Shape [${d}]` },
+      projected: { name: "z W_O", about: `z times W_O [${d_v} × ${d}]${isAsProjected ? `: what the head adds to the stream of “${shortly(record.token)}”` : ""}. Shape [${d}]` },
+      output: { name: "output", about: `what the head adds to the stream of “${shortly(record.token)}”: its part of z W_O of all heads after the norm or multiplier that follows the layer. Shape [${d}]` },
       effect: { name: "direct effect", about: "what the output does to the next token's logits through the last norm and the output table, all other layers held as they were" },
     };
     byId("row-name").textContent = `One row, step by step: head ${record.head} at “${shortly(record.token)}” (${query})`;
@@ -109,12 +111,12 @@ class Row {
     const q_k = record.compares === "products" ? [part("q", "q"), " · ", part("k", ...sub("k", "j"))] : ["score(", part("q", "q"), ", ", part("k", ...sub("k", "j")), ")"];
     const scale = record.compares === "products" ? [part("scaled", digits(record.scale)), " · "] : [];
     byId("formula").replaceChildren(
-      part("output", "out"), " = ", part("z", "Σ", make("sub", {}, "j")), " ", part("weights", ...sub("softmax", "j")), "( ",
+      part("projected", "out"), " = ", part("z", "Σ", make("sub", {}, "j")), " ", part("weights", ...sub("softmax", "j")), "( ",
       ...scale, part("products", ...q_k),
       ...(record.biased ? [" + ", part("biased", ...sub(record.positions, "j"))] : []),
       ...(record.soft_cap ? [", ", part("scores", "capped")] : []),
       " + ", part("visible", ...sub("mask", "j")), ...(record.sink === null ? [] : [" | ", part("sink", "sink")]), " ) ",
-      ...(record.gate === null ? [] : [part("gate", "gate"), " · "]), part("v", ...sub("v", "j")), " ", part("output", "W", make("sub", {}, "O")),
+      ...(record.gate === null ? [] : [part("gate", "gate"), " · "]), part("v", ...sub("v", "j")), " ", part("projected", "W", make("sub", {}, "O")),
       make("span", { class: "note" }, `q = x W_Q, k = y W_K, v = y W_V${isCross ? "; x: translation, y: source" : ""}`));
     const narrow = { columns: 32 };
     byId("vectors").replaceChildren(make("div", { class: "vector" }, make("span", {}, `q [${d_k}]`), strip(q, "q", "q", narrow)));
@@ -149,11 +151,14 @@ class Row {
     const caption = kept.length < keys.length ? `The ${kept.length} keys with the largest weights, of ${keys.length}.` : `${keys.length} keys${masked ? `, ${masked} of them masked` : ""}.`;
     byId("keys").replaceChildren(make("caption", {}, caption), make("thead", {}, head), make("tbody", {}, ...rows));
 
-    const share = sum(output.map((value, i) => value * record.layer_output[i])) / Math.max(1e-30, sum(record.layer_output.map((value) => value * value)));
+    const whole = record.layer_projected;
+    const share = sum(projected.map((value, i) => value * whole[i])) / Math.max(1e-30, sum(whole.map((value) => value * value)));
+    const wide = { columns: clamp(8 * Math.floor((byId("row").clientWidth - 40) / 64), 8, 64) };
     const results = [
       make("div", { class: "vector" }, make("span", {}, `z [${d_v}]`), strip(z, "z", "z", narrow)),
-      make("div", { class: "vector" }, make("span", {}, `z W_O [${d}], ${percent(share)} of the layer's output`), strip(output, "output", "output", { columns: clamp(8 * Math.floor((byId("row").clientWidth - 40) / 64), 8, 64) })),
+      make("div", { class: "vector" }, make("span", {}, `z W_O [${d}], ${percent(share)} of the layer's`), strip(projected, "z W_O", "projected", wide)),
     ];
+    if (!isAsProjected) results.push(make("div", { class: "vector" }, make("span", {}, `added to the stream [${d}]`), strip(output, "output", "output", wide)));
     if (record.direct_effect) results.push(this.effects(record));
     byId("results").replaceChildren(...results);
   }

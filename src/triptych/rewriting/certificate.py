@@ -320,6 +320,8 @@ class Certificate(_Frozen):
     def __repr__(self) -> str:
         return in_lines(*self._shown())
 
+    __str__ = __repr__  # pydantic's has every field
+
     def _repr_html_(self) -> str:
         return table_html(*self._shown())
 

@@ -23,6 +23,7 @@ from triptych.attending.page import HeadNote, viewer_data
 from triptych.attending.writing import OutputTable
 from triptych.errors import TriptychError, UsageError
 from triptych.face import Head, Model, RotaryForm, Run
+from triptych.models.sites import attention_sites
 
 # Models with what-ifs that are kept, each with what it generates with, and texts that they read.
 _MOST_MODELS, _MOST_TEXTS = 4, 16
@@ -248,7 +249,11 @@ class Explorer:
             found = model.translate(text, num_best=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES).candidates
         elif "generate" in self.model.can:
             found = model.generate(
-                text, max_new_tokens=count, num_samples=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES
+                text,
+                max_new_tokens=count,
+                num_samples=_NUM_ALTERNATIVES,
+                beam_size=_NUM_ALTERNATIVES,
+                generation_config="ignore",
             )
         return {
             "candidates": [{"text": one.text, "score": one.score, "tokens": [*one.pieces]} for one in found],
@@ -304,7 +309,7 @@ class Explorer:
             "model": "",
             "kept": kept,
             "share_of_output": [share[key] for key in kept],
-            "layer_output": steps.layer_output.tolist(),
+            "layer_projected": steps.layer_projected.tolist(),
             "positions": semantics.positions,
             "compares": "products" if semantics.scores is None else "scores",
             "next": self._next(asked, layer, query),
@@ -388,7 +393,10 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         head = head.folded
     reader = model.reader
     stack = layer.partition(".")[0] if "." in layer else next(iter(reader.model.stacks))
-    output = OutputTable.of(reader.model, stack)
+    output, number = OutputTable.of(reader.model, stack), layer.rpartition(".")[2]
+    frame = next(
+        (site.residual for site in attention_sites(reader.model) if site.name == f"{stack}.{number}"), None
+    )
     # The half whose tokens look, and the half whose tokens are looked at.
     halves = ("decoder", "encoder") if stack == "cross" else (stack, stack)
     tokenizers = [reader.source_tokenizer if half == "encoder" else reader.tokenizer for half in halves]
@@ -413,18 +421,20 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
             continue
         form = form.at(0) if isinstance(form, RotaryForm) else form
         U, S, Vh = form.svd()
-        for number in range(min(_DIRECTIONS, len(S))):
+        for place in range(min(_DIRECTIONS, len(S))):
             for sign in (1.0, -1.0):
-                left, right = sign * U[:, number], sign * Vh[number]
+                left, right = sign * U[:, place], sign * Vh[place]
                 reads, writes = nearest(0 if name == "qk" else 1, left), list[str]()
                 if name == "qk":
                     writes = nearest(1, right)
                 elif output is not None:
-                    writes = best(output.logits(right[None].to(output.table))[0], tokenizers[0])
+                    written = right[None].to(output.table)
+                    written = written if frame is None else frame.part_added(written, written)
+                    writes = best(output.logits(written)[0], tokenizers[0])
                 yield {
                     "form": name,
-                    "number": number,
-                    "value": float(S[number]),
+                    "number": place,
+                    "value": float(S[place]),
                     "reads": reads,
                     "writes": writes,
                 }

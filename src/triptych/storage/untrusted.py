@@ -7,10 +7,12 @@ devices, which may never end, are refused.
 import errno
 import json
 import mmap
+import os
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from pydantic import BaseModel, ValidationError
 
@@ -39,6 +41,47 @@ def require_regular(path: Path, most: int | None = None) -> int:
     if most is not None and found.st_size > most:
         raise _too_large(path, most)
     return found.st_size
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is written again or another takes its place."""
+
+    size: int
+    modified: int  # in nanoseconds
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> "Stamp":
+        """The stamp of a file's status."""
+        return cls(found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino)
+
+
+def require_same(path: Path, before: Stamp, found: os.stat_result) -> None:
+    """Check that a file is still the one that was opened."""
+    if Stamp.of(found) != before:
+        raise DataError(f"{path} was written anew while it was open: open the model again")
+
+
+@final
+class Stamps:
+    """Files as they were at one time, so that a change is noticed and old and new numbers never mix."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Note regular files as they are now."""
+        self._found = {path: Stamp.of(path.stat()) for path in paths if path.is_file()}
+
+    def require_same(self) -> None:
+        """Check that every file is as it was."""
+        for path, before in self._found.items():
+            try:
+                found = path.stat()
+            except OSError as error:
+                raise DataError(
+                    f"{path} was there when the model was opened, and is gone ({error.strerror}): open the "
+                    "model again"
+                ) from None
+            require_same(path, before, found)
 
 
 def read_limited(path: Path, most: int) -> bytes:
@@ -82,6 +125,7 @@ class LocalBytes(Bytes):
         self._path = path
         try:
             self.size = require_regular(path)
+            self._stamp = Stamp.of(path.stat())
         except FileNotFoundError:
             raise DataError(f"{path} is missing: fetch it again") from None
         except OSError as error:
@@ -91,6 +135,7 @@ class LocalBytes(Bytes):
         found = bytearray(length)
         try:
             with self._path.open("rb", buffering=0) as file:
+                self.require_same(file.fileno())
                 file.seek(start)
                 view, done = memoryview(found), 0
                 while done < length and (count := file.readinto(view[done:])):
@@ -100,6 +145,10 @@ class LocalBytes(Bytes):
         if done < length:
             raise DataError(f"{self.name} ends after {start + done:,} bytes: it is truncated; fetch it again")
         return found
+
+    def require_same(self, descriptor: int) -> None:
+        """Check that an open file is the one whose size and header were read."""
+        require_same(self._path, self._stamp, os.fstat(descriptor))
 
 
 @final
@@ -116,6 +165,7 @@ class MappedBytes(Bytes):
             return self._whole.read(start, length)
         try:
             with self._path.open("rb", buffering=0) as file:
+                self._whole.require_same(file.fileno())
                 mapped = mmap.mmap(
                     file.fileno(), start - first + length, access=mmap.ACCESS_COPY, offset=first
                 )

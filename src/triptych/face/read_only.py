@@ -1,0 +1,116 @@
+"""Tensors that are read from a model, and cannot be written.
+
+PyTorch has no flag for that. A subclass of `Tensor` sees every operation on it and refuses those that write.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, final
+
+import numpy
+import torch
+from torch import Tensor
+
+from triptych.errors import UsageError
+
+# Operations that write nothing though their names end as those that do.
+_HARMLESS = {"requires_grad_", "__invert__", "__index__", "__int__", "__iter__", "__init__"}
+
+
+@final
+class ReadOnlyTensor(Tensor):
+    """A matrix of a model. Views of it are read-only too; what else is computed of it is a plain tensor.
+
+    Writing raises a `UsageError`: `model.replace` gives a model with another matrix, `clone()` a copy.
+    """
+
+    @classmethod
+    def of(cls, value: Tensor) -> "ReadOnlyTensor":
+        """The same numbers, in the same memory."""
+        return value.detach().as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        written = [args[0] if args and (_writes(func) or given.get("inplace")) else None, given.get("out")]
+        if any(_holds_one(value) for value in written):
+            _refuse()
+        with torch._C.DisableTorchFunctionSubclass():
+            return _as_given(func(*args, **given), [value for value in args if isinstance(value, cls)])
+
+    def plain(self) -> Tensor:
+        """The same memory as a tensor that can be written: for what only reads it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Tensor = self.as_subclass(Tensor)
+        return plain
+
+    def set_(self, *given: Any, **named: Any) -> NoReturn:
+        """Refuse other memory: an operation that PyTorch does not tell of."""
+        _refuse()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.plain().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.plain().clone().__dlpack__(**options)
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operation writes into its first argument."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    name = str(getattr(func, "__name__", ""))
+    if name in _HARMLESS:
+        return False
+    if name == "__set__":  # of a property, such as `data`; gradients are no numbers of the model
+        return getattr(func, "__self__", None) is not Tensor.grad
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or name.startswith("__i")
+
+
+def _holds_one(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_holds_one(one) for one in value)
+    return isinstance(value, ReadOnlyTensor)
+
+
+def _refuse() -> NoReturn:
+    raise UsageError(
+        "a matrix that is read from a model cannot be written: model.replace(place, W_Q=…) gives a model "
+        "with another one, and clone() a copy of your own"
+    )
+
+
+def _as_given(found: Any, read: list[Tensor]) -> Any:
+    """What an operation gave, read-only where it lies in the memory of what is read."""
+    if type(found) in (tuple, list):
+        return type(found)(_as_given(one, read) for one in found)
+    if isinstance(found, numpy.ndarray):
+        found.flags.writeable = False
+        return found
+    if not isinstance(found, Tensor) or isinstance(found, torch.nn.Parameter):
+        return found
+    own = _memory(found)
+    if own and any(own == _memory(one) for one in read):
+        return found.as_subclass(ReadOnlyTensor)
+    return found.as_subclass(Tensor)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the numbers lie; 0 for none."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return 0
+    return tensor.untyped_storage().data_ptr()
