@@ -33,7 +33,8 @@ _OF_MODELS = (
     "modeling_utils", "modeling_layers", "modeling_rope_utils", "masking_utils", "cache_utils",
     "modeling_attn_mask_utils", "modeling_flash_attention_utils", "pytorch_utils", "core_model_loading",
     "conversion_mapping", "fusion_mapping", "backbone_utils", "initialization", "utils.generic",
-    "utils.output_capturing", "integrations.sdpa_attention", "integrations.moe", "integrations.flash_attention",
+    "utils.output_capturing", "integrations.sdpa_attention", "integrations.moe",
+    "integrations.flash_attention",
 )  # fmt: skip
 _CONFIGURATION = re.compile(r"(^|[._])(config|cfg)(\.get_text_config)?$")
 _RECORD = re.compile(r"config|rope")
@@ -128,7 +129,7 @@ def common() -> set[str]:
 
 def declared(configuration: Any) -> set[str]:
     """The fields of a class, its other names of them, and what it and the classes that it names take."""
-    found = {field.name for field in dataclasses.fields(configuration)} 
+    found = {field.name for field in dataclasses.fields(configuration)}
     found |= {*configuration.attribute_map} | {*configuration.attribute_map.values()}
     for owner in configuration.__mro__:
         if not owner.__module__.startswith("transformers.models."):

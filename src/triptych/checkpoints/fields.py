@@ -1,8 +1,8 @@
 """Fields of a configuration that nobody reads: which of them can change what a model computes.
 
 Of a family in a file `transformers` is followed. What its class of the model reads, the family reads, or says
-that it does not (`ignored`); anything else that the class knows is refused by name when the model is run. What
-the class does not know (`class_fields.py`) changes nothing there, and nothing here.
+that it does not (`ignored`); anything else that the class knows is refused by name when the model is run.
+What the class does not know (`class_fields.py`) changes nothing there, and nothing here.
 """
 
 import re

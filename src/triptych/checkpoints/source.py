@@ -1,5 +1,6 @@
 """What a source of a model is: a run of ours, a checkpoint of another library, or a model in memory."""
 
+import atexit
 import shutil
 import weakref
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any, final
 
 from torch import nn
 
+from triptych.checkpoints.family import Family
 from triptych.errors import DataError, UsageError, near_path
 from triptych.storage.hub import Repository, is_hub_id, open_hub
 from triptych.storage.tensors import InMemory, Tensors, of_one, open_tensors
@@ -18,12 +20,32 @@ from triptych.storage.untrusted import read_json
 
 @final
 class Source:
-    """A model's files, or the model of `transformers` in memory that takes their place."""
+    """A model's files, or the model of `transformers` in memory that takes their place.
+
+    Attributes:
+        name: as it was given.
+        record: its configuration.
+        where: the file of the configuration, for messages.
+        found: where the files are.
+        family: the family file that was given for it; None where its configuration tells.
+        tokenizer: the folder of a tokenizer that was given for it; None for that of the files.
+        strict: whether what `transformers` does not follow of the configuration is an error, not a warning.
+    """
 
     def __init__(
-        self, name: str, record: Mapping[str, Any], where: str, found: "Path | Repository | ModuleOfOthers"
+        self,
+        name: str,
+        record: Mapping[str, Any],
+        where: str,
+        found: "Path | Repository | ModuleOfOthers",
     ) -> None:
-        self.name, self.record, self.where, self.found = name, record, where, found
+        self.name = name
+        self.record = record
+        self.where = where
+        self.found = found
+        self.family: Family | None = None
+        self.tokenizer: Path | None = None
+        self.strict = False
 
     @cached_property
     def path(self) -> Path:
@@ -38,6 +60,20 @@ class Source:
     def settings_folder(self) -> Path:
         """Where configuration and tokenizers lie, without the weights of a model in memory."""
         return self.found.folder if isinstance(self.found, ModuleOfOthers) else self.folder
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer lies: the one that was given, or that of the files."""
+        return self.settings_folder if self.tokenizer is None else self.tokenizer
+
+    def at(self, folder: Path) -> "Source":
+        """The model in another folder, with what was given for this one."""
+        found = find_source(folder)
+        found.tokenizer = self.tokenizer
+        found.strict = self.strict
+        if found.record.get("model_type") == self.record.get("model_type"):
+            found.family = self.family
+        return found
 
     @property
     def is_own(self) -> bool:
@@ -69,15 +105,17 @@ class Source:
 class ModuleOfOthers:
     """A model of `transformers` in memory; its weights are written only where a path is asked for."""
 
-    def __init__(self, module: Any, tokenizer: Any) -> None:
+    def __init__(self, module: Any, tokenizer: Path | None) -> None:
         self._module = module
+        self.has_tokenizer = tokenizer is not None
         self.folder = Path(mkdtemp(prefix="triptych-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        if isinstance(tokenizer, str | Path):
+        parts = [module.config, getattr(module, "generation_config", None)]
+        if tokenizer is not None:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
-        for part in (module.config, getattr(module, "generation_config", None), tokenizer):
+            parts.append(AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True))
+        for part in parts:
             if part is not None:
                 part.save_pretrained(self.folder)
 
@@ -111,10 +149,50 @@ def is_own_config(config: Mapping[str, Any]) -> bool:
     return "format" in config and isinstance(config.get("model"), dict)
 
 
-def find_source(source: object, *, tokenizer: Any = None, offline: bool = False) -> Source:
+def tokenizer_folder(tokenizer: Any) -> Path | None:
+    """The folder of a tokenizer that was given: a folder, or one of `transformers`, which is saved in one.
+
+    Raises:
+        UsageError: there is no such folder, or it is no tokenizer.
+    """
+    if tokenizer is None:
+        return None
+    if isinstance(tokenizer, str | Path):
+        folder = Path(tokenizer)
+        if not folder.is_dir():
+            raise UsageError(f"tokenizer: {folder} is no folder{near_path(folder)}: give that of a tokenizer")
+        return folder
+    if isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained"):
+        raise UsageError(
+            f"tokenizer: a {type(tokenizer).__name__} is none: give the folder of one, or one of transformers"
+        )
+    folder = Path(mkdtemp(prefix="triptych-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def find_source(
+    source: object,
+    *,
+    tokenizer: Any = None,
+    offline: bool = False,
+    family: Family | None = None,
+    strict: bool = False,
+) -> Source:
     """What is at a path, or has a name on the Hub (a path of that name comes first), or is in memory."""
     if isinstance(source, Source):
         return source
+    given = tokenizer_folder(tokenizer)
+    found = _find(source, given, offline)
+    found.family = family
+    found.strict = strict
+    if not isinstance(found.found, ModuleOfOthers):  # whose files have it among them
+        found.tokenizer = given
+    return found
+
+
+def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
     if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
         name = str(getattr(source, "name_or_path", "") or type(source).__name__)
         module = ModuleOfOthers(source, tokenizer)

@@ -79,7 +79,7 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
         )
     require_extra("run", "transformers", what="check")
     ours = Reader(open_model(source, "cpu", torch.float32))
-    theirs = TransformersModel(source.folder)
+    theirs = TransformersModel(source.folder, source.tokenizer_folder)
     windows, same = [_without_padding(one, ours, theirs) for one in ours.random_windows(_SEED)], None
     if text is not None:
         windows, same = _windows_of(ours, theirs, text, target)

@@ -54,7 +54,7 @@ class Opened:
         """The attention layers; weights are read when they are first used."""
         if self.module is not None:
             return OwnModel(self.module, self.name)
-        return open_checkpoint(self.files, self.options.family, mapped=True)
+        return open_checkpoint(self.files, mapped=True)
 
     @property
     def files(self) -> Source:
@@ -75,9 +75,9 @@ class Opened:
         if self.module is None:
             device = "cpu" if options.engine == "ctranslate2" else options.device
             return open_model(self.files, device, options.dtype, options.languages)
-        if options.tokenizer is None:
+        folder = options.tokenizer
+        if folder is None:
             raise UsageError(f"{self.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
-        folder = Path(options.tokenizer)
         module = self.module.to(find_device(options.device), options.dtype)
         tokenizers: Tokenizer | TokenizerPair = (
             TokenizerPair.load(folder)
@@ -89,8 +89,8 @@ class Opened:
     @cached_property
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
-        of_others = self.source is not None and isinstance(self.source.found, ModuleOfOthers)
-        if of_others and self.options.tokenizer is None:
+        found = None if self.source is None else self.source.found
+        if isinstance(found, ModuleOfOthers) and not found.has_tokenizer:
             raise UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
         self.model.tokenizer  # noqa: B018 (an error where there is none)
         opened, options = self.model, self.options
