@@ -1,4 +1,4 @@
-"""Configurations as people publish them, odd keys and all, with sizes shrunk: they run as in `transformers`."""
+"""Configurations as people publish them, odd keys and all: with small sizes they run as in `transformers`."""
 
 import json
 from collections.abc import Mapping

@@ -33,6 +33,7 @@ from triptych.models.storage import read_own_model, stored_parameters
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import SAFETENSORS, Tensors
+from triptych.storage.unreadable import refuse_adapters
 from triptych.storage.untrusted import shown
 
 _BORROWS = "maps of a layer that uses keys and values of an earlier one"
@@ -386,6 +387,7 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
             raise UsageError(f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder")
         return OwnModel.read_folder(source.folder, source.name)
     tensors = source.tensors(mapped=mapped)
+    refuse_adapters(source.name, tensors.infos)
     settings = Settings(dict(source.record), source.where)
     tensors = dequantised(tensors, settings)
     how_known = "as told"

@@ -15,6 +15,7 @@ from triptych.checkpoints.family import Family
 from triptych.errors import DataError, UsageError, near_path
 from triptych.storage.hub import Repository, is_hub_id, open_hub
 from triptych.storage.tensors import InMemory, Tensors, of_one, open_tensors
+from triptych.storage.unreadable import what_is
 from triptych.storage.untrusted import read_json
 
 
@@ -213,8 +214,11 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         return Source(name, repository.record, f"{name}/config.json", repository)
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():
+        told = what_is(path) or (
+            "give a run (triptych train makes one), a folder with config.json and *.safetensors, or a Hub "
+            "name"
+        )
         raise UsageError(
-            f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json. Give a "
-            "run (triptych train makes one), a folder with config.json and *.safetensors, or a Hub name"
+            f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json; {told}"
         )
     return Source(name, read_json(config), str(config), path)

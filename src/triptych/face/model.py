@@ -505,7 +505,7 @@ class Model(RunnableModel):
             if self._opened.module is None:
                 source = self._opened.files.at(saved)
             else:
-                if self._opened.options.tokenizer is not None:
+                if self._opened.options.tokenizer is not None and not self._opened.why_not_run:
                     self._opened.model.save_tokenizers(saved)
                 source = find_source(saved)
             source.name = ", ".join((self.name, *self.changes))

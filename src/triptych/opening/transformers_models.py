@@ -117,10 +117,23 @@ class TransformersModel(TextModel):
             raise DataError(
                 f"{self._path}: {name} does not run on token ids alone{reads}: {first_line(error)}"
             ) from error
-        result: Tensor = (found.logits if "logits" in found else found.last_hidden_state)[0]
+        result = self._compared_part(found)[0]
         if self._missing and result.isnan().any():
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result
+
+    def _compared_part(self, found: Any) -> Tensor:
+        """What a class gives: logits, of a head for spans both sides, or else the last hidden state."""
+        result: Tensor
+        for name in ("logits", "prediction_logits"):
+            if (result := found.get(name)) is not None:
+                return result
+        if found.get("start_logits") is not None and found.get("end_logits") is not None:
+            return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)
+        if (result := found.get("last_hidden_state")) is not None:
+            return result
+        given = ", ".join(map(str, found))
+        raise DataError(f"{self._path}: {type(self.model).__name__} gives {given}, none of which is compared")
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, special ones included."""
