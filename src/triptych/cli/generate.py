@@ -32,7 +32,7 @@ def generate(
         "max_new_tokens temperature top_k top_p min_p repetition_penalty seed num_samples beam_size alpha "
         "stop max_prompt_tokens chat",
     ],
-    opening: Annotated[Options, "Model", load, "device dtype engine precision offline"],
+    opening: Annotated[Options, "Model", load, "device dtype engine precision offline strict"],
     without: str | None = None,
     attention: Sequence[str] = (),
     as_json: bool = False,

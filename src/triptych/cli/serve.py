@@ -25,7 +25,7 @@ def serve(
         "max_characters max_items max_new_tokens max_bytes max_requests max_waiting "
         "batch_items batch_tokens seconds",
     ],
-    opening: Annotated[Options, "Model", load, "device engine precision offline"],
+    opening: Annotated[Options, "Model", load, "device engine precision offline strict"],
 ) -> None:
     """Serve models over HTTP.
 

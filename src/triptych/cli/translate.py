@@ -38,7 +38,7 @@ def translate(
     glossary: Path | None = None,
     workers: int | None = None,
     opening: Annotated[
-        Options, "Model", load, "device engine precision languages offline shortlist ensemble"
+        Options, "Model", load, "device engine precision languages offline strict shortlist ensemble"
     ],
     without: str | None = None,
     attention: Sequence[str] = (),

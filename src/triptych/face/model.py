@@ -130,8 +130,9 @@ def load(
     )
     described = read_family(Path(family)) if isinstance(family, str | Path) else family
     if isinstance(source, LanguageModel | EncoderDecoder):
-        if described is not None:
-            raise UsageError("a model of triptych in memory is described by itself: leave out family")
+        of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
+        if stray := next((name for name, value in of_files.items() if value), None):
+            raise UsageError(f"{stray} is for a model in files: leave it out for one in memory")
         return Model(Opened(f"a module ({type(source).__name__})", None, options, module=source))
     if isinstance(source, Model):
         raise UsageError(f"{source.name} is opened already: use it, or load what it was opened from")

@@ -252,7 +252,8 @@ class RunnableModel(ReadableModel):
             top_p: draw from the fewest tokens whose probabilities sum to p.
             min_p: draw from tokens at least p times as probable as the best.
             repetition_penalty: above 1, tokens already in the text are less probable.
-            seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs).
+            seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs). Without a
+                temperature nothing is drawn, and every seed gives the same text.
             num_samples: number of continuations of each text; with a beam, the best ones.
             beam_size: beam size; 1 is no beam search.
             alpha: exponent of the beam's length penalty.
@@ -269,6 +270,10 @@ class RunnableModel(ReadableModel):
         Raises:
             UsageError: the model continues no text, or options that do not go together.
         """
+        if temperature == 0:
+            _refuse_given("temperature above 0", top_k=top_k, top_p=top_p, min_p=min_p)
+        if beam_size == 1:
+            _refuse_given("beam_size above 1", alpha=alpha or None)
         try:
             sampling = SamplingOptions(repetition_penalty, temperature, top_k, top_p, min_p)
             options = GenerationOptions(
@@ -357,10 +362,13 @@ class RunnableModel(ReadableModel):
             DataError: there is nothing to score.
         """
         if references is not None:
+            _refuse_given("a text to predict, without references", context=context, stride=stride)
             translator = self.translator(beam_size=beam_size, alpha=alpha, stop=stop, workers=workers)
             sources = given_texts(self.reader, text)
             right = given_lines(references)
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
+        searched = {"beam_size": beam_size, "alpha": alpha, "stop": stop}
+        _refuse_given("references", **searched, workers=None if workers == 1 else workers)
         documents = given_texts(self.reader, text)
         scoring = partial(progress, "scoring")
         return evaluate_text(self.opened, documents, self._opened.options, context, stride, scoring)
@@ -566,3 +574,9 @@ class RunnableModel(ReadableModel):
     def reader(self) -> Reader:
         """What reads texts."""
         return Reader(self.opened)
+
+
+def _refuse_given(with_what: str, **options: Any) -> None:
+    """Raise where one of these was given, which counts only with something else."""
+    if found := next((name for name, value in options.items() if value is not None), None):
+        raise UsageError(f"{found} goes with {with_what}: leave it out")

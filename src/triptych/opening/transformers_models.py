@@ -124,14 +124,12 @@ class TransformersModel(TextModel):
 
     def _compared_part(self, found: Any) -> Tensor:
         """What a class gives: logits, of a head for spans both sides, or else the last hidden state."""
-        result: Tensor
-        for name in ("logits", "prediction_logits"):
-            if (result := found.get(name)) is not None:
-                return result
-        if found.get("start_logits") is not None and found.get("end_logits") is not None:
+        if found.get("start_logits") is not None:
             return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)
-        if (result := found.get("last_hidden_state")) is not None:
-            return result
+        for name in ("logits", "prediction_logits", "last_hidden_state"):
+            result: Tensor | None = found.get(name)
+            if result is not None:
+                return result
         given = ", ".join(map(str, found))
         raise DataError(f"{self._path}: {type(self.model).__name__} gives {given}, none of which is compared")
 

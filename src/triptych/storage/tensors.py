@@ -355,12 +355,12 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
 def _within(found: Mapping[Any, Any]) -> str:
     """How to get at weights that lie within another record, as a state of training has them."""
     for name, held in found.items():
-        if isinstance(name, str) and isinstance(held, dict) and held:
-            if all(isinstance(tensor, Tensor) for tensor in held.values()):
-                return (
-                    f"; the weights seem to be under {shown(name)}: save that record alone, "
-                    f"torch.save(torch.load(FILE, weights_only=True)[{shown(name)!r}], NEW)"
-                )
+        are_tensors = isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values())
+        if are_tensors and held and isinstance(name, str):
+            return (
+                f"; the weights seem to be under {shown(name)}: save that record alone, "
+                f"torch.save(torch.load(FILE, weights_only=True)[{shown(name)!r}], NEW)"
+            )
     return ""
 
 
