@@ -112,7 +112,9 @@ def unknown_to_class(family: Family, settings: Settings) -> list[str]:
     return [
         path
         for path in overlooked(settings.record, fields_read(family))
-        if not is_known(path, keys) and not _speaks_of_no_computation(path)
+        if not is_known(path, keys)
+        and not _speaks_of_no_computation(path)
+        and settings.value(path) not in _AS_USUAL.get(path, ())
     ]
 
 
