@@ -151,11 +151,7 @@ def is_own_config(config: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_folder(tokenizer: Any) -> Path | None:
-    """The folder of a tokenizer that was given: a folder, or one of `transformers`, which is saved in one.
-
-    Raises:
-        UsageError: there is no such folder, or it is no tokenizer.
-    """
+    """The folder of a tokenizer that was given: a folder, or one of `transformers`, which is saved in one."""
     if tokenizer is None:
         return None
     if isinstance(tokenizer, str | Path):
