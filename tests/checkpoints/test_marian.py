@@ -188,7 +188,12 @@ def test_a_configuration_that_cannot_be_read_is_refused_by_field(
     assert message in refused
 
 
-@pytest.mark.parametrize("name", ["config.json", "vocab.json", "source.spm", "target.spm"])
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"it has no config\.json"):
+        read_translator(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "source.spm", "target.spm"])
 def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     write_marian(tmp_path)
     (tmp_path / name).unlink()

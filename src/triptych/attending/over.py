@@ -240,6 +240,8 @@ def attend_over(
 def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:
     """The documents of a file or a folder; for an encoder-decoder the lines of a file."""
     if reader.opened.translates:
+        if documents != "file":
+            raise UsageError("documents is for language models: of a translator each line is a sentence")
         return read_lines(path)
     spec = LanguageCorpusSpec(files=(str(path),), documents=documents)
     return [*whole_documents(read_documents(spec))]
@@ -249,6 +251,8 @@ def given_texts(reader: Reader, text: Any, documents: Documents = "file") -> Seq
     """The documents of a file, a text, or several documents."""
     if isinstance(text, Path):
         return read_texts(reader, text, documents)
+    if documents != "file":
+        raise UsageError("documents says what a document is in a file: give Path(FILE), or leave it out")
     return as_lines(refuse_file_name(text, or_path=True))
 
 

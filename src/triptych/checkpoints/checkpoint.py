@@ -33,6 +33,7 @@ from triptych.models.storage import read_own_model, stored_parameters
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import SAFETENSORS, Tensors
+from triptych.storage.unreadable import refuse_adapters
 from triptych.storage.untrusted import shown
 
 _BORROWS = "maps of a layer that uses keys and values of an earlier one"
@@ -130,7 +131,8 @@ class Checkpoint(AttentionSource):
         self.written_as, self.known_by = family.name, known_by
         self.absent, self.others = (), ""
         self._places = {place.site: place for place in self._find()}
-        self.warnings = self._not_followed()
+        self.not_followed = self._not_followed()
+        self.warnings = (*self.not_followed, *self._further_layers())
         self.sites = tuple(self._places)
         self.unread = {}
         self.num_tensors = len(tensors.infos)
@@ -276,13 +278,16 @@ class Checkpoint(AttentionSource):
         return found
 
     def _not_followed(self) -> tuple[str, ...]:
-        """Sentences on fields of the configuration that are set and change nothing, and on further layers."""
+        """Sentences on fields of the configuration that are set and change nothing."""
         found = {id(place.spec): place for place in self._places.values()}
         said = dict.fromkeys(
             said for place in found.values() for said in not_followed(self.family, place.spec, place.settings)
         )
+        return tuple(said)
+
+    def _further_layers(self) -> tuple[str, ...]:
         further = [place.site.module for place in self._places.values() if place.is_further]
-        return (*said, *(f"{module} predicts further tokens: it is read, and not run" for module in further))
+        return tuple(f"{module} predicts further tokens: it is read, and not run" for module in further)
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
         """How many layers, the last ones, have no keys and values of their own."""
@@ -302,8 +307,9 @@ class Checkpoint(AttentionSource):
             except DataError:
                 continue
             kinds = (str(settings.value("model_type")) for settings in (found, self.settings))
-            defaults = next((spec.defaults[kind] for kind in kinds if kind in spec.defaults), {})
-            return found.over(_with_older_record(found, defaults))
+            defaults = self.family.defaults_of(spec.settings)
+            of_class = next((defaults[kind] for kind in kinds if kind in defaults), {})
+            return found.over(_with_older_record(found, of_class))
         return None
 
     def _prefix(self, spec: AttentionSpec, first: int) -> str | None:
@@ -375,7 +381,10 @@ def open_checkpoint(
     source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
     """The attention layers of a source."""
-    opened = _open(find_source(source), family, mapped)
+    found = find_source(source)
+    opened = _open(found, family or found.family, mapped)
+    if found.strict and isinstance(opened, Checkpoint) and opened.not_followed:
+        raise UsageError(f"{opened.not_followed[0]}; strict takes this for an error")
     for said in opened.warnings:
         warnings.warn(said, ConfigurationWarning, stacklevel=2)
     return opened
@@ -389,6 +398,7 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
             raise UsageError(f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder")
         return OwnModel.read_folder(source.folder, source.name)
     tensors = source.tensors(mapped=mapped)
+    refuse_adapters(source.name, tensors.infos)
     settings = Settings(dict(source.record), source.where)
     tensors = dequantised(tensors, settings)
     how_known = "as told"

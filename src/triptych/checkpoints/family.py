@@ -45,6 +45,15 @@ class Family(Spec):
             raise ValueError("there is no [[attention]]")
         return self
 
+    def defaults_of(self, settings: str) -> dict[str, dict[str, Any]]:
+        """What a record leaves out, by `model_type`: of all attention layers that it speaks of."""
+        found: dict[str, dict[str, Any]] = {}
+        for spec in self.attention:
+            if spec.settings == settings:
+                for model_type, own in spec.defaults.items():
+                    found[model_type] = {**found.get(model_type, {}), **own}
+        return found
+
 
 def half_of(family: Family, half: str) -> Family:
     """The family as files with one half of its models, "encoder" or "decoder", name it."""

@@ -1,7 +1,8 @@
-"""Fields of a configuration that nobody reads: which of them can change what attention computes.
+"""Fields of a configuration that nobody reads: which of them can change what a model computes.
 
 Of a family in a file `transformers` is followed. What its class of the model reads, the family reads, or says
-that it does not (`ignored`); what is not among its fields changes nothing there, and nothing here.
+that it does not (`ignored`); anything else that the class knows is refused by name when the model is run.
+What the class does not know (`class_fields.py`) changes nothing there, and nothing here.
 """
 
 import re
@@ -10,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
 from typing import Any
 
+from triptych.checkpoints.class_fields import is_known, known_keys
 from triptych.checkpoints.family import Family
 from triptych.checkpoints.hooks import hook_of
 from triptych.checkpoints.specs import AttentionSpec
@@ -81,34 +83,62 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
                 f"{settings.where}: {ignored.field} is {shown(said)}, which transformers does not follow; "
                 f"read as it runs, {as_if}"
             )
-    strange = [
-        path
-        for path in overlooked(settings.record, fields_read(family))
-        if of_attention(path) and settings.value(path) != _AS_USUAL.get(path, (None,))[0]
-    ]
-    if strange and family.model_types and not family.remote:
-        are = "is no field" if len(strange) == 1 else "are no fields"
+    if strange := unknown_to_class(family, settings):
+        are, they = ("is no field", "it changes") if len(strange) == 1 else ("are no fields", "they change")
         yield (
             f"{settings.where}: {list_names(strange)} {are} of {family.name} in transformers: "
-            "not followed, here or there"
+            f"{they} nothing, there or here"
         )
-    elif strange := [path for path in strange if path not in _NAMES["sizes"]]:
-        yield f"{settings.where}: {family.name} does not say what {list_names(strange)} does: not followed"
+    unread = [
+        path
+        for path in overlooked(settings.record, fields_read(family))
+        if of_attention(path)
+        and path not in strange
+        and path not in _NAMES["sizes"]
+        and settings.value(path) != _AS_USUAL.get(path, (None,))[0]
+    ]
+    if unread:
+        yield f"{settings.where}: {family.name} does not say what {list_names(unread)} does: not followed"
+
+
+def unknown_to_class(family: Family, settings: Settings) -> list[str]:
+    """The fields that are set and that the family's class in `transformers` does not know.
+
+    None where there is no such class. Fields that speak of no computation are left out.
+    """
+    keys = known_keys(settings) if family.model_types and not family.remote else None
+    if keys is None:
+        return []
+    return [
+        path
+        for path in overlooked(settings.record, fields_read(family))
+        if not is_known(path, keys)
+        and not _speaks_of_no_computation(path)
+        and settings.value(path) not in _AS_USUAL.get(path, ())
+    ]
 
 
 def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
     """The fields that are set and may change what a model computes, and that its family does not read."""
-    harmless = {*_NAMES["harmless"], *_NAMES["harmless_to_models"]} - _NAMES["of_models"]
+    harmless = {*_NAMES["harmless_to_models"]}
     if family.model is not None:
         harmless |= {*family.model.harmless}
+    strange = unknown_to_class(family, settings)
     return [
         path
         for path in overlooked(settings.record, fields_read(family))
         if (name := path.rpartition(".")[2]) not in harmless
         and path not in harmless
-        and not _HARMLESS_ENDS.search(name)
+        and path not in strange
+        and not _speaks_of_no_computation(path)
         and settings.value(path) not in _AS_USUAL.get(name, ())
     ]
+
+
+def _speaks_of_no_computation(path: str) -> bool:
+    name = path.rpartition(".")[2]
+    harmless = name in _NAMES["harmless"] and name not in _NAMES["of_models"]
+    return harmless or bool(_HARMLESS_ENDS.search(name))
 
 
 def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) -> None:
@@ -149,6 +179,8 @@ def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
     return heeded and settings.value("is_causal") is False
 
 
-def list_names(names: Collection[str]) -> str:
-    """Names from a file in a row, cut off after a few."""
-    return ", ".join(shown(name) for name in [*names][:6]) + (" …" if len(names) > 6 else "")
+def list_names(names: Collection[str], most: int | None = None) -> str:
+    """Names from a file in a row, all of them or the first and how many more there are."""
+    listed = [shown(name) for name in names]
+    more = 0 if most is None else len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {more:,} more" if more > 0 else "")

@@ -132,9 +132,10 @@ class _Mapping:
             if self.settings.holds(choice.when):
                 self.entries.refuse(f"{checkpoint.family.name} cannot be run: {choice.value}")
         if strange := not_understood_of_model(checkpoint.family, self.settings):
+            are = "is" if len(strange) == 1 else "are"
             raise DataError(
-                f"{self.settings.where}: it is not known what {list_names(strange)} changes in a model of "
-                f"{checkpoint.family.name}: delete what changes nothing"
+                f"{self.settings.where}: {list_names(strange)} may change what a model of "
+                f"{checkpoint.family.name} computes, and {are} not followed here: delete what changes nothing"
             )
 
     # The parts, each of which also enters its tensors.
@@ -416,6 +417,6 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     if strange:
         what = "tensor" if len(strange) == 1 else "tensors"
         raise DataError(
-            f"{checkpoint.name}: unknown {what} {list_names(strange)}: models of "
+            f"{checkpoint.name}: unknown {what} {list_names(strange, most=6)}: models of "
             f"{checkpoint.family.name} have none of this name"
         )

@@ -72,7 +72,10 @@ class Entries:
         if name not in self.tensors.infos or name == original:
             return
         if not torch.equal(self.tensors.read(name), self.tensors.read(original)):
-            self.refuse(f"{name} is not {original}{why}")
+            self.refuse(
+                f"{name} is not {original}{why}: set tie_word_embeddings to false in config.json, as "
+                "transformers runs two tensors that differ"
+            )
         self.copies[name] = original
 
     def refuse(self, why: str) -> Never:

@@ -1,8 +1,10 @@
 """What a source of a model is: a run of ours, a checkpoint of another library, or a model in memory."""
 
+import atexit
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,20 +12,42 @@ from typing import Any, final
 
 from torch import nn
 
+from triptych.checkpoints.family import Family
 from triptych.errors import DataError, UsageError, near_path
 from triptych.storage.hub import Repository, is_hub_id, open_hub
 from triptych.storage.tensors import SAFETENSORS, InMemory, Tensors, of_one, open_tensors
+from triptych.storage.unreadable import what_is
 from triptych.storage.untrusted import Stamps, read_json
 
 
 @final
 class Source:
-    """A model's files, or the model of `transformers` in memory that takes their place."""
+    """A model's files, or the model of `transformers` in memory that takes their place.
+
+    Attributes:
+        name: as it was given.
+        record: its configuration.
+        where: the file of the configuration, for messages.
+        found: where the files are.
+        family: the family file that was given for it; None where its configuration tells.
+        tokenizer: the folder of a tokenizer that was given for it; None for that of the files.
+        strict: whether what `transformers` does not follow of the configuration is an error, not a warning.
+    """
 
     def __init__(
-        self, name: str, record: Mapping[str, Any], where: str, found: "Path | Repository | ModuleOfOthers"
+        self,
+        name: str,
+        record: Mapping[str, Any],
+        where: str,
+        found: "Path | Repository | ModuleOfOthers",
     ) -> None:
-        self.name, self.record, self.where, self.found = name, record, where, found
+        self.name = name
+        self.record = record
+        self.where = where
+        self.found = found
+        self.family: Family | None = None
+        self.tokenizer: Path | None = None
+        self.strict = False
         self._stamps = Stamps(self._weight_files())
 
     def require_same(self) -> None:
@@ -49,7 +73,9 @@ class Source:
 
     def named(self, name: str) -> "Source":
         """The same files under another name, which messages about the model have."""
-        return Source(name, self.record, self.where, self.found)
+        found = copy(self)
+        found.name = name
+        return found
 
     @property
     def is_in_memory(self) -> bool:
@@ -57,11 +83,17 @@ class Source:
         return isinstance(self.found, ModuleOfOthers)
 
     def reopened(self) -> "Source":
-        """What is now at the same path, or has the same name on the Hub."""
+        """What is now at the same path, or has the same name on the Hub, with what was given for it."""
         if isinstance(self.found, Path):
-            return find_source(self.found).named(self.name)
-        offline = isinstance(self.found, Repository) and self.found.offline
-        return find_source(self.name, offline=offline)
+            found = _find(self.found, None, offline=False)
+        else:
+            offline = isinstance(self.found, Repository) and self.found.offline
+            found = _find(self.name, None, offline)
+        found.name = self.name
+        found.family = self.family
+        found.tokenizer = self.tokenizer
+        found.strict = self.strict
+        return found
 
     @cached_property
     def path(self) -> Path:
@@ -76,6 +108,20 @@ class Source:
     def settings_folder(self) -> Path:
         """Where configuration and tokenizers lie, without the weights of a model in memory."""
         return self.found.folder if isinstance(self.found, ModuleOfOthers) else self.folder
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer lies: the one that was given, or that of the files."""
+        return self.settings_folder if self.tokenizer is None else self.tokenizer
+
+    def at(self, folder: Path) -> "Source":
+        """The model in another folder, with what was given for this one."""
+        found = find_source(folder)
+        found.tokenizer = self.tokenizer
+        found.strict = self.strict
+        if found.record.get("model_type") == self.record.get("model_type"):
+            found.family = self.family
+        return found
 
     @property
     def is_own(self) -> bool:
@@ -108,15 +154,17 @@ class Source:
 class ModuleOfOthers:
     """A model of `transformers` in memory; its weights are written only where a path is asked for."""
 
-    def __init__(self, module: Any, tokenizer: Any) -> None:
+    def __init__(self, module: Any, tokenizer: Path | None) -> None:
         self._module, self._version = module, _version_of(module)
+        self.has_tokenizer = tokenizer is not None
         self.folder = Path(mkdtemp(prefix="triptych-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        if isinstance(tokenizer, str | Path):
+        parts = [module.config, getattr(module, "generation_config", None)]
+        if tokenizer is not None:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True)
-        for part in (module.config, getattr(module, "generation_config", None), tokenizer):
+            parts.append(AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True))
+        for part in parts:
             if part is not None:
                 part.save_pretrained(self.folder)
 
@@ -163,10 +211,46 @@ def is_own_config(config: Mapping[str, Any]) -> bool:
     return "format" in config and isinstance(config.get("model"), dict)
 
 
-def find_source(source: object, *, tokenizer: Any = None, offline: bool = False) -> Source:
+def tokenizer_folder(tokenizer: Any) -> Path | None:
+    """The folder of a tokenizer that was given: a folder, or one of `transformers`, which is saved in one."""
+    if tokenizer is None:
+        return None
+    if isinstance(tokenizer, str | Path):
+        folder = Path(tokenizer)
+        if not folder.is_dir():
+            raise UsageError(f"tokenizer: {folder} is no folder{near_path(folder)}: give that of a tokenizer")
+        return folder
+    if isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained"):
+        raise UsageError(
+            f"tokenizer: a {type(tokenizer).__name__} is none: give the folder of one, or one of transformers"
+        )
+    folder = Path(mkdtemp(prefix="triptych-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def find_source(
+    source: object,
+    *,
+    tokenizer: Any = None,
+    offline: bool = False,
+    family: Family | None = None,
+    strict: bool = False,
+) -> Source:
     """What is at a path, or has a name on the Hub (a path of that name comes first), or is in memory."""
     if isinstance(source, Source):
         return source
+    given = tokenizer_folder(tokenizer)
+    found = _find(source, given, offline)
+    found.family = family
+    found.strict = strict
+    if not isinstance(found.found, ModuleOfOthers):  # whose files have it among them
+        found.tokenizer = given
+    return found
+
+
+def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
     if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
         name = str(getattr(source, "name_or_path", "") or type(source).__name__)
         module = ModuleOfOthers(source, tokenizer)
@@ -187,8 +271,11 @@ def find_source(source: object, *, tokenizer: Any = None, offline: bool = False)
         return Source(name, repository.record, f"{name}/config.json", repository)
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():
+        told = what_is(path) or (
+            "give a run (triptych train makes one), a folder with config.json and *.safetensors, or a Hub "
+            "name"
+        )
         raise UsageError(
-            f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json. Give a "
-            "run (triptych train makes one), a folder with config.json and *.safetensors, or a Hub name"
+            f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json; {told}"
         )
     return Source(name, read_json(config), str(config), path)

@@ -223,7 +223,8 @@ class AttentionSpec(Spec):
     both_ways: Expression = ""
     when: Expression = ""  # on what condition of the configuration such layers exist
     settings: str = ""  # path of the record in the configuration that this stack has for itself
-    # by `model_type`, what a configuration that leaves a field out has, as its class has it
+    # by `model_type`, what a configuration that leaves a field out has, as its class has it; for all entries
+    # with the same `settings`
     defaults: dict[str, dict[str, Any]] = Field(default_factory=dict)
     needs: Expression = ""  # a field that has to be there, since no default can be told
     # how many there are; `inner` how many there are within each, one after the other

@@ -19,6 +19,7 @@ from triptych.attention import sinusoidal
 from triptych.attention.shapes import shapes_only
 from triptych.checkpoints.marian_tokenizers import MarianIds, longest_source, read_tokenizers
 from triptych.checkpoints.models import load_encoder_decoder, off_meta
+from triptych.checkpoints.source import Source, find_source
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig, attention_sites
 from triptych.models.architecture import FeedForwardConfig
@@ -201,16 +202,24 @@ class TranslatorCheckpoint:
 
 
 def read_translator(
-    folder: Path, device: torch.device | str = "cpu", languages: Languages | None = None
+    source: Source | Path, device: torch.device | str = "cpu", languages: Languages | None = None
 ) -> TranslatorCheckpoint:
     """Read an encoder-decoder of a family that is run."""
+    files = find_source(source)
+    folder = files.settings_folder
     if languages is None and read_json(folder / "config.json").get("model_type") == "marian":
+        if files.tokenizer is not None:
+            raise UsageError(
+                f"{files.name} is a Marian translator, which has two tokenizers: leave out tokenizer"
+            )
         return _read_marian(folder, device)
-    model = load_encoder_decoder(folder, device)
-    tokenizer = load_tokenizer(folder, vocab_size=min(model.src_vocab_size, model.tgt_vocab_size))
+    model = load_encoder_decoder(files, device)
+    tokenizer = load_tokenizer(
+        files.tokenizer_folder, vocab_size=min(model.src_vocab_size, model.tgt_vocab_size)
+    )
     generation = _read_generation(folder)
-    source, target, start = _frames(folder, tokenizer, generation, languages)
-    if not source.after:
+    reads, writes, start = _frames(folder, tokenizer, generation, languages)
+    if not reads.after:
         raise DataError(f"{folder}: its tokenizer puts nothing behind a text, so that a source has no end")
     end = _end_token(generation, folder)
     rules = OutputRules(
@@ -221,9 +230,9 @@ def read_translator(
         no_repeat=generation.no_repeat_ngram_size or 0,
     )
     forced = start[1:]
-    before = target.before[len(forced) :] if target.before[: len(forced)] == forced else target.before
+    before = writes.before[len(forced) :] if writes.before[: len(forced)] == forced else writes.before
     pair = TokenizerPair(
-        FramedTokenizer(tokenizer, source, model.pad_id, rules),
+        FramedTokenizer(tokenizer, reads, model.pad_id, rules),
         FramedTokenizer(tokenizer, Frame(before, (end,)), model.pad_id, rules),
     )
     return _searched(model, pair, generation)

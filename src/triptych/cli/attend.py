@@ -62,7 +62,7 @@ def attend(
     html: Path | None = None,
     svg: Path | None = None,
     force: bool = False,
-    opening: Annotated[Options, "Model", load, "device dtype languages offline"],
+    opening: Annotated[Options, "Model", load, "device dtype languages offline strict"],
     without: str | None = None,
     as_json: bool = False,
 ) -> None:

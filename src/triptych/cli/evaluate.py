@@ -38,7 +38,7 @@ def evaluate(
     literal: bool = False,
     scoring: Annotated[Options, "Language models", Model.evaluate, "context stride"],
     opening: Annotated[
-        Options, "Model", load, "device dtype engine precision languages offline shortlist ensemble"
+        Options, "Model", load, "device dtype engine precision languages offline strict shortlist ensemble"
     ],
     without: str | None = None,
     force: bool = False,

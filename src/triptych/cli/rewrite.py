@@ -41,7 +41,7 @@ def rewrite(
     list: bool = False,
     plan: bool = False,
     rewriting: Annotated[Options, "Options", Model.rewrite, "calibration text compare skip_refused"],
-    opening: Annotated[Options, "Options", load, "family offline"],
+    opening: Annotated[Options, "Options", load, "family offline strict"],
     as_json: bool = False,
 ) -> None:
     """Rewrite the attention of a checkpoint, with a certificate.

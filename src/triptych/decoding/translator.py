@@ -77,6 +77,8 @@ class Translator:
         ensemble: Sequence[EncoderDecoder] = (),
     ) -> None:
         """`ensemble` are models of the same tokens: probabilities are averaged over them and `model`."""
+        if workers < 1:
+            raise UsageError(f"workers is {workers}: at least 1 is needed")
         self.model = model
         self.models = (model, *ensemble)
         self.tokenizers = tokenizers

@@ -77,9 +77,11 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
         raise UsageError(
             f"{source.name} is a run of triptych, which transformers does not read: convert it to hf first"
         )
+    if target is not None and (text is None or not source.translates):
+        raise UsageError("target goes with the text that an encoder-decoder translates: leave it out")
     require_extra("run", "transformers", what="check")
     ours = Reader(open_model(source, "cpu", torch.float32))
-    theirs = TransformersModel(source.folder)
+    theirs = TransformersModel(source.folder, source.tokenizer_folder)
     windows, same = [_without_padding(one, ours, theirs) for one in ours.random_windows(_SEED)], None
     if text is not None:
         windows, same = _windows_of(ours, theirs, text, target)

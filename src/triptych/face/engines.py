@@ -25,7 +25,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.checkpoints.family import Family
 from triptych.checkpoints.source import Source
 from triptych.checkpoints.translators import Languages
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
@@ -74,11 +73,10 @@ class Options:
 
     device: str = "auto"
     dtype: torch.dtype | None = None
-    tokenizer: Any = None
+    tokenizer: Path | None = None
     languages: Languages | None = None
     engine: EngineName = "triptych"
     precision: Precision = "fp32"
-    family: Family | None = None
     shortlist: Path | None = None
     ensemble: tuple[Source, ...] = ()
 

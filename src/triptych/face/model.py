@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -15,7 +16,7 @@ from torch import Tensor
 from triptych.algebra.rewrites import Rewrite
 from triptych.attention import Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
-from triptych.checkpoints.source import Source, find_source
+from triptych.checkpoints.source import Source, find_source, tokenizer_folder
 from triptych.checkpoints.translators import Languages
 from triptych.converting.checks import Quantization
 from triptych.converting.conversion import Conversion, TargetFormat, convert
@@ -70,6 +71,7 @@ def load(
     precision: Precision = "fp32",
     offline: bool = False,
     family: Family | str | Path | None = None,
+    strict: bool = False,
     shortlist: str | Path | None = None,
     ensemble: Sequence[str | Path] = (),
     code: str | Path | None = None,
@@ -85,8 +87,8 @@ def load(
             model, or a model of triptych in memory.
         device: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.
         dtype: type of the parameters when the model runs. Default: that of the files.
-        tokenizer: of a model in memory: the folder of its tokenizer, or for a `transformers` model
-            the tokenizer.
+        tokenizer: the folder of a tokenizer, or a tokenizer of `transformers`, which reads texts in the place
+            of the files' own. A model in memory needs one to read texts.
         languages: for a translator of several languages (mBART, NLLB): source and target as its tokenizer
             spells them, such as de_DE and en_XX.
         engine: the library that translates and generates: triptych, ctranslate2 (faster in int8 on CPUs;
@@ -97,6 +99,8 @@ def load(
             the others of its batch; docs/how-to/generating.md has the exceptions.
         offline: read models of the Hub only from the cache on this machine; HF_HUB_OFFLINE=1 does the same.
         family: a family file that describes the checkpoint, where its configuration does not say enough.
+        strict: refuse a configuration with keys that `transformers` does not follow. Without it they are
+            named in a warning, and followed neither there nor here.
         shortlist: for a translator, a file that `triptych shortlist` wrote: the output layer computes only
             the tokens that it lists for a sentence, which is faster.
         ensemble: for a translator, others with the same tokenizers: each token is chosen by the mean of the
@@ -117,19 +121,22 @@ def load(
     options = Options(
         device,
         getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-        tokenizer,
+        tokenizer_folder(tokenizer) if isinstance(source, LanguageModel | EncoderDecoder) else None,
         None if languages is None else Languages(*languages),
         engine,
         precision,
-        read_family(Path(family)) if isinstance(family, str | Path) else family,
         None if shortlist is None else Path(shortlist),
         tuple(find_source(one, offline=offline) for one in ensemble),
     )
+    described = read_family(Path(family)) if isinstance(family, str | Path) else family
     if isinstance(source, LanguageModel | EncoderDecoder):
+        of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
+        if stray := next((name for name, value in of_files.items() if value), None):
+            raise UsageError(f"{stray} is for a model in files: leave it out for one in memory")
         return Model(Opened(f"a module ({type(source).__name__})", None, options, module=source))
     if isinstance(source, Model):
         raise UsageError(f"{source.name} is opened already: use it, or load what it was opened from")
-    found = find_source(source, tokenizer=tokenizer, offline=offline)
+    found = find_source(source, tokenizer=tokenizer, offline=offline, family=described, strict=strict)
     return Model(Opened(found.name, found, options))
 
 
@@ -391,7 +398,7 @@ class Model(RunnableModel):
         """What a rewrite would do, without doing it; arguments and errors as in `rewrite`."""
         recipe = to_recipe(steps, calibration, layers=layers, skip_refused=skip_refused)
         with self._files() as source:
-            return plan_rewrite(source, recipe, family=self._opened.options.family)
+            return plan_rewrite(source, recipe)
 
     def rewrite(
         self,
@@ -436,18 +443,19 @@ class Model(RunnableModel):
                     source,
                     target,
                     to_recipe(steps, calibration, layers=layers, skip_refused=skip_refused),
-                    family=self._opened.options.family,
                     text=None if text is None else Path(text),
                     compare=compare,
                     progress=progress,
                 )
-            files = find_source(target)
+                files = source.at(target)
             files.name = name
         except BaseException:  # an interruption too leaves nothing behind
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        rewritten = Model(Opened(name, files, self._opened.options, temporary=temporary))
+        # A model in memory has its tokenizer among its files now.
+        options = replace(self._opened.options, tokenizer=None)
+        rewritten = Model(Opened(name, files, options, temporary=temporary))
         rewritten.certificate = certificate
         return rewritten
 
@@ -522,10 +530,12 @@ class Model(RunnableModel):
             yield self._opened.files
             return
         with TemporaryDirectory(prefix="triptych-") as place:
-            source = find_source(self.save(Path(place, "model")))
-            tokenizers = self._opened.options.tokenizer
-            if self._opened.module is not None and isinstance(tokenizers, str | Path):
-                for file in Path(tokenizers).glob("tokenizer*.json"):
-                    shutil.copy(file, source.folder)
+            saved = self.save(Path(place, "model"))
+            if self._opened.module is None:
+                source = self._opened.files.at(saved)
+            else:
+                if self._opened.options.tokenizer is not None and not self._opened.why_not_run:
+                    self._opened.model.save_tokenizers(saved)
+                source = find_source(saved)
             source.name = ", ".join((self.name, *self.changes))
             yield source

@@ -72,7 +72,7 @@ class Opened:
         """The attention layers; weights are read when they are first used."""
         if self.module is not None:
             return OwnModel(self.module, self.name)
-        return open_checkpoint(self.files, self.options.family, mapped=self.is_mapped)
+        return open_checkpoint(self.files, mapped=self.is_mapped)
 
     @property
     def files(self) -> Source:
@@ -100,7 +100,7 @@ class Opened:
             if isinstance(module, EncoderDecoder):
                 raise why
             return OpenedModel(self.name, Path(), module, why)
-        folder = Path(options.tokenizer)
+        folder = options.tokenizer
         tokenizers: Tokenizer | TokenizerPair = (
             TokenizerPair.load(folder)
             if isinstance(module, EncoderDecoder)
@@ -112,8 +112,8 @@ class Opened:
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
         opened, options = self.model, self.options
-        of_others = self.source is not None and isinstance(self.source.found, ModuleOfOthers)
-        if of_others and options.tokenizer is None:
+        found = None if self.source is None else self.source.found
+        if isinstance(found, ModuleOfOthers) and not found.has_tokenizer:
             why = UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
             opened = opened.without_tokenizer(why)
         if options.shortlist is not None:

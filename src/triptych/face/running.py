@@ -275,7 +275,8 @@ class RunnableModel(ReadableModel):
                 typical_p, repetition_penalty, no_repeat_ngram_size, bad_words_ids, suppress_tokens,
                 begin_suppress_tokens, min_new_tokens, min_length, max_new_tokens, max_length and
                 eos_token_id; others that would change a text are refused by name.
-            seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs).
+            seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs). Without a
+                temperature nothing is drawn, and every seed gives the same text.
             num_samples: number of continuations of each text; with a beam, the best ones.
             beam_size: beam size; 1 is no beam search.
             alpha: exponent of the beam's length penalty.
@@ -298,6 +299,8 @@ class RunnableModel(ReadableModel):
         generator = self.generator()
         settings = self.opened.generation if generation_config == "follow" else GenerationConfig()
         settings.require_followed(asked)
+        if beam_size == 1:
+            _refuse_given("beam_size above 1", alpha=alpha or None)
         try:
             sampling = settings.sampling(asked)
             options = GenerationOptions(
@@ -312,6 +315,8 @@ class RunnableModel(ReadableModel):
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
+        if sampling.temperature == 0:
+            _refuse_given("temperature above 0", top_k=top_k, top_p=top_p, min_p=min_p)
         given = as_texts(refuse_file_name(text))
         settings.say(asked, sampling)
         if stream:
@@ -391,6 +396,7 @@ class RunnableModel(ReadableModel):
             DataError: there is nothing to score.
         """
         if references is not None:
+            _refuse_given("a text to predict, without references", context=context, stride=stride)
             translator = self.translator(
                 beam_size=beam_size,
                 alpha=alpha,
@@ -401,6 +407,8 @@ class RunnableModel(ReadableModel):
             sources = given_texts(self.reader, text)
             right = given_lines(references)
             return evaluate_translations(translator, sources, right, partial(progress, "translating"))
+        searched = {"beam_size": beam_size, "alpha": alpha, "stop": stop}
+        _refuse_given("references", **searched, workers=None if workers == 1 else workers)
         documents = given_texts(self.reader, text)
         scoring = partial(progress, "scoring")
         options = self._opened.options
@@ -644,3 +652,9 @@ class RunnableModel(ReadableModel):
     def reader(self) -> Reader:
         """What reads texts."""
         return Reader(self.opened)
+
+
+def _refuse_given(with_what: str, **options: Any) -> None:
+    """Raise where one of these was given, which counts only with something else."""
+    if found := next((name for name, value in options.items() if value is not None), None):
+        raise UsageError(f"{found} goes with {with_what}: leave it out")

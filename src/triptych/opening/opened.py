@@ -169,6 +169,13 @@ class OpenedModel:
                 "one width"
             )
 
+    def save_tokenizers(self, folder: Path) -> None:
+        """Write what reads texts next to a model of ours."""
+        if isinstance(self._tokenizers, TokenizerPair):
+            self._tokenizers.save(folder)
+        else:
+            self.tokenizer.save(folder / TOKENIZER)
+
     def save(self, folder: Path) -> None:
         """Write model, tokenizers and the way to search, without a recipe, into a folder."""
         write_model(self.encoder_decoder, folder)
@@ -258,6 +265,10 @@ def _open_found(
     if found.is_own:
         if languages is not None:
             raise UsageError(f"{found.name} is a run of one pair of languages: leave out --languages")
+        if found.tokenizer is not None:
+            raise UsageError(
+                f"{found.name} is a run, which is read with its own tokenizers: leave out tokenizer"
+            )
         opened = _own_translator(found) if found.translates else _own_language_model(found)
         opened.model.to(where, dtype)
         return opened
@@ -266,7 +277,7 @@ def _open_found(
     if languages is not None:
         raise UsageError(f"{found.name} does not translate: leave out --languages")
     loaded = load_language_model(found, where, dtype)
-    tokenizer = _tokenizer_in(loaded.folder, loaded.model.vocab_size)
+    tokenizer = _tokenizer_in(found.tokenizer_folder, loaded.model.vocab_size)
     generation = GenerationConfig.read(loaded.folder)
     ends = generation.end_ids
     if not ends:
@@ -378,7 +389,7 @@ def _others_translator(
 ) -> OpenedModel:
     folder = source.folder
     try:
-        found = read_translator(folder, device, languages)
+        found = read_translator(source, device, languages)
     except (DataError, UsageError) as error:
         if languages is not None or source.record.get("model_type") == "marian":
             raise
@@ -396,7 +407,7 @@ def _unsearched(
         raise why
     model = load_encoder_decoder(source, device, dtype)
     folder = source.settings_folder
-    tokenizer = _tokenizer_in(folder, model.src_vocab_size)
+    tokenizer = _tokenizer_in(source.tokenizer_folder, model.src_vocab_size)
     return OpenedModel(source.name, folder, model, tokenizer, start_id=start_id, unsearched=why)
 
 

@@ -35,12 +35,14 @@ _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip inst
 class TransformersModel(TextModel):
     """A model of `transformers`, in float32."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
         import transformers  # large, and only needed here
 
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._path, self.name = path, str(path)
+        self._path = path
+        self._tokenizer_folder = path if tokenizer is None else tokenizer
+        self.name = str(path)
         try:
             for file in path.iterdir():
                 if not file.is_dir():
@@ -115,10 +117,21 @@ class TransformersModel(TextModel):
             raise DataError(
                 f"{self._path}: {name} does not run on token ids alone{reads}: {first_line(error)}"
             ) from error
-        result: Tensor = (found.logits if "logits" in found else found.last_hidden_state)[0]
+        result = self._compared_part(found)[0]
         if self._missing and result.isnan().any():
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result
+
+    def _compared_part(self, found: Any) -> Tensor:
+        """What a class gives: logits, of a head for spans both sides, or else the last hidden state."""
+        if found.get("start_logits") is not None:
+            return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)
+        for name in ("logits", "prediction_logits", "last_hidden_state"):
+            result: Tensor | None = found.get(name)
+            if result is not None:
+                return result
+        given = ", ".join(map(str, found))
+        raise DataError(f"{self._path}: {type(self.model).__name__} gives {given}, none of which is compared")
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, special ones included."""
@@ -178,7 +191,7 @@ class TransformersModel(TextModel):
 
         try:
             return transformers.AutoTokenizer.from_pretrained(
-                self._path, local_files_only=True, trust_remote_code=False
+                self._tokenizer_folder, local_files_only=True, trust_remote_code=False
             )
         # A tokenizer's own code raises errors of many classes.
         except Exception as error:
@@ -227,7 +240,7 @@ def _renamed(name: str) -> Iterator[str]:
     yield new.replace("encoder.layer.", "layers.")
 
 
-def open_text_model(path: Path) -> TextModel:
+def open_text_model(path: Source | Path) -> TextModel:
     """A model ready to read texts on the CPU, in float32 but for translators of a recipe or Marian's."""
     source = find_source(path)
     try:
@@ -237,12 +250,12 @@ def open_text_model(path: Path) -> TextModel:
             raise
         if not is_installed("transformers"):
             raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None
-    return TransformersModel(path)
+    return TransformersModel(source.folder, source.tokenizer_folder)
 
 
-def why_not_run(path: Path) -> str:
+def why_not_run(path: Source | Path) -> str:
     """Why a model cannot be run here; "" if it can."""
-    if not path.is_dir():
+    if isinstance(path, Path) and not path.is_dir():
         return "it is not a folder"
     source = find_source(path)
     if _is_run_by_us_alone(source) or is_installed("transformers"):

@@ -9,6 +9,7 @@ from triptych.attending.windows import cut_windows
 from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
 from triptych.attending.worth import measure_worth
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.source import Source
 from triptych.errors import UsageError
 from triptych.opening import Reader, TextModel, open_model, open_text_model, read_tab_pairs, read_whole_text
 from triptych.rewriting.inputs import before_gain
@@ -20,7 +21,7 @@ MOST_BYTES = 1 << 31
 
 def gather_moments(
     source: AttentionSource,
-    folder: Path,
+    files: Source | Path,
     sites: Sequence[Site],
     before: Callable[[AttentionLayer], AttentionWeights],
     text: Path,
@@ -45,7 +46,7 @@ def gather_moments(
             norm = read.weights.norm if weights.norm is None else None
             memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
             layers[site.name] = weights, norm, memory_norm, MomentsGatherer(served=served)
-        model = model or open_text_model(folder)
+        model = model or open_text_model(files)
         _require_run(model, together)
         for window in model.windows(text, most_tokens):
             for name, uses in model.inputs(window, source, together).items():
@@ -81,9 +82,11 @@ def _require_run(model: TextModel, sites: Sequence[Site]) -> None:
             raise UsageError(f"{site.module} is not run on the calibration text: leave it out with layers")
 
 
-def measure_head_losses(folder: Path, sites: Sequence[Site], text: Path) -> dict[str, tuple[float, ...]]:
+def measure_head_losses(
+    files: Source | Path, sites: Sequence[Site], text: Path
+) -> dict[str, tuple[float, ...]]:
     """How much the loss of the original model rises without each head of layers, in nats per token."""
-    reader = Reader(open_model(folder, "cpu"))
+    reader = Reader(open_model(files, "cpu"))
     _require_run(reader, sites)
     if reader.opened.translates:
         pairs = [*read_tab_pairs(text)]

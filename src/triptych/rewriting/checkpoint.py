@@ -61,15 +61,16 @@ def rewrite_checkpoint(
     progress: Progress | None = None,
 ) -> Certificate:
     """Rewrite a checkpoint's attention into a new folder, with a certificate."""
-    files = find_source(checkpoint)
+    files = find_source(checkpoint, family=family)
     require_new_folder(Path(files.name), target)  # before anything is fetched for it
     folder = local_folder(files)
     require_new_folder(folder, target)
     if text is not None:
         read_whole_text(text)
-    source = open_checkpoint(folder, family)
-    rewriting = Rewriting(source, folder, recipe)
-    request = _Request(files.name, folder, target, recipe, text, compare, progress or (lambda *_: None))
+    local = files.at(folder)
+    source = open_checkpoint(local)
+    rewriting = Rewriting(source, local, recipe)
+    request = _Request(files.name, local, target, recipe, text, compare, progress or (lambda *_: None))
     if isinstance(source, OwnModel):
         return _Writing(source, rewriting, request, _RunSink(source, rewriting, request)).write()
     assert isinstance(source, Checkpoint)
@@ -80,12 +81,16 @@ def rewrite_checkpoint(
 @dataclass(frozen=True)
 class _Request:
     checkpoint: str
-    folder: Path
+    files: Source
     target: Path
     recipe: RewriteRecipe
     text: Path | None
     compare: bool
     progress: Progress
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
 
 
 @final
@@ -287,15 +292,16 @@ class _Writing:
         request = self.request
         if not request.compare:
             return None, "it was not asked for"
-        if request.text is None and (reason := why_not_compared(request.folder)):
+        if request.text is None and (reason := why_not_compared(request.files)):
             return None, reason
         request.progress("comparing both models", 0, 1)
-        opened = open_original(request.folder, request.text)
+        opened = open_original(request.files, request.text)
         if isinstance(opened, str):
             return None, opened
         if request.text is not None:
             self._try_on_text(opened.model, opened.windows, after)
-        return compare_models(opened, self.source, self.sink.folder, request.text, stored), ""
+        written = request.files.at(self.sink.folder)
+        return compare_models(opened, self.source, written, request.text, stored), ""
 
     def _try_on_text(self, model: TextModel, windows: Sequence[Window], after: AttentionSource) -> None:
         """Measure changed layers on the original's inputs for the text, and store these inputs."""

@@ -8,7 +8,7 @@ import torch
 
 from triptych.algebra.forms import are_finite
 from triptych.checkpoints.layer import AttentionSource
-from triptych.checkpoints.source import find_source
+from triptych.checkpoints.source import Source, find_source
 from triptych.errors import TriptychError, first_line
 from triptych.files import file_hash
 from triptych.opening import (
@@ -41,26 +41,29 @@ class Original(NamedTuple):
     windows: list[Window]
 
 
-def why_not_compared(folder: Path) -> str:
+def why_not_compared(files: Source) -> str:
     """Why a model is not run on random tokens by default; "" if it is."""
-    if reason := why_not_run(folder):
+    if reason := why_not_run(files):
         return reason
-    size = sum(path.stat().st_size for path in folder.glob("*.*") if path.is_file())
+    size = sum(path.stat().st_size for path in files.folder.glob("*.*") if path.is_file())
     if size > _LARGEST_COMPARED:
         return f"it has {size / 1e9:.1f} GB; --text FILE compares them nevertheless"
     return ""
 
 
-def open_original(folder: Path, text: Path | None) -> Original | str:
+def open_original(source: Source | Path, text: Path | None) -> Original | str:
     """Open the original with a text or random tokens; the reason if it cannot be run on random tokens."""
     try:
-        model = open_text_model(folder)
+        model = open_text_model(source)
         if text is not None:
             return Original(model, list(model.windows(text, MOST_TOKENS)))
         windows = list(model.random_windows(PROBES.seed))
         if not are_finite(model.outputs(windows[0])):
-            require_finite_tensors(find_source(folder))
-            raise NotFiniteError(f"{folder}: the model outputs numbers that are not finite (NaN or infinite)")
+            files = find_source(source)
+            require_finite_tensors(files)
+            raise NotFiniteError(
+                f"{files.name}: the model outputs numbers that are not finite (NaN or infinite)"
+            )
         return Original(model, windows)
     except NotFiniteError:
         raise
@@ -73,7 +76,11 @@ def open_original(folder: Path, text: Path | None) -> Original | str:
 
 
 def compare_models(
-    original: Original, source: AttentionSource, written: Path, text: Path | None, stored: torch.dtype | None
+    original: Original,
+    source: AttentionSource,
+    written: Source,
+    text: Path | None,
+    stored: torch.dtype | None,
 ) -> EndToEnd:
     """Compare the outputs of the original and the rewritten model."""
     other = open_text_model(written)

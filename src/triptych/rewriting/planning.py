@@ -115,10 +115,10 @@ def local_folder(checkpoint: Source | str) -> Path:
 
 def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
     """Compute what a rewrite would do, without writing anything."""
-    files = find_source(checkpoint)
-    folder = local_folder(files)
-    source = open_checkpoint(folder, family)
-    rewriting = Rewriting(source, folder, recipe)
+    files = find_source(checkpoint, family=family)
+    local = files.at(local_folder(files))
+    source = open_checkpoint(local)
+    rewriting = Rewriting(source, local, recipe)
     layers, steps = list[LayerRecord](), rewriting.driver.steps
     bytes_after, turned, padded, notes = 0, 0, False, dict.fromkeys(source.warnings)
     for site in source.sites:
@@ -183,11 +183,13 @@ class FinishedLayer(NamedTuple):
 class Rewriting:
     """A recipe on its way through a checkpoint: layers as their format has them, and their sums."""
 
-    def __init__(self, source: AttentionSource, folder: Path, recipe: RewriteRecipe) -> None:
+    def __init__(self, source: AttentionSource, files: Source | Path, recipe: RewriteRecipe) -> None:
         source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
         require_calibration(recipe)
         self.form, self._source = storage_format(source), source
-        self._folder, self._text, self._skip_refused = folder, recipe.calibration, recipe.skip_refused
+        self._files = files
+        self._text = recipe.calibration
+        self._skip_refused = recipe.skip_refused
         self.other_norms = OtherNorms(self.form, recipe.step, recipe.skip_refused)
         self.driver = Driver(
             [(site.layer, partial(self._read, site)) for site in source.sites],
@@ -224,7 +226,7 @@ class Rewriting:
 
         if not step.needs_losses:
             served = isinstance(step, ToLatent)
-            args = self._source, self._folder, sites, before, self._text
+            args = self._source, self._files, sites, before, self._text
             return step, gather_moments(*args, served=served)
         for site in sites:
             layer = self._read(site)
@@ -234,7 +236,7 @@ class Rewriting:
                     f"{site.name}: heads are gone or in another order, and the loss is that of the original "
                     "model: put the step that looks at the loss first"
                 )
-        return step.with_losses(measure_head_losses(self._folder, sites, self._text)), {}
+        return step.with_losses(measure_head_losses(self._files, sites, self._text)), {}
 
     def layer(self, source: AttentionSource, read: AttentionLayer) -> FinishedLayer:
         """A layer; as it was, and said so, if the format refuses and that is skipped."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from triptych.errors import DataError
 from triptych.storage.settings import Settings
 from triptych.storage.tensors import TensorFile, TensorInfo, Tensors
+from triptych.storage.unreadable import quantisation_of
 from triptych.storage.untrusted import shown
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -226,15 +227,21 @@ def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
     version = settings.value("quantization_config.version")
     if method == "awq" and version not in (None, "gemm", "GEMM"):
         raise DataError(_unread(tensors, "its maps", f"AWQ in the layout {str(version)[:40]!r}"))
+    if found := quantisation_of(tensors.infos):
+        raise DataError(_unread(tensors, f"tensor {found[0]}", _said(found[1], method)))
     for name in tensors.infos:
         if ".quant_state." in name:
             raise DataError(
                 _unread(tensors, f"tensor {name.partition('.quant_state.')[0]}", "bitsandbytes in 4 bits")
             )
-        if name.endswith(".weight_packed"):
-            raise DataError(_unread(tensors, f"tensor {name}", "compressed-tensors in packed integers"))
         if name.endswith(".weight_format") and bool(tensors.read(name).any()):
             raise DataError(_unread(tensors, f"tensor {name}", "bitsandbytes in a layout of its own"))
+
+
+def _said(known: str, method: object) -> str:
+    """The method by its tensors, and as the configuration spells it where that is another word."""
+    same = not isinstance(method, str) or method.lower() in known.lower()
+    return known if same else f"{known} (quant_method {shown(method)})"
 
 
 def _unread(tensors: Tensors, what: str, how: str) -> str:

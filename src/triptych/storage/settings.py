@@ -39,10 +39,22 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 @final
 class Settings:
-    """A configuration."""
+    """A configuration, or a record within one.
 
-    def __init__(self, record: Mapping[str, Any], where: str) -> None:
-        self.record, self.where = record, where
+    Attributes:
+        record: what it says.
+        where: its file, for messages.
+        path: of a record within a configuration; "" for the whole.
+        outermost: the configuration that it is within; itself where it is whole.
+    """
+
+    def __init__(
+        self, record: Mapping[str, Any], where: str, path: str = "", outermost: "Settings | None" = None
+    ) -> None:
+        self.record = record
+        self.where = where
+        self.path = path
+        self.outermost = outermost or self
 
     def below(self, path: str) -> "Settings":
         """The record at a path; the whole configuration for ""."""
@@ -51,7 +63,8 @@ class Settings:
         found = self._field(path, 0)
         if not isinstance(found, dict):
             raise DataError(f"{self.where}: {path} is not a record")
-        return Settings(found, f"{self.where}, {path}")
+        within = f"{self.path}.{path}" if self.path else path
+        return Settings(found, f"{self.where}, {path}", within, self.outermost)
 
     def over(self, defaults: Mapping[str, Any]) -> "Settings":
         """Add defaults for fields that the configuration leaves out, or whose record is null."""
@@ -60,7 +73,9 @@ class Settings:
             for name, value in defaults.items()
             if name not in self.record or (isinstance(value, dict) and self.record[name] is None)
         }
-        return Settings({**self.record, **missing}, self.where) if missing else self
+        if not missing:
+            return self
+        return Settings({**self.record, **missing}, self.where, self.path, self.outermost)
 
     def value(self, expression: str, layer: int = 0) -> Any:
         """The value of an expression; None if no alternative has one."""

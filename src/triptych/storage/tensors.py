@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from triptych.errors import DataError
+from triptych.storage.unreadable import what_is
 from triptych.storage.untrusted import (
     Bytes,
     LocalBytes,
@@ -207,7 +208,9 @@ class Pickled(TensorFile):
             raise DataError(f"{path}: it holds a {type(found).__name__} instead of tensors by name")
         for name, tensor in found.items():
             if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise DataError(f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor")
+                raise DataError(
+                    f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor{_within(found)}"
+                )
             _require_plain(name, str(path))
             held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
             if tensor.layout == torch.strided and tensor.nbytes > held:
@@ -305,7 +308,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
             )
     raise DataError(
         f"{path}: no {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLED} or {PICKLED_INDEX} in it: "
-        "is this the folder of a checkpoint?"
+        f"{what_is(path) or 'is this the folder of a checkpoint?'}"
     )
 
 
@@ -349,7 +352,21 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
     return 8 + length, parsed_json(bytes(source.read(8, length)), source.name)
 
 
+def _within(found: Mapping[Any, Any]) -> str:
+    """How to get at weights that lie within another record, as a state of training has them."""
+    for name, held in found.items():
+        are_tensors = isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values())
+        if are_tensors and held and isinstance(name, str):
+            return (
+                f"; the weights seem to be under {shown(name)}: save that record alone, "
+                f"torch.save(torch.load(FILE, weights_only=True)[{shown(name)!r}], NEW)"
+            )
+    return ""
+
+
 def _open_file(path: Path, mapped: bool) -> TensorFile:
+    if found := what_is(path):
+        raise DataError(f"{path}: {found}")
     if path.suffix != ".safetensors":
         return Pickled(path)
     return Safetensors(MappedBytes(path) if mapped else LocalBytes(path))
