@@ -1,7 +1,7 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from triptych.algebra.rewrites import Rewrite
 from triptych.attention import Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
+from triptych.checkpoints.layer import in_ranges
 from triptych.checkpoints.source import Source, find_source
 from triptych.checkpoints.translators import Languages
 from triptych.converting.checks import Quantization
@@ -35,11 +36,12 @@ from triptych.face.changes import (
     resampled,
     tied_map,
     with_map,
+    without_positions,
 )
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.choices import check_choices
 from triptych.face.engines import EngineName, Options, require_ctranslate2
-from triptych.face.opened import Opened
+from triptych.face.opened import Opened, why_not_saved
 from triptych.face.run import Run
 from triptych.face.running import RunnableModel
 from triptych.face.saving import save_changed, save_unchanged
@@ -143,6 +145,8 @@ class Model(RunnableModel):
     @check_choices
     def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> "Model":
         """The model with some heads off: what they give W_O is replaced.
+
+        Of layers that share their weights only those named lose heads, and the model can be saved if all do.
 
         Args:
             heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several, by commas or in a list.
@@ -256,6 +260,8 @@ class Model(RunnableModel):
     def replace(self, place: str | int, **maps: Tensor) -> "Model":
         """The model with other maps in a layer or a head: `model.replace("3.2", W_Q=…)`.
 
+        Where layers share their weights, all of them have the new map; `changes` says which they are.
+
         Args:
             place: a layer or a head.
             maps: W_Q, W_K, W_V or W_O; shapes as `Layer` and `Head` have them.
@@ -268,11 +274,14 @@ class Model(RunnableModel):
             head = head_of(head, self.layers[number].num_heads, f"layer {self._places.names[number]}")
         if unknown := [name for name in maps if name not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
+        numbers, where = self._sharing([number])
         changed = self._changed(
             *(
                 WeightChange(
-                    f"replace({place}, {name})",
-                    {number: partial(with_map, name=name, given=torch.as_tensor(given), head=head)},
+                    f"replace({place}, {name}){where}",
+                    dict.fromkeys(
+                        numbers, partial(with_map, name=name, given=torch.as_tensor(given), head=head)
+                    ),
                 )
                 for name, given in maps.items()
             )
@@ -282,6 +291,8 @@ class Model(RunnableModel):
 
     def tie(self, place: str | int, name: str, to: str) -> "Model":
         """The model with one map of a layer in the place of another: `model.tie("3", "W_K", "W_Q")`.
+
+        Where layers share their weights, the maps of all of them are tied; `changes` says which they are.
 
         Args:
             place: a layer, or "*" for all.
@@ -293,9 +304,11 @@ class Model(RunnableModel):
         """
         if unknown := [map_ for map_ in (name, to) if map_ not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
-        numbers = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
+        named = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
+        numbers, where = self._sharing(named)
         tied = partial(tied_map, name=name, to=to)
-        changed = self._changed(WeightChange(f"tie({place}, {name}, {to})", dict.fromkeys(numbers, tied)))
+        words = f"tie({place}, {name}, {to}){where}"
+        changed = self._changed(WeightChange(words, dict.fromkeys(numbers, tied)))
         for number in numbers:
             changed.layers[number].weights  # noqa: B018
         return changed
@@ -314,7 +327,7 @@ class Model(RunnableModel):
         )
         if not own and not added:
             raise UsageError(f"{self.name} has no positions to leave out")
-        return self._changed(PositionsOff("without_positions()", own))
+        return self._changed(PositionsOff("without_positions()", dict.fromkeys(own, without_positions)))
 
     @check_choices
     def sweep(
@@ -450,9 +463,9 @@ class Model(RunnableModel):
             RewriteRefusedError: the format has no place for it.
         """
         target = Path(path)
-        if unsayable := [change for change in self._changes if change.unsayable]:
-            change = unsayable[0]
-            raise UsageError(f"{change.words} cannot be saved: {change.unsayable}")
+        for change in self._changes:
+            if reason := why_not_saved(change, self._opened.attention):
+                raise UsageError(f"{change.words} cannot be saved: {reason}")
         if self._changes:
             save_changed(self._opened, self._attention, self._changes, target)
         else:
@@ -480,6 +493,16 @@ class Model(RunnableModel):
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and convert what was saved"
             )
         return convert(self.opened, Path(path), to, quantization)
+
+    def _sharing(self, numbers: Collection[int]) -> tuple[list[int], str]:
+        """Layers with all that share their weights, by their numbers in order; and words on the others."""
+        layers = self._opened.attention.layers
+        sites = {layers[number].site for number in numbers}
+        found = [number for number, layer in enumerate(layers) if layer.site in sites]
+        if len(found) == len(numbers):
+            return found, ""
+        shared = ", ".join(in_ranges(site.numbers) for site in self._opened.attention.sites if site in sites)
+        return found, f" in layers {shared}, which share their weights"
 
     def _heads(self, heads: Heads) -> dict[int, tuple[int, ...]]:
         return self._places.heads(in_words(heads), [layer.num_heads for layer in self.layers])

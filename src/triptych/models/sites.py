@@ -25,10 +25,10 @@ ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | Langu
 
 
 class AttentionSite(NamedTuple):
-    """One attention layer of a model."""
+    """One attention layer of a model: of a block that serves several times, each use is one."""
 
     stack: Literal["encoder", "decoder", "cross"]
-    block: int  # its number in the stack
+    block: int  # its number in the stack, in the order in which blocks run
     layer: MultiHeadAttention
     residual: Residual  # the frame around it, which holds its norm
 

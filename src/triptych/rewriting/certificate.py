@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, Tier
+from triptych.checkpoints.layer import AttentionLayer
 from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
 from triptych.rewriting.driver import StepOutcome
@@ -34,7 +35,7 @@ class _Frozen(BaseModel):
 
 @final
 class Cost(_Frozen):
-    """The cost of one attention layer.
+    """The cost of the weights of an attention layer, and of all layers that have them.
 
     Attributes:
         parameters: number of parameters, biases included.
@@ -47,12 +48,13 @@ class Cost(_Frozen):
     kv_bytes_per_token: int
 
     @classmethod
-    def from_writing(cls, cost: WritingCost, cache_bytes: int) -> "Cost":
-        """Convert a `WritingCost`, with `cache_bytes` bytes per cached number."""
+    def from_writing(cls, cost: WritingCost, layer: AttentionLayer) -> "Cost":
+        """Convert the cost of a layer's maps; layers that share them each compute and cache."""
+        uses = len(layer.site.numbers)
         return cls(
             parameters=cost.parameters,
-            flops_per_token=cost.token_flops,
-            kv_bytes_per_token=cost.cached_numbers * cache_bytes,
+            flops_per_token=cost.token_flops * uses,
+            kv_bytes_per_token=cost.cached_numbers * layer.cache_bytes * uses,
         )
 
     def plus(self, other: "Cost") -> "Cost":
@@ -91,7 +93,7 @@ class StepRecord(_Frozen):
     refused: str = ""
 
     @classmethod
-    def from_outcome(cls, outcome: StepOutcome, cache_bytes: int) -> "StepRecord":
+    def from_outcome(cls, outcome: StepOutcome, layer: AttentionLayer) -> "StepRecord":
         """Convert what the driver tells of a step."""
         if (record := outcome.record) is None:
             return cls(rewrite=outcome.step, refused=outcome.refused)
@@ -99,8 +101,8 @@ class StepRecord(_Frozen):
             rewrite=outcome.step,
             tier=record.tier,
             checked=record.checked,
-            before=Cost.from_writing(record.before, cache_bytes),
-            after=Cost.from_writing(record.after, cache_bytes),
+            before=Cost.from_writing(record.before, layer),
+            after=Cost.from_writing(record.after, layer),
             choice=record.choice,
             notes=record.notes,
             bound=record.bound,
@@ -135,10 +137,12 @@ class Measured(_Frozen):
 
 @final
 class LayerRecord(_Frozen):
-    """One attention layer.
+    """The weights of one attention layer, or of several that share them.
 
     Attributes:
         module: its name in the checkpoint.
+        layers: numbers of the layers of the model that share these weights; left out of the file where one
+            layer has weights of its own.
         steps: the steps that were done or refused.
         measured: errors on the probes; None if the layer did not change.
         measured_on_text: errors on inputs of the original layer at some positions of the comparison text;
@@ -146,9 +150,22 @@ class LayerRecord(_Frozen):
     """
 
     module: str
+    layers: tuple[int, ...] = ()
     steps: tuple[StepRecord, ...]
     measured: Measured | None = None
     measured_on_text: Measured | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        record = write(self)
+        if not self.layers:
+            record.pop("layers", None)
+        return record
+
+    @property
+    def count(self) -> int:
+        """The number of layers of the model that have these weights."""
+        return len(self.layers) or 1
 
     @property
     def changed(self) -> bool:
@@ -182,6 +199,7 @@ class NormRecord(_Frozen):
     maps: tuple[str, ...]
     steps: tuple[StepRecord, ...]
     measured: Measured | None = None
+    count: ClassVar[int] = 1  # as of layers
 
     @property
     def tier(self) -> Tier:
@@ -339,14 +357,23 @@ def shown_rewrite(
     names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
     rows = []
     for name in names[:4]:
-        found = [step for part in parts for step in part.steps if step.rewrite == name]
-        done = [step for step in found if not step.refused]
+        found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
+        done = [step for _, step in found if not step.refused]
         bound = max((step.bound for step in done), default=0.0)
-        said = f"{len(done)} of {len(found)}, {_weakest(done)}" if done else "refused"
+        number = sum(count for count, step in found if not step.refused)
+        total = sum(count for count, _ in found)
+        said = f"{number} of {total}, {_weakest(done)}" if done else "refused"
         rows.append((name, said + (f", forms move by at most {bound:.3g}" if bound else "")))
     if len(names) > 4:
         rows.append(("…", ", ".join(names[4:])))
     return [*rows, ("attention", _said_costs("", before, after).strip())]
+
+
+def said_layers(layers: Sequence[LayerRecord]) -> str:
+    """How many attention layers a model has, and of how many the weights are, where they share them."""
+    count = sum(layer.count for layer in layers)
+    shared = f" with the weights of {len(layers)}, each rewritten once" if count > len(layers) else ""
+    return f"{count} attention layer{'s' * (count != 1)}{shared}"
 
 
 def _seal(record: dict[str, Any]) -> str:
@@ -414,6 +441,8 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
             *_step_lines(name, certificate.norms, "norms that maps outside the attention read"),
         )
     ]
+    if any(layer.layers for layer in certificate.layers):
+        yield [f"The model has {said_layers(certificate.layers)}."]
     yield [_said_costs("In this file: attention", certificate.before, certificate.after)]
     if certificate.unpadded is not None:
         yield [_said_costs(UNPADDED, certificate.before, certificate.unpadded)]
@@ -463,12 +492,12 @@ def _said_costs(what: str, before: Cost, after: Cost) -> str:
 
 def _step_lines(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
     """One line about a step, if it applied to any of these."""
-    found = [step for part in parts for step in part.steps if step.rewrite == name]
-    done = [step for step in found if not step.refused]
-    reasons = dict.fromkeys(step.refused for step in found if step.refused)
+    found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
+    reasons = dict.fromkeys(step.refused for _, step in found if step.refused)
     if found:
+        done = sum(count for count, step in found if not step.refused)
         said = f"; refused elsewhere: {'; '.join(reasons)}" if reasons else ""
-        yield f"- `{name}`: {len(done)} of {len(found)} {what}{said}"
+        yield f"- `{name}`: {done} of {sum(count for count, _ in found)} {what}{said}"
 
 
 def _whole_model(certificate: Certificate) -> str:
