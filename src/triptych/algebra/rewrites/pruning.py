@@ -78,14 +78,16 @@ class PruneHeads(LayerRewrite):
             if len(losses) < weights.num_heads:
                 raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
             importance = importance.new_tensor(losses)
-        gone = self._chosen(weights.num_heads, importance)
+        gate = weights.semantics.gate
+        together = 2 if gate is not None and gate.whole else 1  # in differential attention a pair
+        gone = self._chosen(weights.num_heads, importance, together)
         bounded = self.heads is not None or self.number is not None
         done = prune_heads(weights, gone, bounded=bounded, does=does)
         stay = done.weights.num_heads == weights.num_heads
         kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
         return done.with_kept(kept)
 
-    def _chosen(self, heads: int, does: Tensor) -> list[int]:
+    def _chosen(self, heads: int, does: Tensor, together: int) -> list[int]:
         if self.heads is not None:
             return list(self.heads)
         if self.number is None:
@@ -93,7 +95,12 @@ class PruneHeads(LayerRewrite):
             return dead if len(dead) < heads else dead[1:]
         if self.number >= heads:
             raise RewriteRefusedError("prune_heads", f"number is {self.number}, and there are {heads} heads")
-        return sorted(does.argsort()[: self.number].tolist())
+        if self.number % together:
+            raise RewriteRefusedError(
+                "prune_heads", f"number is {self.number}, and heads stand in pairs", "give an even number"
+            )
+        least = does.view(-1, together).sum(dim=1).argsort()[: self.number // together]
+        return sorted(first * together + place for first in least.tolist() for place in range(together))
 
 
 def prune_heads(
