@@ -281,3 +281,21 @@ def test_perceiver_goes_through_its_layers_in_rounds(tmp_path: Path) -> None:
         ("encoder.4", "encoder.0"),
         ("encoder.5", "encoder.1"),
     ]
+
+
+def test_borrowed_keys_and_values_are_changed_where_they_are(tmp_path: Path) -> None:
+    write_checkpoint("gemma4, text", tmp_path / "gemma", vocab_size_per_layer_input=258, pad_token_id=0)
+    ours = load(tmp_path / "gemma")
+    assert [layer.borrows for layer in ours.layers] == [None, None, "0", "1"]
+    with pytest.raises(UsageError, match="layer 2 has keys and values of layer 0: change W_K there"):
+        ours.replace("2", W_K=ours[2].W_K / 2)
+    with pytest.raises(UsageError, match="layer 3 has keys and values of layer 1: change W_V there"):
+        ours.tie("3", "W_V", "W_K")
+    changed = ours.replace("0", W_V=ours[0].W_V.flip(0))
+    assert torch.equal(changed[2].W_V, changed[0].W_V)
+    assert not torch.equal(changed[2].W_V, ours[2].W_V)
+    run = changed.run(TEXT)
+    assert torch.equal(run[2].v, run[0].v)
+    assert not torch.allclose(run[2].v, ours.run(TEXT)[2].v)
+    both = ours.tie("*", "W_V", "W_K")
+    assert torch.equal(both[3].W_V, both[1].W_K)

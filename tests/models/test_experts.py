@@ -1,5 +1,6 @@
 """Mixtures of experts: the same as every expert on every token."""
 
+import copy
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,7 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,8 @@ from triptych.user_code import use_code
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 By = Literal["zero", "mean", "resample"]
+# Maps that a layer does not have where it borrows keys and values.
+_OF_KEYS = ("W_K", "W_V")
 # A rewrite as a call or a record, a recipe of several, or the file of one.
 Step = str | Rewrite | RewriteRecipe | Path
 
@@ -274,6 +276,7 @@ class Model(RunnableModel):
             head = head_of(head, self.layers[number].num_heads, f"layer {self._places.names[number]}")
         if unknown := [name for name in maps if name not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
+        self._require_own_maps(number, maps)
         numbers, where = self._sharing([number])
         changed = self._changed(
             *(
@@ -304,7 +307,11 @@ class Model(RunnableModel):
         """
         if unknown := [map_ for map_ in (name, to) if map_ not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
-        named = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
+        named = [*range(len(self.layers))] if str(place) == "*" else [self._places.layer(place)]
+        if str(place) == "*" and name in _OF_KEYS:  # what layers borrow is tied where it is
+            named = [number for number in named if self.layers[number].borrows is None]
+        for number in named:
+            self._require_own_maps(number, [name])
         numbers, where = self._sharing(named)
         tied = partial(tied_map, name=name, to=to)
         words = f"tie({place}, {name}, {to}){where}"
@@ -493,6 +500,15 @@ class Model(RunnableModel):
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and convert what was saved"
             )
         return convert(self.opened, Path(path), to, quantization)
+
+    def _require_own_maps(self, number: int, names: Iterable[str]) -> None:
+        """A layer has the maps that are to change, and does not borrow them."""
+        layer = self.layers[number]
+        borrowed = [name for name in names if name in _OF_KEYS]
+        if borrowed and layer.borrows is not None:
+            raise UsageError(
+                f"layer {layer.name} has keys and values of layer {layer.borrows}: change {borrowed[0]} there"
+            )
 
     def _sharing(self, numbers: Collection[int]) -> tuple[list[int], str]:
         """Layers with all that share their weights, by their numbers in order; and words on the others."""

@@ -190,6 +190,10 @@ class ChangedSource(AttentionSource):
         for change in self._changes:
             if number in change.layers:
                 layer = replace(layer, weights=change.of_weights(number, layer.weights))
+        lender = self.lender(site)
+        if lender is not None and self._is_changed(lender):
+            lent = self.read(lender).weights
+            layer = replace(layer, weights=replace(layer.weights, k=lent.k, v=lent.v))
         return layer
 
     def outline(self, site: Site) -> AttentionLayer:
@@ -206,7 +210,11 @@ class ChangedSource(AttentionSource):
         return self._places[site][0]
 
     def _is_changed(self, site: Site) -> bool:
-        return any(self._places[site][1] in change.layers for change in self._changes)
+        lender = self.lender(site)
+        number = self._places[site][1]
+        return any(number in change.layers for change in self._changes) or (
+            lender is not None and self._is_changed(lender)
+        )
 
     def bytes_of(self, site: Site) -> int:
         return self._source.bytes_of(self._stored(site))

@@ -42,7 +42,12 @@ class PruneHeads(LayerRewrite):
     resizes = True
 
     heads: tuple[int, ...] | None = Field(None, description="numbers of the heads; by default the dead ones")
-    number: int | None = Field(None, ge=1, description="how many heads of each layer: the ones that do least")
+    number: int | None = Field(
+        None,
+        ge=1,
+        description="how many heads of each layer: the ones that do least. Heads of differential attention "
+        "go in pairs, by the sum of both",
+    )
     on_text: bool = Field(False, description="measure what heads do on the text")
     by_loss: bool = Field(
         False, description="order heads by how much the loss on the text rises without them"
