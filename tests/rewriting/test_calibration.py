@@ -106,6 +106,15 @@ def test_a_layer_used_several_times_is_heard_each_time(tmp_path: Path) -> None:
         torch.testing.assert_close(mean, of_heads.mean(dim=1), rtol=1e-4, atol=1e-5)
 
 
+def test_a_decoder_that_sees_both_ways_is_heard(tmp_path: Path) -> None:
+    folder, text = tmp_path / "source", text_in(tmp_path)
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": HEADS, "head_dim": WIDTH}
+    saved(transformers.LlamaModel(transformers.LlamaConfig(**COMMON, **sizes, is_causal=False)), folder)
+    found = gathered(folder, text)
+    assert len(found) == 2
+    assert all(moments.count > 0 for moments in found.values())
+
+
 def test_heads_are_dead_by_their_weights_whatever_a_text_says(tmp_path: Path) -> None:
     folder, text = bert(tmp_path / "source"), text_in(tmp_path)
     (name, moments), *_ = gathered(folder, text).items()
