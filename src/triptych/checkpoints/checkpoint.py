@@ -116,9 +116,9 @@ def _own_sites(model: EncoderDecoder | LanguageModel) -> Iterator[Site]:
     """The attention layers of a model of ours; those of one stack that have the same parameters once."""
     together: dict[tuple[Any, ...], list[AttentionSite]] = {}
     for place in attention_sites(model):
-        parameters = frozenset(id(parameter) for parameter in place.layer.parameters())
-        norm = frozenset(id(parameter) for parameter in place.residual.parameters())
-        together.setdefault((place.stack, parameters, norm), []).append(place)
+        held = [*place.layer.named_parameters(), *place.residual.named_parameters()]
+        parameters = tuple((name, id(parameter)) for name, parameter in held)
+        together.setdefault((place.stack, parameters), []).append(place)
     for first, *others in together.values():
         stack = "decoder" if first.stack == "cross" else first.stack
         also = tuple(place.block for place in others)
