@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from attending.tiny_readers import TEXTS, language_reader, pair_reader
+from attending.tiny_readers import TEXTS, language_reader, pair_reader, tokenizers
+from triptych import load
 from triptych.algebra.moments import MomentsGatherer
+from triptych.algebra.rewrites import RewriteRefusedError
 from triptych.algebra.rewrites.pruning import measure_importance
 from triptych.attending.windows import cut_windows
 from triptych.attending.worth import batches_of, head_outputs
 from triptych.attending.worth import measure_worth as measure
 from triptych.errors import UsageError
+from triptych.models import AttentionConfig
 from triptych.models.sites import attention_sites
 from triptych.opening import OpenedModel, Reader, record_calls
 
@@ -65,7 +68,7 @@ def changed(reader: Any, windows: Any, instead: str, name: str, head: int) -> fl
             for batch in batches_of(other, windows, 1):
                 with head_outputs([site]) as found:
                     other.run(batch.texts)
-                rows.append(found[name][0][batch.tokens_of(site)])
+                rows.append(found[name].transpose(1, 2).flatten(2)[batch.tokens_of(site)])
             maps.o_proj.bias += maps.o_proj.weight[:, own] @ torch.cat(rows).mean(dim=0)[own]
         maps.o_proj.weight[:, own] = 0
     return loss(other, windows)
@@ -85,6 +88,43 @@ def test_a_head_is_worth_the_loss_of_the_model_without_it(make: Any, instead: An
         without = changed(reader, windows, instead, f"{one.stack}.{one.layer}", one.head)
         assert one.change == pytest.approx(without - found.loss, abs=1e-9)
         assert one.low <= one.change <= one.high
+
+
+# W_O of each head, of a pair, behind another map, or none.
+@pytest.mark.parametrize("written", ["factored", "differential", "stacked", "grouped", "identity_output"])
+def test_a_head_is_worth_the_loss_without_it_however_heads_are_written(written: str, tmp_path: Path) -> None:
+    reader = language_reader(attention=AttentionConfig(projections=written))
+    tokenizers().source.save(tmp_path / "tokenizer.json")
+    model = load(reader.model, tokenizer=tmp_path)
+    windows = windows_of(reader)
+    found = measure_worth(reader, windows, "zero")
+    for head in range(4):
+        without = loss(model.ablate(f"1.{head}").reader, windows)
+        assert found.of("decoder", 1)[head] == pytest.approx(without - found.loss, abs=1e-9)
+    for instead in ("mean", "even"):
+        assert measure_worth(reader, windows, instead).loss == found.loss
+    rows = model.attend_over(TEXTS, worth="mean", explain=True, context=16).rows()
+    assert [(row["layer"], row["head"]) for row in rows] == [(n, head) for n in (0, 1) for head in range(4)]
+
+
+def test_heads_that_stand_in_pairs_are_pruned_in_pairs(tmp_path: Path) -> None:
+    reader = language_reader(attention=AttentionConfig(projections="differential", num_kv_heads=2))
+    tokenizers().source.save(tmp_path / "tokenizer.json")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(TEXTS * 4))
+    model = load(reader.model, tokenizer=tmp_path)
+    windows = cut_windows(reader, [text.read_text()])
+    worth = measure_worth(reader, windows, "zero").of("decoder", 1)
+    pruned = model.rewrite("prune_heads(number=2, by_loss=True, layers=[1])", calibration=text)
+    (step,) = pruned.certificate.layers[1].steps
+    least = (0, 1) if worth[0] + worth[1] < worth[2] + worth[3] else (2, 3)
+    assert step.choice == f"2 of 4 heads left out: {least[0]}, {least[1]}"
+    expected = model.ablate([f"1.{head}" for head in least]).run(TEXTS[0]).logits
+    assert torch.allclose(pruned.run(TEXTS[0]).logits, expected, atol=1e-9)
+    with pytest.raises(RewriteRefusedError, match="heads stand in pairs; give an even number"):
+        model.rewrite("prune_heads(number=1)")
+    with pytest.raises(RewriteRefusedError, match="half of a pair is left: leave out both or none"):
+        model.rewrite("prune_heads(heads=[1])")
 
 
 def test_the_most_important_head_comes_first_and_a_layer_has_an_order() -> None:

@@ -33,7 +33,7 @@ def language_reader(scheme: Any = "learned", kind: Any = "decoder", **options: A
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "d_model": 16, "num_heads": 4, "d_ff": 16, "context": 32}
     positions = PositionsConfig(scheme=scheme, max_tokens=64)
-    config = LanguageModelConfig(**{**sizes, **options}, attention=BIASED, positions=positions)
+    config = LanguageModelConfig(**{**sizes, "attention": BIASED, **options}, positions=positions)
     model = LanguageModel.of(config, kind, tokenizers().source.vocab_size).double().eval()
     _stir(model)
     return Reader(OpenedModel("tiny", Path("tiny"), model, tokenizers().source))

@@ -264,7 +264,7 @@ def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
     for site in checkpoint.sites:
         layer, outline = checkpoint.read(site), checkpoint.outline(site)
         weights = layer.weights
-        assert (outline.uses, outline.cache_bytes) == (layer.uses, layer.cache_bytes)
+        assert outline.cache_bytes == layer.cache_bytes
         assert writing_cost(outline.weights) == writing_cost(weights)
         assert outline.weights.semantics.beyond(()) == weights.semantics.beyond(())
         for side in SIDES:
@@ -282,7 +282,7 @@ def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
                         assert torch.equal(found.bias[0], whole.bias[copy])
 
 
-def test_a_layer_is_used_as_often_as_the_model_uses_it(tmp_path: Path) -> None:
+def test_layers_that_share_their_weights_come_as_the_model_uses_them(tmp_path: Path) -> None:
     config = TINY["albert in groups"].configured(num_hidden_layers=7, num_hidden_groups=3)
     model = transformers.AlbertModel(config).eval()
     model.save_pretrained(tmp_path)
@@ -293,8 +293,9 @@ def test_a_layer_is_used_as_often_as_the_model_uses_it(tmp_path: Path) -> None:
     model(torch.tensor([[5, 6, 7]]))
     checkpoint = open_checkpoint(tmp_path)
     assert isinstance(checkpoint, Checkpoint)
-    times = [used.count(site.module) for site in checkpoint.sites]
-    assert [checkpoint.read(site).uses for site in checkpoint.sites] == times == [3, 3, 2, 2, 2, 2]
+    assert [place.site.module for place in checkpoint.layers] == used
+    assert [place.number for place in checkpoint.layers] == [*range(14)]
+    assert [site.numbers for site in checkpoint.sites][:2] == [(0, 2, 4), (1, 3, 5)]
 
 
 def test_every_family_has_a_tiny_model() -> None:

@@ -14,7 +14,7 @@ from triptych.training.progress import LineDisplay
 
 _PAD, _END, _SIZE = 256, 257, 258
 # The class with an output of tokens, where that of the tiny models has none.
-_CLASS = {"bert": "BertForMaskedLM"}
+_CLASS = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM"}
 _TASKS = {
     "run of an encoder-decoder": "translation",
     "run of a language model": "language-model",

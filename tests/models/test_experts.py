@@ -1,5 +1,6 @@
 """Mixtures of experts: the same as every expert on every token."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from tests.tolerances import assert_same
 from torch import Tensor
 
 from triptych.attention import MultiHeadAttention
-from triptych.decoding.fused import evaluating_copy, fuse
+from triptych.decoding.fused import fuse
 from triptych.decoding.maps import Maps
 from triptych.models.architecture import (
     BlockConfig,
@@ -141,7 +142,7 @@ def test_sizes_that_do_not_fit_are_refused_with_their_numbers(options: dict[str,
 
 def test_a_mixture_made_ready_for_decoding_in_bf16_gives_that_of_rounded_weights() -> None:
     experts = made(CONFIGS["gpt_oss"])
-    ready = fuse(evaluating_copy(torch.nn.Sequential(experts)), Maps("bf16", torch.float32))
+    ready = fuse(copy.deepcopy(torch.nn.Sequential(experts)).eval(), Maps("bf16", torch.float32))
     rounded = made(CONFIGS["gpt_oss"]).bfloat16()
     x = inputs(torch.bfloat16)
     assert ready(x).dtype == torch.bfloat16

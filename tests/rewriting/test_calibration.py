@@ -13,7 +13,7 @@ from triptych.algebra.rewrites import LayerToRewrite, PruneHeads, Truncate
 from triptych.algebra.weights import AttentionWeights
 from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer
-from triptych.opening import open_text_model
+from triptych.opening import Reader, open_text_model
 from triptych.rewriting.calibration import gather_moments
 from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.recipe import RewriteRecipe
@@ -104,6 +104,17 @@ def test_a_layer_used_several_times_is_heard_each_time(tmp_path: Path) -> None:
         of_heads = torch.cat(made).unflatten(1, (HEADS, WIDTH)).transpose(0, 1)
         torch.testing.assert_close(second, of_heads.mT @ of_heads / tokens, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mean, of_heads.mean(dim=1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_that_sees_both_ways_is_heard(tmp_path: Path) -> None:
+    folder, text = tmp_path / "source", text_in(tmp_path)
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": HEADS, "head_dim": WIDTH}
+    config = transformers.LlamaConfig(**COMMON, **sizes, is_causal=False)
+    saved(transformers.LlamaForCausalLM(config), folder)
+    assert isinstance(open_text_model(folder), Reader)
+    found = gathered(folder, text)
+    assert len(found) == 2
+    assert all(moments.count > 0 for moments in found.values())
 
 
 def test_heads_are_dead_by_their_weights_whatever_a_text_says(tmp_path: Path) -> None:

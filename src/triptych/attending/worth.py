@@ -1,10 +1,10 @@
 """What a head is worth: the loss of a model on a text when a single head is left out.
 
 All heads of a layer are left out at once, each in rows of its own. A head is left out where its output would
-meet W_O: its slice of the heads side by side is replaced. The blocks before the layer are not run again.
+meet W_O. The blocks before the layer are not run again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -99,21 +99,33 @@ class WindowBatch(NamedTuple):
 
 
 def measure_worth(
-    reader: Reader, windows: Windows, instead: Instead, progress: Told = lambda done, total: None
+    reader: Reader,
+    windows: Windows,
+    instead: Instead,
+    progress: Told = lambda done, total: None,
+    *,
+    together: Sequence[Sequence[str]] | None = None,
 ) -> Worth:
-    """Leave every head of a model out in turn, and measure the loss on a text."""
+    """Leave every head of a model out in turn, and measure the loss on a text.
+
+    Layers of a stack that stand together, by their names in order, lose a head at once: what is measured then
+    is of the first, and `added` is a mean over them. Each stands alone if None.
+    """
     require_worth(reader)
     model = reader.model
-    sites = attention_sites(model)
+    by_name = {site.name: site for site in attention_sites(model)}
+    groups = [[by_name[name] for name in names] for names in together or [[name] for name in by_name]]
+    sites = [site for group in groups for site in group]
     most_heads = max(site.layer.num_heads for site in sites)
     batches = [*batches_of(reader, windows, _TOKENS_AT_A_TIME // most_heads)]
     losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)
     changes = {
-        site.name: torch.zeros(windows.num_units, site.layer.num_heads, dtype=torch.float64) for site in sites
+        first.name: torch.zeros(windows.num_units, first.layer.num_heads, dtype=torch.float64)
+        for first, *_ in groups
     }
-    squares = {site.name: torch.zeros(site.layer.num_heads, dtype=torch.float64) for site in sites}
+    squares = {first.name: torch.zeros(first.layer.num_heads, dtype=torch.float64) for first, *_ in groups}
     counts = dict.fromkeys(squares, 0)
-    done, total = 0, len(batches) * len(sites)
+    done, total = 0, len(batches) * len(groups)
     with torch.no_grad(), EvaluationMode(model):
         means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}
         for batch in batches:
@@ -122,30 +134,31 @@ def measure_worth(
             whole = row_losses(model, batch, run.hidden)[0].cpu()
             losses.index_add_(0, batch.units, whole)
             tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
-            for site in sites:
-                others = [torch.zeros_like(z[:1]) for z in outputs[site.name]]
+            calls = {call.site.name: call for call in run.calls}
+            for group in groups:
+                first = group[0]
+                others = {site.name: torch.zeros_like(outputs[site.name][:1]) for site in group}
                 if instead == "mean":
-                    others = [means[site.name] for _ in others]
+                    others = {site.name: means[site.name] for site in group}
                 elif instead == "even":
-                    others = [even_output(call) for call in run.calls if call.site.name == site.name]
-                with _heads_left_out(site, others):
-                    without = _losses_from(model, batch, run, site)
-                changes[site.name].index_add_(0, batch.units, (without.cpu() - whole).mT)
-                W_O = site.layer.weights().o[-1].weight.permute(2, 0, 1)  # [d_model, heads, d_v]
-                for joined in outputs[site.name]:
-                    z = joined[batch.tokens_of(site)].view(-1, *W_O.shape[1:])
-                    added = torch.einsum("thv,dhv->thd", z, W_O).double().square().sum(dim=(0, 2))
-                    squares[site.name] += added.cpu()
-                    counts[site.name] += len(z)
+                    others = {site.name: even_output(calls[site.name]) for site in group}
+                with _heads_left_out(group, others):
+                    without = _losses_from(model, batch, run, first)
+                changes[first.name].index_add_(0, batch.units, (without.cpu() - whole).mT)
+                for site in group:
+                    z = outputs[site.name].transpose(1, 2)[batch.tokens_of(site)]
+                    added = torch.einsum("thv,hvd->thd", z, site.layer.weights().W_O)
+                    squares[first.name] += added.double().square().sum(dim=(0, 2)).cpu()
+                    counts[first.name] += len(z)
                 done += 1
                 progress(done, total)
     found = []
-    for site in sites:
-        low, high = ratio_intervals(changes[site.name], tokens[:, None])
-        change = changes[site.name].sum(dim=0) / tokens.sum()
-        added = (squares[site.name] / max(1, counts[site.name])).sqrt()
+    for first, *_ in groups:
+        low, high = ratio_intervals(changes[first.name], tokens[:, None])
+        change = changes[first.name].sum(dim=0) / tokens.sum()
+        added = (squares[first.name] / max(1, counts[first.name])).sqrt()
         for head, numbers in enumerate(torch.stack([change, low, high, added], dim=1).tolist()):
-            found.append(HeadWorth(site.stack, site.block, head, *numbers))
+            found.append(HeadWorth(first.stack, first.block, head, *numbers))
     ordered = tuple(sorted(found, key=lambda one: -one.change))
     return Worth(instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum()))
 
@@ -224,7 +237,7 @@ def _padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 def _mean_outputs(
     reader: Reader, sites: Sequence[AttentionSite], batches: Sequence[WindowBatch]
-) -> dict[str, Float[Tensor, " joined"]]:
+) -> dict[str, Float[Tensor, "1 heads 1 d_v"]]:
     """The mean over the text of what meets W_O, by site."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
@@ -232,12 +245,13 @@ def _mean_outputs(
         with head_outputs(sites) as found:
             reader.run(batch.texts)
         for site in sites:
-            rows = batch.tokens_of(site)
-            for joined in found[site.name]:
-                sums[site.name] = sums.get(site.name, 0.0) + joined[rows].sum(dim=0, dtype=torch.float64)
-                counts[site.name] = counts.get(site.name, 0) + int(rows.sum())
+            z = found[site.name].transpose(1, 2)[batch.tokens_of(site)]
+            sums[site.name] = sums.get(site.name, 0.0) + z.sum(dim=0, dtype=torch.float64)
+            counts[site.name] = counts.get(site.name, 0) + len(z)
     return {
-        site.name: (sums[site.name] / counts[site.name]).to(next(site.layer.parameters()).dtype)
+        site.name: (sums[site.name] / counts[site.name])[None, :, None].to(
+            next(site.layer.parameters()).dtype
+        )
         for site in sites
     }
 
@@ -251,11 +265,9 @@ def _losses_from(
         return x.repeat(site.layer.num_heads, *[1] * (x.ndim - 1))
 
     if isinstance(model, LanguageModel):
-        order = model.architecture.order or tuple(range(len(model.blocks)))
-        first = order.index(site.block)
-        x = repeated(run.residuals[model.architecture.kind][first])
+        x = repeated(run.residuals[model.architecture.kind][site.block])
         mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
-        return row_losses(model, batch, model.from_stream(x, first, mask=mask))
+        return row_losses(model, batch, model.from_stream(x, site.block, mask=mask))
     assert batch.src_tokens is not None
     mask = repeated(batch.src_tokens[:, None, None, :])
     read, written = run.residuals["encoder"], run.residuals["decoder"]
@@ -286,46 +298,43 @@ def row_losses(
 
 
 @contextmanager
-def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, list[Tensor]]]:
-    """Record what meets W_O in layers, by site, one for each call: `[rows, length, heads · d_v]`."""
-    found: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, Tensor]]:
+    """Record what meets W_O in layers, by site: `[rows, heads, length, d_v]`."""
+    found: dict[str, Tensor] = {}
 
     def keep(module: nn.Module, given: tuple[Tensor, ...], *, name: str) -> None:
-        found[name].append(given[0].detach())
+        found[name] = given[0].detach()
 
     with ExitStack() as stack:
         for site in sites:
             hook = partial(keep, name=site.name)
-            stack.callback(site.layer.projections.o_proj.register_forward_pre_hook(hook).remove)
+            stack.callback(site.layer.before_output.register_forward_pre_hook(hook).remove)
         yield found
 
 
 @contextmanager
-def _heads_left_out(site: AttentionSite, instead: Sequence[Tensor]) -> Iterator[None]:
-    """Replace the output of head i in the i-th of as many equal parts of the rows as the layer has heads."""
-    num_heads, calls = site.layer.num_heads, iter(instead)
+def _heads_left_out(sites: Sequence[AttentionSite], instead: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace the output of head i in the i-th of as many equal parts of the rows as layers have heads."""
 
-    def replace(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        (joined,) = given
-        parts = joined.clone().view(num_heads, -1, joined.shape[1], num_heads, joined.shape[2] // num_heads)
-        other = next(calls).expand(parts.shape[1], joined.shape[1], -1).reshape(parts.shape[1:])
+    def replace(module: nn.Module, given: tuple[Tensor, ...], *, other: Tensor) -> tuple[Tensor, ...]:
+        (z,) = given
+        num_heads = z.shape[1]
+        parts = z.clone().view(num_heads, -1, *z.shape[1:])
+        other = other.expand(parts.shape[1:])
         for head in range(num_heads):
-            parts[head, :, :, head] = other[:, :, head]
-        return (parts.view(joined.shape),)
+            parts[head, :, head] = other[:, head]
+        return (parts.view(z.shape),)
 
-    hook = site.layer.projections.o_proj.register_forward_pre_hook(replace)
-    try:
+    with ExitStack() as stack:
+        for site in sites:
+            hook = partial(replace, other=instead[site.name])
+            stack.callback(site.layer.before_output.register_forward_pre_hook(hook).remove)
         yield
-    finally:
-        hook.remove()
 
 
-def even_output(call: LayerCall) -> Float[Tensor, "rows length joined"]:
+def even_output(call: LayerCall) -> Float[Tensor, "rows heads length d_v"]:
     """What would meet W_O if every head looked evenly at the keys that its queries see."""
     weights = call.layer.weights()
     v = for_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
     even = call.queries_and_keys().visible().to(v.dtype)
-    mixed = gated(weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v)
-    for link in weights.o[:-1]:
-        mixed = link.repeat(weights.num_heads)(mixed)
-    return mixed.transpose(1, 2).flatten(2)
+    return gated(weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v)

@@ -116,6 +116,7 @@ class MultiHeadAttention(nn.Module):
     Attributes:
         tap: changes values on the way (`steps`), in place of the kernels; None for a layer as it is.
         borrows: whether it has no keys and values of its own (`borrow`).
+        before_output: passes on what W_O reads of each head, `[batch, heads, query_len, d_v]`, for hooks.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class MultiHeadAttention(nn.Module):
         self.dropout = dropout
         self.tap: Tap | None = None
         self.borrows = False
+        self.before_output = nn.Identity()
         self.parameterisation = projections or Factored()
         if scale == "outside":
             self.parameterisation = ScaledOutside(self.parameterisation)
@@ -368,7 +370,8 @@ class MultiHeadAttention(nn.Module):
         inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
         attended = compute_attention(inputs, need_weights, path)
         mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
-        output = self.projections.output(mixed, route)
+        z = self.before_output(self.projections.values(mixed, route))
+        output = self.projections.output(z)
         return LayerOutput(output, attended.weights, Kept(places, cached))
 
     def steps(
@@ -416,8 +419,8 @@ class MultiHeadAttention(nn.Module):
         weights = tap("weights", to_weights(scores, seen, semantics.sinks, False), first)
         mixed = F.dropout(weights, self.dropout, self.training) @ v
         gate = None if semantics.gate is None else semantics.gate(x)
-        z = tap("z", mixed if gate is None else mixed * gate, first)
-        output = self.projections.output(z, "expanded")
+        z = self.before_output(tap("z", mixed if gate is None else mixed * gate, first))
+        output = self.projections.output(z)
         kept = Kept(places, cached)
         return LayerSteps(q, k, v, products, scaled, biased, scores, seen, weights, gate, z, output, kept)
 

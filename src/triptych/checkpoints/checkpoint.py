@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from triptych.algebra.weights import AttentionWeights, Link, Side
 from triptych.checkpoints.family import Family, family_of, half_of
 from triptych.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, Place, Site
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, InputNorms, LayerPlace, Place, Site
 from triptych.checkpoints.positions import stored_angles
 from triptych.checkpoints.reading import LayerReader
 from triptych.checkpoints.source import Source, find_source
@@ -28,7 +29,7 @@ from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.architecture import EmbeddingsConfig
 from triptych.models.site_configuration import MOST_LAYERS
-from triptych.models.sites import attention_sites, attention_weights, input_norms
+from triptych.models.sites import AttentionSite, attention_sites, attention_weights, input_norms
 from triptych.models.storage import read_own_model, stored_parameters
 from triptych.storage.quantised import dequantised
 from triptych.storage.settings import Settings
@@ -52,10 +53,7 @@ class OwnModel(AttentionSource):
         self.model = model
         self.name, self.written_as, self.known_by = name, "triptych", "its configuration"
         self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
-        self.sites = tuple(
-            Site("decoder" if site.stack == "cross" else site.stack, site.block, site.kind, site.name)
-            for site in attention_sites(self.model)
-        )
+        self.sites = tuple(_own_sites(model))
         parameters = stored_parameters(self.model)
         # The maps are views of parameters.
         attention = {
@@ -78,10 +76,18 @@ class OwnModel(AttentionSource):
 
     def read(self, site: Site) -> AttentionLayer:
         weights = self._weights[site.module]
-        inputs = InputNorms(*self._inputs[site.module])
+        # Layers that share their weights read what several norms give.
+        inputs = InputNorms() if site.also else InputNorms(*self._inputs[site.module])
         scheme = self._positions.positions
         embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
         return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
+
+    @cached_property
+    def layers(self) -> tuple[LayerPlace, ...]:
+        sites = {(site.kind, number): site for site in self.sites for number in site.numbers}
+        return tuple(
+            LayerPlace(sites[place.kind, place.block], place.block) for place in attention_sites(self.model)
+        )
 
     def bytes_of(self, site: Site) -> int:
         tensors = _tensors_of(self.read(site).weights)
@@ -105,6 +111,19 @@ class OwnModel(AttentionSource):
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
         count = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors_of(layer.weights))
         return {layer.site.module: count} if count else {}
+
+
+def _own_sites(model: EncoderDecoder | LanguageModel) -> Iterator[Site]:
+    """The attention layers of a model of ours; those of one stack that have the same parameters once."""
+    together: dict[tuple[Any, ...], list[AttentionSite]] = {}
+    for place in attention_sites(model):
+        held = [*place.layer.named_parameters(), *place.residual.named_parameters()]
+        parameters = tuple((name, id(parameter)) for name, parameter in held)
+        together.setdefault((place.stack, parameters), []).append(place)
+    for first, *others in together.values():
+        stack = "decoder" if first.stack == "cross" else first.stack
+        also = tuple(place.block for place in others)
+        yield Site(stack, first.block, first.kind, first.name, also)
 
 
 def _tensors_of(weights: AttentionWeights) -> Iterator[Tensor]:
@@ -164,6 +183,11 @@ class Checkpoint(AttentionSource):
     def place(self, site: Site) -> Place:
         return self._places[site]
 
+    def is_run(self, site: Site) -> bool:
+        """Whether layers of the model have these weights, and they are not left aside."""
+        place = self._places[site]
+        return place.is_run and not place.is_further
+
     def read_names(self, site: Site) -> tuple[str, ...]:
         """Names of the tensors within the module of a layer, and of its norm."""
         beside = LayerReader(self._places[site], self.tensors).norm_names()
@@ -218,7 +242,7 @@ class Checkpoint(AttentionSource):
             present.add(spec.stack)
             if spec.needs and settings.value(spec.needs) is None:
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
-            inner = settings.count(spec.inner)
+            inner, uses = settings.count(spec.inner), self._uses(spec, settings, layers)
             more = spec.more_layers and settings.value(spec.more_layers) is not None
             borrowing, lenders = self._num_borrowing(spec, settings, layers), dict[Any, Place]()
             for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
@@ -233,8 +257,12 @@ class Checkpoint(AttentionSource):
                             f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
                         )
                     kind = "self" if sees_both_ways(spec, settings, layer) else spec.kind
-                    site = Site(spec.stack, layer * inner + within, kind, module)
-                    place = Place(site, spec, settings, prefix, layer, within)
+                    own = uses.get(layer, ()) if uses else (layer,)
+                    # What no layer of the model has comes after all of them.
+                    after = sum(map(len, uses.values())) + layer
+                    number, *also = (use * inner + within for use in own or (after,))
+                    site = Site(spec.stack, number, kind, module, tuple(also))
+                    place = Place(site, spec, settings, prefix, layer, within, is_run=bool(own))
                     alike = place.value(spec.lender) if spec.lender else None
                     if layer < layers - borrowing:
                         lenders[alike] = place
@@ -252,6 +280,22 @@ class Checkpoint(AttentionSource):
                 f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}; describe it in a "
                 "family file (triptych inspect --family my.toml)"
             )
+
+    def _uses(self, spec: AttentionSpec, settings: Settings, layers: int) -> dict[int, list[int]]:
+        """The uses of each layer of the file, if it has any, in the model's order; empty if all have one."""
+        times, rounds = settings.number(spec.uses), settings.count(spec.rounds)
+        if times == 1 and rounds == 1:
+            return {}
+        count = round(times * layers) * rounds
+        if not 1 <= count <= MOST_LAYERS:
+            raise DataError(
+                f"{settings.where}: {spec.uses if rounds == 1 else spec.rounds} makes {count:,} layers: at "
+                f"least 1 and at most {MOST_LAYERS:,} are read"
+            )
+        found: dict[int, list[int]] = {}
+        for use in range(count):
+            found.setdefault(int(use % (count // rounds) / times), []).append(use)
+        return found
 
     def _mixers(self, spec: AttentionSpec, settings: Settings, layers: int) -> list[str]:
         """What each layer mixes tokens with, in words; none where all have attention."""
@@ -286,8 +330,19 @@ class Checkpoint(AttentionSource):
         return tuple(said)
 
     def _further_layers(self) -> tuple[str, ...]:
-        further = [place.site.module for place in self._places.values() if place.is_further]
-        return tuple(f"{module} predicts further tokens: it is read, and not run" for module in further)
+        """Sentences on layers of the files that the model does not run."""
+        places = self._places.values()
+        further = [
+            f"{place.site.module} predicts further tokens: it is read, and not run"
+            for place in places
+            if place.is_further
+        ]
+        unused = [
+            f"{place.site.module} is in no layer of the model: it is read, and not run"
+            for place in places
+            if not place.is_run
+        ]
+        return (*further, *unused)
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
         """How many layers, the last ones, have no keys and values of their own."""

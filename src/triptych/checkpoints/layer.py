@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal, NamedTuple, TypeVar, final
 
@@ -27,12 +28,27 @@ _Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedP
 @final
 @dataclass(frozen=True)
 class Site:
-    """One attention layer of a checkpoint."""
+    """The weights of an attention layer of a checkpoint, which several layers of the model may have.
+
+    A layer of the model is a use of these weights, and layers are numbered by their uses. Weights that
+    several layers share have the number of the first.
+    """
 
     stack: str  # "encoder", "decoder", "vision", …
     layer: int  # its number within the stack, from 0
     kind: Literal["self", "causal", "cross"]  # where queries and keys come from
     module: str  # the name of its module, in the checkpoint's own words
+    also: tuple[int, ...] = ()  # numbers of the later layers that have the same weights
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all layers that have these weights."""
+        return (self.layer, *self.also)
+
+    @property
+    def shared(self) -> str:
+        """A sentence on the layers that share the weights; "" if one alone has them."""
+        return f"layers {in_ranges(self.numbers)} share these weights" if self.also else ""
 
     @property
     def name(self) -> str:
@@ -59,7 +75,6 @@ class AttentionLayer:
     site: Site
     weights: AttentionWeights  # its maps, in the checkpoint's dtype, and what it does besides
     tensors: tuple[str, ...]  # the names of all that was read for it
-    uses: int = 1  # how often the model applies it, one time after the other
     # the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm, sandwich)
     # and `weights` therefore does not have
     inputs: InputNorms = InputNorms()
@@ -76,13 +91,56 @@ class AttentionLayer:
         return self.weights.dtype.itemsize if cached else 0
 
 
+@final
+class LayerPlace(NamedTuple):
+    """A layer of a model: the weights that it has, and its number within its stack."""
+
+    site: Site
+    number: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the weights are an earlier layer's."""
+        return self.number != self.site.layer
+
+
+def in_ranges(numbers: Sequence[int]) -> str:
+    """Numbers in order as words: "0 to 3, 6 and 9"."""
+    found = list[list[int]]()
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    words = [
+        word
+        for own in found
+        for word in ([f"{own[0]} to {own[-1]}"] if len(own) > 2 else [str(number) for number in own])
+    ]
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def in_order(sites: Sequence[Site]) -> tuple[LayerPlace, ...]:
+    """The layers of the model that have these weights, in the order of their stacks and numbers."""
+    if not any(site.also for site in sites):
+        return tuple(LayerPlace(site, site.layer) for site in sites)
+
+    def stack_of(site: Site) -> tuple[str, bool]:
+        return site.stack, site.kind == "cross"
+
+    stacks = [*dict.fromkeys(map(stack_of, sites))]
+    found = [LayerPlace(site, number) for site in sites for number in site.numbers]
+    return tuple(sorted(found, key=lambda place: (stacks.index(stack_of(place.site)), place.number)))
+
+
 class AttentionSource(ABC):
     """Something with attention layers, of which one is read at a time."""
 
     name: str  # its path, or its id on the Hub
     written_as: str  # the family it is written as
     known_by: str  # what that is known by
-    sites: tuple[Site, ...]  # its attention layers, in order
+    sites: tuple[Site, ...]  # its attention layers, in order; those that share their weights once
     num_tensors: int  # there are in all
     left_over: tuple[str, ...]  # tensors that are no attention, as far as their names tell
     unread: dict[str, str]  # tensors of attention that is known and not read, and why
@@ -100,9 +158,14 @@ class AttentionSource(ABC):
         """Where weights are read from when they are asked for; None if all of them are in memory."""
         return None
 
+    @cached_property
+    def layers(self) -> tuple[LayerPlace, ...]:
+        """The attention layers of the model, in order: every use of weights by itself."""
+        return in_order(self.sites)
+
     def require_layers(self, numbers: Collection[int]) -> None:
         """Raises UsageError for the number of a layer that is not there, or is no attention."""
-        there = {site.layer for site in self.sites}
+        there = {number for site in self.sites for number in site.numbers}
         for number in sorted({*numbers} - there):
             why = f"is no attention: {self.others}" if self.others else "does not exist"
             layers = "" if self.others else f"; layers are 0 to {max(there)}"
@@ -162,6 +225,7 @@ class Place:
     inner: int  # its place within that layer, where one holds several
     # the earlier layer whose keys and values it uses, where it has none of its own
     lender: "Place | None" = None
+    is_run: bool = True  # whether a layer of the model has these weights
 
     def holds(self, condition: str) -> bool:
         """Whether a condition holds for this layer; an empty one does."""
@@ -210,7 +274,7 @@ class Place:
     @property
     def is_further(self) -> bool:
         """Whether it comes after the layers of the model, and predicts further tokens."""
-        return self.layer >= self.settings.count(self.spec.layers)
+        return self.is_run and self.layer >= self.settings.count(self.spec.layers)
 
     @property
     def norm(self) -> NormSpec | None:

@@ -31,7 +31,6 @@ from triptych.models.architecture import (
     StreamsConfig,
     SublayerConfig,
 )
-from triptych.models.site_configuration import MOST_LAYERS
 
 _Architecture = TypeVar("_Architecture", LanguageModelArchitecture, EncoderDecoderArchitecture)
 
@@ -123,9 +122,10 @@ class _Mapping:
             self.entries.refuse(
                 f"{others[0].module} is no self-attention of its {spec.stack}: it cannot be run"
             )
-        # Layers that predict further tokens are left aside, as `transformers` does.
-        self.further = tuple(site for site in sites if checkpoint.place(site).is_further)
-        self.sites = tuple(site for site in sites if site not in self.further)
+        # Layers that predict further tokens are left aside, as `transformers` does, and so are those that the
+        # model never uses.
+        self.aside = tuple(site for site in sites if not checkpoint.is_run(site))
+        self.sites = tuple(site for site in sites if site not in self.aside)
         self.first = checkpoint.place(sites[0])
         self.settings = self.first.settings
         for choice in spec.refused:
@@ -146,7 +146,7 @@ class _Mapping:
         if spec.kind == "decoder" and len(both_ways) > 1:
             self.entries.refuse("some of its layers see later tokens and some do not: it cannot be run")
         embeddings = self._embeddings()
-        blocks = tuple(self._block(number, site) for number, site in enumerate(self.sites))
+        blocks = tuple(self._block(site) for site in self.sites)
         self._enter_streams()
         final_norm = self._norm("final_norm", self.first, spec.final_norm)
         return LanguageModelArchitecture(
@@ -227,17 +227,15 @@ class _Mapping:
 
     def _order(self) -> tuple[int, ...]:
         """The blocks in the order of their use, where layers share them."""
-        spec, place = self.first.spec, self.first
-        uses, inner = place.number(spec.uses), place.count(spec.inner)
-        if uses == 1:
+        if not any(site.also for site in self.sites):
             return ()
-        layers = round(uses * len(self.sites) / inner)
-        if not 1 <= layers <= MOST_LAYERS:
-            raise DataError(
-                f"{place.settings.where}: {spec.uses} is {uses:g}, which makes {layers:,} layers: "
-                f"at least 1 and at most {MOST_LAYERS:,} are run"
-            )
-        return tuple(int(layer / uses) * inner + number for layer in range(layers) for number in range(inner))
+        blocks = {number: block for block, site in enumerate(self.sites) for number in site.numbers}
+        return tuple(blocks[number] for number in sorted(blocks))
+
+    def _first_use(self, site: Site) -> int:
+        """The number of the first block of the model that has the parameters of a layer."""
+        order = self._order()
+        return order.index(self.sites.index(site)) if order else self.sites.index(site)
 
     @cached_property
     def _lenders(self) -> set[Site]:
@@ -334,8 +332,8 @@ class _Mapping:
             sinusoidal_layout=spec.layout,
         )
 
-    def _block(self, number: int, site: Site) -> BlockConfig:
-        spec, place, at = self.spec, self.checkpoint.place(site), f"blocks.{number}"
+    def _block(self, site: Site) -> BlockConfig:
+        spec, place, at = self.spec, self.checkpoint.place(site), f"blocks.{self._first_use(site)}"
         own, parallel = place.norm, place.chosen(spec.parallel)
         norms = spec.attention_norm or ((own,) if own is not None and own.place != "post" else ())
         keys = place.lender.site if place.lender else site
@@ -402,7 +400,7 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     for mapping in mappings:
         used |= mapping.entries.copies.keys()
         patterns += mapping.spec.rest
-        patterns += [f"{site.module.rpartition('.')[0]}.*" for site in mapping.further]
+        patterns += [f"{site.module.rpartition('.')[0]}.*" for site in mapping.aside]
     for site in checkpoint.sites:
         place = checkpoint.place(site)
         reader = LayerReader(place, tensors)

@@ -20,7 +20,7 @@ from triptych.attention.shapes import shapes_only
 from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.checkpoints.family import family_of
 from triptych.checkpoints.latents import latent_parts
-from triptych.checkpoints.layer import Place, Site
+from triptych.checkpoints.layer import Place, Site, in_order
 from triptych.checkpoints.layer_map import LayerMap, Shape, layer_map
 from triptych.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
 from triptych.checkpoints.positions import table_names
@@ -112,8 +112,7 @@ def _build_model(
     attention = [read_attention_layer(checkpoint, site, dtype) for site in found.sites]
     with shapes_only():
         model = make(attention)
-    for name, tensor in found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)).items():
-        _set_parameter(model, name, tensor)
+    _set_tensors(model, found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)))
     *_, last = model.stacks.values()
     if last.head is not None and last.head.config.tied:
         last.head.output.weight = last.embeddings.table.weight
@@ -128,13 +127,19 @@ def read_attention_layer(checkpoint: Checkpoint, site: Site, dtype: torch.dtype)
         raise DataError(f"{checkpoint.name}: {checkpoint.family.name} cannot be run: {error}") from None
 
 
-def _set_parameter(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make a tensor a parameter of a model, without a copy."""
-    *path, own = name.split(".")
-    module = model.get_submodule(".".join(path))
-    expected = getattr(module, own)
-    assert expected.shape == tensor.shape, f"{name}: {expected.shape}, {tensor.shape}"
-    setattr(module, own, tensor if own in module._buffers else nn.Parameter(tensor))
+def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Make tensors the parameters and buffers of a model, without copies, in every module that has them."""
+    instead: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        expected = getattr(module, own)
+        assert expected.shape == tensor.shape, f"{name}: {expected.shape}, {tensor.shape}"
+        instead[id(expected)] = tensor if own in module._buffers else nn.Parameter(tensor)
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for own, before in held.items():
+                held[own] = instead.get(id(before), before)  # type: ignore[assignment]
 
 
 def off_meta(model: _Model) -> _Model:
@@ -230,7 +235,7 @@ class _StoredModel:
     model: nn.Module
     beside: LayerMap  # where all but attention lies
     copies: Mapping[str, str]  # stored tensors that are the same as others, and those
-    layers: Sequence[tuple[Site, MultiHeadAttention]]  # the attention layers with their sites
+    layers: Sequence[tuple[Site, MultiHeadAttention]]  # the attention layers with their sites, every use
 
     @classmethod
     def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_StoredModel":
@@ -238,7 +243,8 @@ class _StoredModel:
         found = model_map(checkpoint) if isinstance(model, LanguageModel) else encoder_decoder_map(checkpoint)
         sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
         layers = [site.layer for site in sites]
-        return cls(model, found.tensors, found.copies, [*zip(found.sites, layers, strict=True)])
+        stored = [place.site for place in in_order(found.sites)]
+        return cls(model, found.tensors, found.copies, [*zip(stored, layers, strict=True)])
 
     def changed(self, checkpoint: Checkpoint) -> _Stored:
         """The stored tensors whose numbers are others now; one that layers share may come several times."""

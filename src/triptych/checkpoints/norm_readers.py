@@ -50,8 +50,7 @@ class NormSite:
     """A norm with the maps outside the attention that read it."""
 
     module: str  # its name
-    # the layer it lies in, as the sites of its stack count them; None for one after all layers
-    layer: int | None
+    layers: tuple[int, ...]  # numbers of the layers of its stack that have it; none for one after all layers
     own_tensors: tuple[str, str]  # names of gain and shift; the shift need not be there
     spec: NormSpec
     readers: tuple[NormReader, ...]
@@ -96,12 +95,12 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                             f"{twice[0]} belongs to attention, or reads another norm as well",
                         )
                     taken |= tensors
-                    layer = site.layer if "{layer}" in spec.at else None
+                    layers = site.numbers if "{layer}" in spec.at else ()
                     own = norm_tensors(checkpoint.tensors, module)
                     found[module] = NormSite(
-                        module, layer, own, spec, readers, attention.get(module), refused
+                        module, layers, own, spec, readers, attention.get(module), refused
                     )
-    return tuple(sorted(found.values(), key=lambda norm: norm.layer is None))
+    return tuple(sorted(found.values(), key=lambda norm: not norm.layers))
 
 
 def _readers(

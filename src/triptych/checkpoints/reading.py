@@ -66,18 +66,11 @@ class LayerReader:
             place.site,
             weights,
             tuple(self._read_names),
-            self._uses(),
             InputNorms() if self._outline else self._inputs(q, k, norm),
             embedded_positions=kind if kind in ("sinusoidal", "learned") else "none",
             fixed=spec.unwritten,
             borrows=None if place.lender is None else place.lender.site,
         )
-
-    def _uses(self) -> int:
-        """How often the model applies the layer: some groups more often, if they do not share equally."""
-        uses = self.place.number(self.place.spec.uses)
-        first, after = (math.ceil(round(uses * (self.place.layer + more), 9)) for more in (0, 1))
-        return max(1, after - first)
 
     def read_map(self, side: Side, head: int) -> Link | None:
         """The map of one head and its bytes alone; None where it is made of more than a part of a tensor."""

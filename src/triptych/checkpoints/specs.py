@@ -239,6 +239,7 @@ class AttentionSpec(Spec):
     borrowing: Expression = ""
     lender: Expression = ""  # what such a layer and the earlier one, the last of its kind, have in common
     uses: Expression = "1"  # how often the model applies each of them, one time after the other
+    rounds: Expression = "1"  # how often it goes through all of them, from the first to the last
     at: str  # the module of a layer's attention
     # words that are not in the prefix of `at`: other stacks have the same names
     outside: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from triptych.rewriting.certificate import (
     NormRecord,
     card,
     renumbered,
+    said_layers,
 )
 from triptych.rewriting.planning import Plan
 
@@ -136,7 +137,7 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def _print_plan(plan: Plan, console: Console) -> None:
-    console.print(f"{plan.source}: {plan.family}, {len(plan.layers)} attention layers")
+    console.print(f"{plan.source}: {plan.family}, {said_layers(plan.layers)}")
     console.print(_steps_table(plan.layers))
     if plan.norms:
         console.print(_steps_table(plan.norms, "other norms"))
@@ -156,22 +157,26 @@ def _print_plan(plan: Plan, console: Console) -> None:
 def _steps_table(layers: Sequence[LayerRecord | NormRecord], of: str = "layers") -> Table:
     table = Table("step", of, "tier", "bound", "what")
     for name in dict.fromkeys(step.rewrite for layer in layers for step in layer.steps):
-        found = [step for layer in layers for step in layer.steps if step.rewrite == name]
-        done = [step for step in found if not step.refused]
+        found = [(layer.count, step) for layer in layers for step in layer.steps if step.rewrite == name]
+        done = [step for _, step in found if not step.refused]
         if done:
             said = dict.fromkeys((*(s.choice for s in done if s.choice), *(n for s in done for n in s.notes)))
             tiers = sorted({str(step.tier) for step in done})
             bound = max(step.bound for step in done)
             what = [*said][:4] + (["…"] if len(said) > 4 else [])
             table.add_row(
-                name, str(len(done)), ", ".join(tiers), f"{bound:.4g}" if bound else "0", "\n".join(what)
+                name,
+                str(sum(count for count, step in found if not step.refused)),
+                ", ".join(tiers),
+                f"{bound:.4g}" if bound else "0",
+                "\n".join(what),
             )
         refused: dict[str, int] = {}
-        for step in found:
+        for count, step in found:
             if step.refused:
-                refused[step.refused] = refused.get(step.refused, 0) + 1
-        for reason, count in refused.items():
-            table.add_row(name, str(count), "refused", "", reason)
+                refused[step.refused] = refused.get(step.refused, 0) + count
+        for reason, number in refused.items():
+            table.add_row(name, str(number), "refused", "", reason)
     return table
 
 

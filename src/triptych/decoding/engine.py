@@ -154,7 +154,7 @@ class Engine(DecodingEngine):
         weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
         self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
         self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
-        for layer in cross:
+        for layer in dict.fromkeys(cross):  # uses of one layer are one here
             del layer.memory_rows
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> TextCache:

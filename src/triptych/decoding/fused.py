@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from jaxtyping import Float
@@ -40,11 +40,13 @@ from triptych.attention.written_out import (
 )
 from triptych.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
 from triptych.decoding.maps import MappedFiles, Maps, constant
-from triptych.models.blocks import OffsetNorm
+from triptych.models import EncoderDecoder, LanguageModel
+from triptych.models.blocks import Block, OffsetNorm
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
 
 # With fewer multiplications, torch takes a product in a way of its own.
 _SMALL_PRODUCT = 400
@@ -367,9 +369,25 @@ def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     return found
 
 
-def evaluating_copy(model: ModuleT) -> ModuleT:
-    """A copy of a model's modules, in evaluation mode, with the model's own parameters."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+def evaluating_copy(model: ModelT) -> ModelT:
+    """A copy of a model's modules, in evaluation mode, with the model's own parameters.
+
+    Uses of one block are one module in it, so that what is made of their maps is held once.
+    """
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    for stack in copied.stacks.values():
+        first: dict[tuple[int, ...], nn.Module] = {}
+        for number, block in enumerate(stack.blocks):
+            if not _is_changed_on_the_way(cast(Block, block)):
+                parameters = tuple(id(parameter) for parameter in block.parameters())
+                stack.blocks[number] = first.setdefault(parameters, block)
+    return copied
+
+
+def _is_changed_on_the_way(block: Block) -> bool:
+    layers = [module for module in block.modules() if isinstance(module, MultiHeadAttention)]
+    steered = block.added_before is not None or block.added_after is not None
+    return steered or any(layer.tap is not None for layer in layers)
 
 
 def fuse(

@@ -4,10 +4,9 @@ A change is a record that says what it does to the weights of a layer, or to the
 It never touches what it was given: a changed model has modules of its own, and shares all other tensors.
 """
 
-import copy
 from abc import ABC
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, final
 
@@ -26,7 +25,8 @@ from triptych.attention import (
 from triptych.decoding import Continuation, GenerationOptions, TextGenerator
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.sites import AttentionSite, attention_sites, blocks_of
+from triptych.models.blocks import sharing_copy
+from triptych.models.sites import AttentionSite, blocks_of
 
 Map = Literal["W_Q", "W_K", "W_V", "W_O"]
 SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
@@ -34,6 +34,7 @@ SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
 # first query to the value in its place.
 Edit = Callable[[Tensor, int], Tensor]
 Part = int | tuple[int, ...]  # a head, or some of a layer together
+OfWeights = Callable[[AttentionWeights], AttentionWeights]
 
 
 class Change(ABC):
@@ -41,17 +42,18 @@ class Change(ABC):
 
     Attributes:
         words: what it is, for reprs and messages: "ablate(3.2)".
-        layers: numbers in order of the layers whose weights it changes.
+        layers: what becomes of the weights of layers, by a layer's number in order. Layers that shared their
+            weights before go on sharing them where it is the same function.
         unsayable: why weights cannot express it, so that it cannot be saved; "" if they can.
     """
 
     words: str
-    layers: Collection[int] = ()
+    layers: Mapping[int, OfWeights]
     unsayable: str = ""
 
     def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """The weights of a layer, by its number in order, after the change."""
-        return weights
+        return self.layers[layer](weights) if layer in self.layers else weights
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         """Change a copy of a model; layers after those in `sites` are read and not run."""
@@ -63,10 +65,8 @@ class Change(ABC):
             )
             new.tap = site.layer.tap
             new.train(site.layer.training)
-            for there in attention_sites(model):  # of every block that shares it
-                if there.layer is site.layer:
-                    name = "cross_attention" if there.stack == "cross" else "self_attention"
-                    setattr(blocks_of(model, there.stack)[there.block], name, new)
+            name = "cross_attention" if site.stack == "cross" else "self_attention"
+            setattr(blocks_of(model, site.stack)[site.block], name, new)
 
 
 @final
@@ -75,10 +75,7 @@ class WeightChange(Change):
     """Other weights in some layers: by a layer's number in order, what becomes of its weights."""
 
     words: str
-    layers: Mapping[int, Callable[[AttentionWeights], AttentionWeights]]
-
-    def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        return self.layers[layer](weights) if layer in self.layers else weights
+    layers: Mapping[int, OfWeights]
 
 
 @final
@@ -89,6 +86,7 @@ class ValueChange(Change):
     words: str
     what: Activation
     heads: Mapping[int, Mapping[Part, Edit]]
+    layers: Mapping[int, OfWeights] = field(default_factory=dict, init=False)
 
     @property
     def unsayable(self) -> str:  # type: ignore[override]
@@ -164,6 +162,7 @@ class Steering(Change):
     stack: str  # "encoder" or "decoder"
     block: int  # before which block; their number for the end of the stack
     vector: Float[Tensor, " d_model"]
+    layers: Mapping[int, OfWeights] = field(default_factory=dict, init=False)
 
     @property
     def unsayable(self) -> str:  # type: ignore[override]
@@ -199,13 +198,8 @@ class PositionsOff(Change):
     """No layer knows positions, and none are added to the embeddings."""
 
     words: str
-    layers: tuple[int, ...]  # that know positions themselves
+    layers: Mapping[int, OfWeights]  # of the layers that know positions themselves: `without_positions`
     unsayable: str = "it leaves out positions, which weights cannot express"
-
-    def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        if layer not in self.layers:
-            return weights
-        return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
         super().apply(model, sites)
@@ -213,6 +207,11 @@ class PositionsOff(Change):
             for name, part in module.named_children():
                 if isinstance(part, LearnedPositions | SinusoidalPositions):
                     setattr(module, name, NoPositions())
+
+
+def without_positions(weights: AttentionWeights) -> AttentionWeights:
+    """The layer without positions of its own."""
+    return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
 
 
 def sum_of(one: Tensor | None, other: Tensor) -> Tensor:
@@ -225,8 +224,7 @@ def changed_copy(
     order: Callable[[LanguageModel | EncoderDecoder], Sequence[AttentionSite]],
 ) -> LanguageModel | EncoderDecoder:
     """A model with changes: new modules, which share the parameters of the old ones."""
-    kept = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, kept)
+    copied = sharing_copy(model)
     for change in changes:
         change.apply(copied, order(copied))
     return copied
@@ -258,7 +256,12 @@ def ablation(
     words: str, heads: Mapping[int, Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]]
 ) -> WeightChange:
     """Heads off, by the number of their layer; with values, each gives the mean of its own everywhere."""
-    return WeightChange(words, {layer: partial(_without_heads, heads=own) for layer, own in heads.items()})
+    same: dict[object, OfWeights] = {}
+    found: dict[int, OfWeights] = {}
+    for layer, own in heads.items():
+        alike = id(own) if isinstance(own, Mapping) else tuple(own)
+        found[layer] = same.setdefault(alike, partial(_without_heads, heads=own))
+    return WeightChange(words, found)
 
 
 def _without_heads(

@@ -19,10 +19,11 @@ class LayerCost:
 
     Attributes:
         layer: its name.
-        parameters: learned numbers, biases included.
+        parameters: learned numbers, biases included; 0 where an earlier layer's are used again.
         flops_per_token: of its maps for one token, without pairs of tokens.
         flops_per_pair: of one query and one key.
         cache_bytes_per_token: kept of a token while decoding; 0 outside decoders.
+        shares: the earlier layer whose weights it has; None if it has its own.
     """
 
     layer: str
@@ -30,6 +31,7 @@ class LayerCost:
     flops_per_token: int
     flops_per_pair: int
     cache_bytes_per_token: int
+    shares: str | None = None
 
 
 @final
@@ -64,10 +66,10 @@ class ModelCost:
 
 
 def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> ModelCost:
-    """Count what each layer costs; layers that run several times count for each."""
+    """Count what each layer costs; weights that layers share count once, the work of each layer always."""
     found = []
-    for layer, site in zip(layers, source.sites, strict=True):
-        read = source.outline(site)
+    for layer, place in zip(layers, source.layers, strict=True):
+        read = source.outline(place.site)
         cost = writing_cost(layer.outline)
         if read.borrows is not None:  # its keys and values are made, and counted, there
             own = writing_cost(replace(layer.outline, k=(), v=()))
@@ -75,10 +77,11 @@ def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> Mode
         found.append(
             LayerCost(
                 layer.name,
-                cost.parameters,
-                cost.token_flops * read.uses,
-                cost.pair_flops * read.uses,
-                cost.cached_numbers * read.cache_bytes * read.uses,
+                0 if place.is_shared else cost.parameters,
+                cost.token_flops,
+                cost.pair_flops,
+                cost.cached_numbers * read.cache_bytes,
+                layer.shares,
             )
         )
     return ModelCost(name, tuple(found))

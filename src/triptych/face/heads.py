@@ -289,10 +289,19 @@ class Layer:
         model: the name of the model.
         num_heads: number of query heads.
         borrows: the layer whose keys and values it reads; None if it has its own.
+        shares: the earlier layer whose weights it has (ALBERT); None if it has its own.
     """
 
-    def __init__(self, name: str, source: AttentionSource, site: Site, borrows: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: AttentionSource,
+        site: Site,
+        borrows: str | None = None,
+        shares: str | None = None,
+    ) -> None:
         self.name, self.model, self.kind, self.borrows = name, source.name, site.kind, borrows
+        self.shares = shares
         self._source, self._site = source, site
 
     @property
@@ -407,7 +416,7 @@ class Layer:
         return (
             f"Layer {self.name} of {self.model}: {self.kind} attention, {self.num_heads} heads{groups}, "
             f"d_model {self.d_model}, d_k {d_k}, d_v {d_v}, {weights.num_parameters:,} parameters "
-            f"({_dtype(next(weights.tensors()))}){_borrowed(self.borrows)}{between}"
+            f"({_dtype(next(weights.tensors()))}){_borrowed(self.borrows)}{_shared(self.shares)}{between}"
         )
 
     def _repr_html_(self) -> str:
@@ -482,6 +491,10 @@ def _without_gain(norm: Norm | None) -> Norm | None:
 
 def _borrowed(lender: str | None) -> str:
     return "" if lender is None else f", keys and values of layer {lender}"
+
+
+def _shared(layer: str | None) -> str:
+    return "" if layer is None else f", weights of layer {layer}"
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -1,7 +1,7 @@
 """`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor
 from triptych.algebra.rewrites import Rewrite
 from triptych.attention import Activation, LearnedPositions, SinusoidalPositions
 from triptych.checkpoints.family import Family, read_family
+from triptych.checkpoints.layer import in_ranges
 from triptych.checkpoints.source import Source, find_source, tokenizer_folder
 from triptych.checkpoints.translators import Languages
 from triptych.converting.checks import Quantization
@@ -36,11 +37,12 @@ from triptych.face.changes import (
     resampled,
     tied_map,
     with_map,
+    without_positions,
 )
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.choices import check_choices
 from triptych.face.engines import EngineName, Options, require_ctranslate2
-from triptych.face.opened import Opened
+from triptych.face.opened import Opened, why_not_saved
 from triptych.face.run import Run
 from triptych.face.running import RunnableModel
 from triptych.face.saving import save_changed, save_unchanged
@@ -55,6 +57,8 @@ from triptych.user_code import use_code
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 By = Literal["zero", "mean", "resample"]
+# Maps that a layer does not have where it borrows keys and values.
+_OF_KEYS = ("W_K", "W_V")
 # A rewrite as a call or a record, a recipe of several, or the file of one.
 Step = str | Rewrite | RewriteRecipe | Path
 
@@ -168,6 +172,8 @@ class Model(RunnableModel):
     @check_choices
     def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> "Model":
         """The model with some heads off: what they give W_O is replaced.
+
+        Of layers that share their weights only those named lose heads, and the model can be saved if all do.
 
         Args:
             heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several, by commas or in a list.
@@ -291,6 +297,8 @@ class Model(RunnableModel):
     def replace(self, place: str | int, **maps: Tensor) -> "Model":
         """The model with other maps in a layer or a head: `model.replace("3.2", W_Q=…)`.
 
+        Where layers share their weights, all of them have the new map; `changes` says which they are.
+
         Args:
             place: a layer or a head.
             maps: W_Q, W_K, W_V or W_O; shapes as `Layer` and `Head` have them.
@@ -303,11 +311,15 @@ class Model(RunnableModel):
             head = head_of(head, self.layers[number].num_heads, f"layer {self._places.names[number]}")
         if unknown := [name for name in maps if name not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
+        self._require_own_maps(number, maps)
+        numbers, where = self._sharing([number])
         changed = self._changed(
             *(
                 WeightChange(
-                    f"replace({place}, {name})",
-                    {number: partial(with_map, name=name, given=torch.as_tensor(given), head=head)},
+                    f"replace({place}, {name}){where}",
+                    dict.fromkeys(
+                        numbers, partial(with_map, name=name, given=torch.as_tensor(given), head=head)
+                    ),
                 )
                 for name, given in maps.items()
             )
@@ -317,6 +329,8 @@ class Model(RunnableModel):
 
     def tie(self, place: str | int, name: str, to: str) -> "Model":
         """The model with one map of a layer in the place of another: `model.tie("3", "W_K", "W_Q")`.
+
+        Where layers share their weights, the maps of all of them are tied; `changes` says which they are.
 
         Args:
             place: a layer, or "*" for all.
@@ -328,9 +342,15 @@ class Model(RunnableModel):
         """
         if unknown := [map_ for map_ in (name, to) if map_ not in SIDE_OF]:
             raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
-        numbers = range(len(self.layers)) if str(place) == "*" else [self._places.layer(place)]
+        named = [*range(len(self.layers))] if str(place) == "*" else [self._places.layer(place)]
+        if str(place) == "*" and name in _OF_KEYS:  # what layers borrow is tied where it is
+            named = [number for number in named if self.layers[number].borrows is None]
+        for number in named:
+            self._require_own_maps(number, [name])
+        numbers, where = self._sharing(named)
         tied = partial(tied_map, name=name, to=to)
-        changed = self._changed(WeightChange(f"tie({place}, {name}, {to})", dict.fromkeys(numbers, tied)))
+        words = f"tie({place}, {name}, {to}){where}"
+        changed = self._changed(WeightChange(words, dict.fromkeys(numbers, tied)))
         for number in numbers:
             changed.layers[number].weights  # noqa: B018
         return changed
@@ -349,7 +369,7 @@ class Model(RunnableModel):
         )
         if not own and not added:
             raise UsageError(f"{self.name} has no positions to leave out")
-        return self._changed(PositionsOff("without_positions()", own))
+        return self._changed(PositionsOff("without_positions()", dict.fromkeys(own, without_positions)))
 
     @check_choices
     def sweep(
@@ -486,9 +506,9 @@ class Model(RunnableModel):
             RewriteRefusedError: the format has no place for it.
         """
         target = Path(path)
-        if unsayable := [change for change in self._changes if change.unsayable]:
-            change = unsayable[0]
-            raise UsageError(f"{change.words} cannot be saved: {change.unsayable}")
+        for change in self._changes:
+            if reason := why_not_saved(change, self._opened.attention):
+                raise UsageError(f"{change.words} cannot be saved: {reason}")
         if self._changes:
             save_changed(self._opened, self._attention, self._changes, target)
         else:
@@ -516,6 +536,25 @@ class Model(RunnableModel):
                 f"{self.name} was changed ({', '.join(self.changes)}): save it, and convert what was saved"
             )
         return convert(self.opened, Path(path), to, quantization)
+
+    def _require_own_maps(self, number: int, names: Iterable[str]) -> None:
+        """A layer has the maps that are to change, and does not borrow them."""
+        layer = self.layers[number]
+        borrowed = [name for name in names if name in _OF_KEYS]
+        if borrowed and layer.borrows is not None:
+            raise UsageError(
+                f"layer {layer.name} has keys and values of layer {layer.borrows}: change {borrowed[0]} there"
+            )
+
+    def _sharing(self, numbers: Collection[int]) -> tuple[list[int], str]:
+        """Layers with all that share their weights, by their numbers in order; and words on the others."""
+        layers = self._opened.attention.layers
+        sites = {layers[number].site for number in numbers}
+        found = [number for number, layer in enumerate(layers) if layer.site in sites]
+        if len(found) == len(numbers):
+            return found, ""
+        shared = ", ".join(in_ranges(site.numbers) for site in self._opened.attention.sites if site in sites)
+        return found, f" in layers {shared}, which share their weights"
 
     def _heads(self, heads: Heads) -> dict[int, tuple[int, ...]]:
         return self._places.heads(in_words(heads), [layer.num_heads for layer in self.layers])

@@ -12,11 +12,11 @@ import torch
 
 from triptych.algebra.weights import Link, Side
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.checkpoints.layer import AttentionLayer, AttentionSource, LayerPlace, Site, in_ranges
 from triptych.checkpoints.source import ModuleOfOthers, Source
 from triptych.converting.conversion import can_convert
 from triptych.errors import TriptychError, UsageError
-from triptych.face.changes import Change
+from triptych.face.changes import Change, Steering
 from triptych.face.engines import Options
 from triptych.face.heads import Layer
 from triptych.models import EncoderDecoder, LanguageModel
@@ -140,7 +140,7 @@ class Opened:
         writable = not isinstance(source, Checkpoint) or any(
             not source.place(site).spec.why_kept for site in source.sites
         )
-        if writable and not any(change.unsayable for change in changes):
+        if writable and not any(why_not_saved(change, source) for change in changes):
             found.append("rewrite")
         if self.why_not_run:
             return tuple(found)
@@ -176,54 +176,113 @@ class Opened:
         if isinstance(model, LanguageModel):
             return sites
         by_place = {(str(site.stack), site.block): site for site in sites}
-        return [by_place[stack_of(site), site.layer] for site in self.attention.sites]
+        return [by_place[stack_of(place.site), place.number] for place in self.attention.layers]
 
 
 @final
 class ChangedSource(AttentionSource):
-    """The attention layers of a source with changed weights."""
+    """The attention layers of a source with changed weights.
+
+    Layers that shared their weights share them still where all changes make the same of them.
+    """
 
     def __init__(self, source: AttentionSource, changes: Sequence[Change]) -> None:
         self._source, self._changes = source, changes
         self.name, self.written_as, self.known_by = source.name, source.written_as, source.known_by
-        self.sites, self.num_tensors, self.left_over = source.sites, source.num_tensors, source.left_over
+        self.num_tensors, self.left_over = source.num_tensors, source.left_over
         self.unread, self.absent, self.warnings = source.unread, source.absent, source.warnings
         self.others = source.others
+        self._places = dict[Site, tuple[Site, int]]()  # the site of the source, and the number in order
+        self._site_of_layer = dict[int, Site]()
+        for site in source.sites:
+            for layers in _still_together(source, site, changes):
+                first, *others = (source.layers[layer].number for layer in layers)
+                own = replace(site, layer=first, also=tuple(others))
+                self._places[own] = site, layers[0]
+                self._site_of_layer |= dict.fromkeys(layers, own)
+        self.sites = tuple(self._places)
+
+    @cached_property
+    def layers(self) -> tuple[LayerPlace, ...]:
+        return tuple(
+            LayerPlace(self._site_of_layer[layer], place.number)
+            for layer, place in enumerate(self._source.layers)
+        )
 
     @property
     def source(self) -> Source | None:
         return self._source.source
 
     def read(self, site: Site) -> AttentionLayer:
-        layer, number = self._source.read(site), self.sites.index(site)
+        stored, number = self._places[site]
+        layer = replace(self._source.read(stored), site=site)
         for change in self._changes:
             if number in change.layers:
                 layer = replace(layer, weights=change.of_weights(number, layer.weights))
+        lender = self.lender(site)
+        if lender is not None and self._is_changed(lender):
+            lent = self.read(lender).weights
+            layer = replace(layer, weights=replace(layer.weights, k=lent.k, v=lent.v))
         return layer
 
     def outline(self, site: Site) -> AttentionLayer:
-        return self.read(site) if self._is_changed(site) else self._source.outline(site)
+        return self.read(site) if self._is_changed(site) else self._source.outline(self._stored(site))
 
     def lender(self, site: Site) -> Site | None:
-        return self._source.lender(site)
+        lender = self._source.lender(self._stored(site))
+        return None if lender is None else next(own for own in self.sites if self._stored(own) == lender)
 
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
-        return None if self._is_changed(site) else self._source.read_map(site, side, head)
+        return None if self._is_changed(site) else self._source.read_map(self._stored(site), side, head)
+
+    def _stored(self, site: Site) -> Site:
+        return self._places[site][0]
 
     def _is_changed(self, site: Site) -> bool:
-        return any(self.sites.index(site) in change.layers for change in self._changes)
+        lender = self.lender(site)
+        number = self._places[site][1]
+        return any(number in change.layers for change in self._changes) or (
+            lender is not None and self._is_changed(lender)
+        )
 
     def bytes_of(self, site: Site) -> int:
-        return self._source.bytes_of(site)
+        return self._source.bytes_of(self._stored(site))
 
     def longest_text(self, site: Site) -> int:
-        return self._source.longest_text(site)
+        return self._source.longest_text(self._stored(site))
 
     def input_modules(self, site: Site) -> tuple[str, str]:
-        return self._source.input_modules(site)
+        return self._source.input_modules(self._stored(site))
 
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
         return self._source.broken(layer)
+
+
+def _still_together(source: AttentionSource, site: Site, changes: Sequence[Change]) -> list[list[int]]:
+    """The layers with some weights, by their numbers in order, grouped by what the changes make of them."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for layer, place in enumerate(source.layers):
+        if place.site == site:
+            found.setdefault(tuple(change.layers.get(layer) for change in changes), []).append(layer)
+    return list(found.values())
+
+
+def why_not_saved(change: Change, source: AttentionSource) -> str:
+    """Why a change cannot be written into the weights of a source; "" if it can."""
+    if change.unsayable:
+        return change.unsayable
+    for site in source.sites:
+        shared = f"layers {in_ranges(site.numbers)} share their weights"
+        if len(parts := _still_together(source, site, [change])) > 1:
+            changed = [layer for part in parts for layer in part if layer in change.layers]
+            some = in_ranges(sorted(source.layers[layer].number for layer in changed))
+            if len(changed) == len(site.numbers):
+                return f"{shared}, and it makes something else of each of them"
+            return f"{shared}, and it changes {'layer' if len(changed) == 1 else 'layers'} {some} alone"
+        last = change.block - 1 if isinstance(change, Steering) and change.stack == site.stack else None
+        if site.also and last in site.numbers:
+            return f"{shared}, and with them the bias that would take the direction in after layer {last}"
+    return ""
 
 
 def stack_of(site: Site) -> str:
@@ -234,13 +293,15 @@ def stack_of(site: Site) -> str:
 def summary_of(opened: Opened, layers: Sequence[Layer], places: PlaceNames) -> str:
     """What a model is, in a line: family, layers, heads, widths, parameters."""
     source, stacks = opened.attention, dict[str, list[Layer]]()
-    for layer, site in zip(layers, source.sites, strict=True):
-        stacks.setdefault(stack_of(site), []).append(layer)
+    for layer, place in zip(layers, source.layers, strict=True):
+        stacks.setdefault(stack_of(place.site), []).append(layer)
     parts = []
     for stack, own in stacks.items():
         if stack != "cross":
             name = stack if len(places.stacks) > 1 else ""
-            parts.append(f"{name} {len(own)} layers × {own[0].num_heads} heads".strip())
+            weights = len([layer for layer in own if layer.shares is None])
+            of = "" if weights == len(own) else f" with the weights of {weights}"
+            parts.append(f"{name} {len(own)} layers{of} × {own[0].num_heads} heads".strip())
     first = layers[0]
     dtype = str(next(first.outline.tensors()).dtype).removeprefix("torch.")
     kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"

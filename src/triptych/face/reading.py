@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
 
-from triptych.checkpoints.layer import AttentionSource, Site
+from triptych.checkpoints.layer import AttentionSource
 from triptych.errors import UsageError
 from triptych.face.changes import Change
 from triptych.face.choices import check_choices
@@ -67,10 +67,17 @@ class ReadableModel(ABC):
     @cached_property
     def layers(self) -> Layers:
         """All attention layers, in order; their weights are read when they are first used."""
-        source = self._attention
-        names: dict[Site | None, str] = dict(zip(source.sites, self._places.names, strict=True))
-        sites = source.sites
-        return Layers([Layer(names[site], source, site, names.get(source.lender(site))) for site in sites])
+        source, names = self._attention, self._places.names
+        own = {
+            place.site: name for place, name in zip(source.layers, names, strict=True) if not place.is_shared
+        }
+        found = []
+        for place, name in zip(source.layers, names, strict=True):
+            lender = source.lender(place.site)
+            borrows = None if lender is None else own[lender]
+            shares = own[place.site] if place.is_shared else None
+            found.append(Layer(name, source, place.site, borrows, shares))
+        return Layers(found)
 
     @property
     def encoder(self) -> Stack:
@@ -156,12 +163,12 @@ class ReadableModel(ABC):
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
-        return cost_of(self.name, self.layers, self._opened.attention)
+        return cost_of(self.name, self.layers, self._attention)
 
     @cached_property
     def _places(self) -> PlaceNames:
-        sites = self._opened.attention.sites
-        return PlaceNames([(stack_of(site), site.layer) for site in sites], self.name)
+        layers = self._opened.attention.layers
+        return PlaceNames([(stack_of(place.site), place.number) for place in layers], self.name)
 
     @cached_property
     def _attention(self) -> AttentionSource:
@@ -172,8 +179,8 @@ class ReadableModel(ABC):
     def _stack(self, name: str) -> Stack:
         found = [
             layer
-            for layer, site in zip(self.layers, self._opened.attention.sites, strict=True)
-            if stack_of(site) == name
+            for layer, place in zip(self.layers, self._opened.attention.layers, strict=True)
+            if stack_of(place.site) == name
         ]
         if not found:
             raise UsageError(f"{self.name} has no {name}: it has {', '.join(self._places.stacks)}")

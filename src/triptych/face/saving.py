@@ -59,16 +59,17 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
             f"{opened.name} is a module in memory, and its changes have no files to be written into"
         )
     source = opened.attention
-    touched = [
-        (number, site)
-        for number, site in enumerate(source.sites)
+    # All layers that share weights are changed alike (`why_not_saved`).
+    touched = dict.fromkeys(
+        place.site
+        for number, place in enumerate(source.layers)
         if any(number in change.layers for change in changes)
-    ]
+    )
     steering = [change for change in changes if isinstance(change, Steering)]
     require_new_folder(opened.files.folder, target)
     if isinstance(source, OwnModel):
         new = with_attention(
-            source.model, {site.module: changed.read(site).weights.without_norms() for _, site in touched}
+            source.model, {site.module: changed.read(site).weights.without_norms() for site in touched}
         )
         new = changed_copy(new, (), attention_sites)
         for change in steering:
@@ -85,7 +86,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
     tensors: dict[str, Tensor] = {}
     settings: dict[str, Any] = {}
     form = FolderFormat(source)
-    for _, site in touched:
+    for site in touched:
         read = source.read(site)
         written = form.written(read, changed.read(site).weights)
         tensors |= written.tensors

@@ -82,7 +82,7 @@ def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -
     if not layers:
         raise UsageError(f"{checkpoint.name}: no layers are chosen; name one, or leave layers out for all")
     checkpoint.require_layers(layers)
-    return [site for site in checkpoint.sites if site.layer in layers]
+    return [site for site in checkpoint.sites if not {*site.numbers}.isdisjoint(layers)]
 
 
 class _Sketches:

@@ -161,8 +161,8 @@ def inspect_layer(
 def _caveats(layer: AttentionLayer) -> Iterator[str]:
     """Parts of a layer that W_QK and W_OV do not describe."""
     semantics = layer.weights.semantics
-    if layer.uses > 1:
-        yield f"the model uses these same weights {layer.uses} times, one after the other"
+    if layer.site.also:
+        yield layer.site.shared
     if semantics.scores is not None:
         yield "queries and keys are not compared by a product, so W_QK does not describe the scores"
     if semantics.qk_norm:

@@ -267,10 +267,22 @@ class LanguageModelArchitecture:
     blocks: tuple[BlockConfig, ...]  # each with weights of its own
     final_norm: NormConfig | None = None  # after the last block; None without
     head: HeadConfig | None = HeadConfig()  # to logits; None where the model ends with the stream
-    # numbers of the blocks in the order of their application, where one serves several times; from the first
-    # to the last if empty
+    # numbers of the blocks in the order of their use, where one serves several times; from the first to the
+    # last if empty
     order: tuple[int, ...] = ()
     inputs: BlockInputsConfig | None = None  # of the blocks; None where they have none
+
+    def __post_init__(self) -> None:
+        if self.order and {*self.order} != {*range(len(self.blocks))}:
+            raise ValueError(
+                f"the order {list(self.order)} does not use each of the {len(self.blocks)} blocks, 0 to "
+                f"{len(self.blocks) - 1}"
+            )
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The number of the block that each layer of the model is a use of, in order."""
+        return self.order or tuple(range(len(self.blocks)))
 
     @property
     def streams(self) -> StreamsConfig | None:

@@ -1,7 +1,8 @@
 """The blocks of every model: attention and feed-forward layers, each in a residual frame."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, final
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,8 @@ from triptych.models.architecture import (
 from triptych.models.experts import make_feed_forward
 from triptych.models.feed_forward import ACTIVATIONS, Dropout
 from triptych.models.streams import BlockStreams
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class NewTokens(NamedTuple):
@@ -265,6 +268,21 @@ class Block(nn.Module):
 
     def _steered(self, x: Tensor) -> Tensor:
         return x if self.added_after is None else x + self.added_after.to(x)
+
+
+def sharing_copy(module: ModuleT) -> ModuleT:
+    """Copy the modules of a module; parameters and buffers are the same ones."""
+    held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, held)
+
+
+def each_once(
+    layers: Iterable[MultiHeadAttention], seen: dict[int, MultiHeadAttention]
+) -> Iterator[MultiHeadAttention]:
+    """Yield layers; one that came before, also in `seen`, as a module of its own with the same parameters."""
+    for layer in layers:
+        yield sharing_copy(layer) if id(layer) in seen else layer
+        seen[id(layer)] = layer
 
 
 def recompute_activations(blocks: Iterable[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from triptych.attention import DecoderCache, MultiHeadAttention, PositionIds, padding_mask
 from triptych.models.architecture import EncoderDecoderArchitecture
-from triptych.models.blocks import NewTokens
+from triptych.models.blocks import NewTokens, each_once
 from triptych.models.configuration import ModelConfig
 from triptych.models.embedding import Embeddings, fresh_table
 from triptych.models.language_model import LanguageModel, LanguageModelHead
@@ -57,6 +57,8 @@ class EncoderDecoder(nn.Module):
         # Both before the blocks, so that a seed gives the same numbers as ever.
         read = Embeddings(source.embeddings, d_model, other)
         written = Embeddings(target.embeddings, d_model, table)
+        seen = dict[int, MultiHeadAttention]()
+        encoder, decoder, cross = (each_once(layers, seen) for layers in (encoder, decoder, cross))
         reader = LanguageModel(source, encoder, embeddings=read)
         # The first of a tied table's names is the one that it is stored by.
         self.decoder = LanguageModel(target, decoder, cross=cross, embeddings=written)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from triptych.attention import DecoderCache, Kept, MultiHeadAttention, PositionIds
 from triptych.models.architecture import HeadConfig, LanguageModelArchitecture
-from triptych.models.blocks import Block, BlockInputs, make_norm
+from triptych.models.blocks import Block, BlockInputs, each_once, make_norm, sharing_copy
 from triptych.models.configuration import LanguageModelConfig
 from triptych.models.embedding import Embeddings
 from triptych.models.feed_forward import ACTIVATIONS
@@ -69,6 +69,8 @@ class LanguageModel(nn.Module):
     Attributes:
         architecture: what it is made of.
         config: the recipe's; None for a half, and for a model of another library's checkpoint.
+        blocks: a module for every use of a block, in order. Uses of one block have the same parameters, and
+            taps, hooks and directions of their own.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class LanguageModel(nn.Module):
     ) -> None:
         """Make a model with fresh weights around attention layers.
 
-        A decoder that attends to a memory has `cross` too. A half has `embeddings` that are drawn already.
+        `attention`, and `cross` of a decoder that attends to a memory, have a layer for each block of the
+        architecture. A half has `embeddings` that are drawn already.
         """
         super().__init__()
         self.architecture, self.config = architecture, config
@@ -92,17 +95,22 @@ class LanguageModel(nn.Module):
         inputs, blocks = architecture.inputs, list[Block]()
         self.inputs = None if inputs is None else BlockInputs(inputs, d_model, len(architecture.blocks))
         self.streams = None if architecture.streams is None else Streams(architecture.streams, d_model)
-        layers = zip(attention) if cross is None else zip(attention, cross, strict=True)
+        seen = dict[int, MultiHeadAttention]()
+        given = (each_once(part, seen) for part in (attention, cross) if part is not None)
+        layers = zip(*given, strict=True)
         for block, (own, *other) in zip(architecture.blocks, layers, strict=True):
             if block.keys is not None and block.keys < len(blocks):
                 own.borrow(blocks[block.keys].self_attention)
             blocks.append(Block(block, d_model, own, *other))
-        self.blocks = nn.ModuleList(blocks)
+        used, uses = set[int](), list[Block]()
+        for number in architecture.uses:
+            uses.append(sharing_copy(blocks[number]) if number in used else blocks[number])
+            used.add(number)
+        self.blocks = nn.ModuleList(uses)
         self.final_norm = make_norm(architecture.final_norm, d_model)
         head = architecture.head
         self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table, std)
         self.causal = architecture.kind == "decoder"
-        self._order = architecture.order or tuple(range(len(architecture.blocks)))
 
     @classmethod
     def of(
@@ -144,7 +152,7 @@ class LanguageModel(nn.Module):
 
     def new_cache(self) -> DecoderCache:
         """An empty cache for `forward`."""
-        return DecoderCache(len(self._order))
+        return DecoderCache(len(self.blocks))
 
     def forward(
         self,
@@ -203,11 +211,11 @@ class LanguageModel(nn.Module):
         memory_mask: Tensor | None = None,
         given: Float[Tensor, "rows length blocks width"] | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """`hidden` from the stream that the block at place `first` reads; `given` are the blocks' inputs."""
+        """`hidden` from the stream that the block of a number reads; `given` are the blocks' inputs."""
         causal, lent = self.causal if causal is None else causal, dict[int, Kept]()
-        for place in range(first, len(self._order)):
-            number = self._order[place]
-            x = self.blocks[number](
+        uses = self.architecture.uses
+        for place in range(first, len(uses)):
+            x = self.blocks[place](
                 x,
                 mask,
                 causal=causal,
@@ -217,6 +225,6 @@ class LanguageModel(nn.Module):
                 memory_cache=None if cache is None else cache.memory[place],
                 positions=positions,
                 lent=lent,
-                given=None if given is None else given[:, :, number],
+                given=None if given is None else given[:, :, uses[place]],
             )
         return self.final_norm(x if self.streams is None else self.streams.leave(x))  # type: ignore[no-any-return]

@@ -25,10 +25,10 @@ ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | Langu
 
 
 class AttentionSite(NamedTuple):
-    """One attention layer of a model."""
+    """One attention layer of a model: of a block that serves several times, each use is one."""
 
     stack: Literal["encoder", "decoder", "cross"]
-    block: int  # its number in the stack
+    block: int  # its number in the stack, in the order in which blocks run
     layer: MultiHeadAttention
     residual: Residual  # the frame around it, which holds its norm
 
@@ -162,9 +162,9 @@ def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> Non
         given.gate is not None
         and own.gate is not None
         and given.gate.tensors().keys() == own.gate.tensors().keys()
-        and given.gate.weight.shape == own.gate.weight.shape
-        and given.gate.whole == own.gate.whole
-        and (not own.gate.whole or _has_pairs(weights))
+        and given.gate.weight.shape[1:] == own.gate.weight.shape[1:]
+        and bool(given.gate.whole) == bool(own.gate.whole)
+        and (not own.gate.whole or _has_pairs(name, weights))
     ):
         held.add("gate")
     if type(given.scores) is type(own.scores):
@@ -177,7 +177,14 @@ def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> Non
         )
 
 
-def _has_pairs(weights: AttentionWeights) -> bool:
+def _has_pairs(name: str, weights: AttentionWeights) -> bool:
+    """Whether heads stand in the pairs of a parameterisation; a pair that lost one head is refused."""
+    gate = weights.semantics.gate
+    assert gate is not None
+    if gate.whole != (True, False) * (len(gate.whole) // 2):
+        raise ValueError(
+            f"heads stand in pairs at {name}, and half of a pair is left: leave out both or none"
+        )
     _, found = fit_parameterisation(weights.without_norms(), named=True)
     return found.gate(weights.d_model, weights.num_heads) is not None
 

@@ -346,7 +346,7 @@ class Reader(TextModel):
         return found[0]
 
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
-        names = {_module_place(site): site.name for site in sites}
+        names = {there.name: site.name for site in sites for there in self.layers_of(site)}
         found: dict[str, list[Seen]] = {}
         with record_calls(self.model) as calls:
             self.outputs(window)
@@ -356,16 +356,19 @@ class Reader(TextModel):
         return found
 
     def runs(self, site: Site) -> bool:
-        return next(self._layers_at(site), None) is not None
+        return bool(self.layers_of(site))
 
-    def attention_module(self, site: Site) -> nn.Module:
-        return next(self._layers_at(site))
+    def attention_modules(self, site: Site) -> Sequence[nn.Module]:
+        return [there.layer for there in self.layers_of(site)]
 
-    def _layers_at(self, site: Site) -> Iterator[nn.Module]:
-        stack, _, number = _module_place(site).partition(".")
-        for there in attention_sites(self.model):
-            if there.block == int(number) and (self.kind != "pairs" or there.stack == stack):
-                yield there.layer
+    def layers_of(self, site: Site) -> list[AttentionSite]:
+        """The layers of the model that have some weights; a model of one stack has its own word for that."""
+        stack = "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
+        return [
+            there
+            for there in attention_sites(self.model)
+            if there.block in site.numbers and (self.kind != "pairs" or there.stack == stack)
+        ]
 
     def _longest(self) -> int:
         return WINDOW_TOKENS if self._longest_text is None else self._longest_text
@@ -473,13 +476,6 @@ class Reader(TextModel):
             ids = new.ids if context is None else new.ids[: context - len(one.ids)]
             longer.append(TextIds((*one.ids, *ids), None, len(ids)))
         return longer
-
-
-def _module_place(site: Site) -> str:
-    """The name of a layer as `attention_sites` spells it; a model of one stack has its own word for that."""
-    if site.kind == "cross":
-        return f"cross.{site.layer}"
-    return f"{'encoder' if site.stack == 'encoder' else 'decoder'}.{site.layer}"
 
 
 @contextmanager

@@ -80,15 +80,15 @@ class TextModel(ABC):
 
     @abstractmethod
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
-        """Run a window: the inputs of some attention layers by name, one for each use of a layer."""
+        """Run a window: the inputs of attention layers by the name of their weights, one for each layer."""
 
     def runs(self, site: Site) -> bool:
         """Whether it runs an attention layer, and does not leave it aside."""
         return True
 
     @abstractmethod
-    def attention_module(self, site: Site) -> nn.Module:
-        """The module of an attention layer."""
+    def attention_modules(self, site: Site) -> Sequence[nn.Module]:
+        """The modules of the attention layers that have some weights."""
 
     def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
         """The outputs of attention layers with their names, in the order in which they run."""
@@ -100,7 +100,8 @@ class TextModel(ABC):
         with ExitStack() as stack:
             for site in filter(self.runs, source.sites):
                 hook = partial(keep, name=site.name)
-                stack.callback(self.attention_module(site).register_forward_hook(hook).remove)
+                for module in self.attention_modules(site):
+                    stack.callback(module.register_forward_hook(hook).remove)
             self.outputs(window)
         return found
 

@@ -165,9 +165,9 @@ class TransformersModel(TextModel):
             self.outputs(window)
         return found
 
-    def attention_module(self, site: Site) -> nn.Module:
-        """The module whose name in memory is closest to the layer's name in the file."""
-        return self._module(site.module)
+    def attention_modules(self, site: Site) -> Sequence[nn.Module]:
+        """The module whose name in memory is closest to the layer's name in the file, which runs them all."""
+        return [self._module(site.module)]
 
     def _module(self, name: str) -> nn.Module:
         """The module of a tensor's name: the file's names and those in memory may differ at the front."""

@@ -33,8 +33,8 @@ def gather_moments(
     """Gather the moments of layers over a text, as the layers are before a step, in float64.
 
     The inputs of every layer come from the forward pass of the original model. Queries, keys and outputs are
-    computed by the layer after the previous steps; with `served`, what a latent serves, too. In models that
-    apply one layer several times, all uses count alike.
+    computed by the layer after the previous steps; with `served`, what a latent serves, too. Layers that
+    share their weights count alike.
     """
     found: dict[str, Moments] = {}
     model: TextModel | None = None
@@ -85,7 +85,10 @@ def _require_run(model: TextModel, sites: Sequence[Site]) -> None:
 def measure_head_losses(
     files: Source | Path, sites: Sequence[Site], text: Path
 ) -> dict[str, tuple[float, ...]]:
-    """How much the loss of the original model rises without each head of layers, in nats per token."""
+    """How much the loss of the original model rises without each head of layers, in nats per token.
+
+    Layers that share their weights lose a head at once.
+    """
     reader = Reader(open_model(files, "cpu"))
     _require_run(reader, sites)
     if reader.opened.translates:
@@ -93,7 +96,7 @@ def measure_head_losses(
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
     else:
         windows = cut_windows(reader, [read_whole_text(text)])
-    worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_LOSSES), "zero")
-    return {
-        site.name: worth.of("cross" if site.kind == "cross" else site.stack, site.layer) for site in sites
-    }
+    places = {site.name: reader.layers_of(site) for site in sites}
+    together = [[place.name for place in own] for own in places.values()]
+    worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_LOSSES), "zero", together=together)
+    return {name: worth.of(first.stack, first.block) for name, (first, *_) in places.items()}

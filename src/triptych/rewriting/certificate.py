@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
 from triptych.algebra.cost import WritingCost
 from triptych.algebra.rewrites.record import TIERS, Tier
+from triptych.checkpoints.layer import AttentionLayer
 from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
 from triptych.rewriting.driver import StepOutcome
@@ -34,7 +35,7 @@ class _Frozen(BaseModel):
 
 @final
 class Cost(_Frozen):
-    """The cost of one attention layer.
+    """The cost of the weights of an attention layer, and of all layers that have them.
 
     Attributes:
         parameters: number of parameters, biases included.
@@ -47,12 +48,13 @@ class Cost(_Frozen):
     kv_bytes_per_token: int
 
     @classmethod
-    def from_writing(cls, cost: WritingCost, cache_bytes: int) -> "Cost":
-        """Convert a `WritingCost`, with `cache_bytes` bytes per cached number."""
+    def from_writing(cls, cost: WritingCost, layer: AttentionLayer) -> "Cost":
+        """Convert the cost of a layer's maps; layers that share them each compute and cache."""
+        uses = len(layer.site.numbers)
         return cls(
             parameters=cost.parameters,
-            flops_per_token=cost.token_flops,
-            kv_bytes_per_token=cost.cached_numbers * cache_bytes,
+            flops_per_token=cost.token_flops * uses,
+            kv_bytes_per_token=cost.cached_numbers * layer.cache_bytes * uses,
         )
 
     def plus(self, other: "Cost") -> "Cost":
@@ -91,7 +93,7 @@ class StepRecord(_Frozen):
     refused: str = ""
 
     @classmethod
-    def from_outcome(cls, outcome: StepOutcome, cache_bytes: int) -> "StepRecord":
+    def from_outcome(cls, outcome: StepOutcome, layer: AttentionLayer) -> "StepRecord":
         """Convert what the driver tells of a step."""
         if (record := outcome.record) is None:
             return cls(rewrite=outcome.step, refused=outcome.refused)
@@ -99,8 +101,8 @@ class StepRecord(_Frozen):
             rewrite=outcome.step,
             tier=record.tier,
             checked=record.checked,
-            before=Cost.from_writing(record.before, cache_bytes),
-            after=Cost.from_writing(record.after, cache_bytes),
+            before=Cost.from_writing(record.before, layer),
+            after=Cost.from_writing(record.after, layer),
             choice=record.choice,
             notes=record.notes,
             bound=record.bound,
@@ -135,10 +137,12 @@ class Measured(_Frozen):
 
 @final
 class LayerRecord(_Frozen):
-    """One attention layer.
+    """The weights of one attention layer, or of several that share them.
 
     Attributes:
         module: its name in the checkpoint.
+        layers: numbers of the layers of the model that share these weights; left out of the file where one
+            layer has weights of its own.
         steps: the steps that were done or refused.
         heads: its heads as they are now, each by the number that it had; None where all have that number
             still.
@@ -148,18 +152,26 @@ class LayerRecord(_Frozen):
     """
 
     module: str
+    layers: tuple[int, ...] = ()
     steps: tuple[StepRecord, ...]
     heads: tuple[int, ...] | None = None
     measured: Measured | None = None
     measured_on_text: Measured | None = None
 
     @model_serializer(mode="wrap")
-    def _leave_out_none(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Leave out what older certificates lack, so that they are read and written unchanged."""
         record = write(self)
+        if not self.layers:
+            record.pop("layers", None)
         if self.heads is None:
             record.pop("heads", None)
         return record
+
+    @property
+    def count(self) -> int:
+        """The number of layers of the model that have these weights."""
+        return len(self.layers) or 1
 
     @property
     def changed(self) -> bool:
@@ -193,6 +205,7 @@ class NormRecord(_Frozen):
     maps: tuple[str, ...]
     steps: tuple[StepRecord, ...]
     measured: Measured | None = None
+    count: ClassVar[int] = 1  # as of layers
 
     @property
     def tier(self) -> Tier:
@@ -353,16 +366,25 @@ def shown_rewrite(
     moved = sum(isinstance(part, LayerRecord) and part.heads is not None for part in parts)
     rows, most = [], 3 if moved else 4
     for name in names[:most]:
-        found = [step for part in parts for step in part.steps if step.rewrite == name]
-        done = [step for step in found if not step.refused]
+        found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
+        done = [step for _, step in found if not step.refused]
         bound = max((step.bound for step in done), default=0.0)
-        said = f"{len(done)} of {len(found)}, {_weakest(done)}" if done else "refused"
+        number = sum(count for count, step in found if not step.refused)
+        total = sum(count for count, _ in found)
+        said = f"{number} of {total}, {_weakest(done)}" if done else "refused"
         rows.append((name, said + (f", forms move by at most {bound:.3g}" if bound else "")))
     if len(names) > most:
         rows.append(("…", ", ".join(names[most:])))
     if moved:
         rows.append(("renumbered", f"heads of {moved} layers have other numbers: layers[…].heads"))
     return [*rows, ("attention", _said_costs("", before, after).strip())]
+
+
+def said_layers(layers: Sequence[LayerRecord]) -> str:
+    """How many attention layers a model has, and of how many the weights are, where they share them."""
+    count = sum(layer.count for layer in layers)
+    shared = f" with the weights of {len(layers)}, each rewritten once" if count > len(layers) else ""
+    return f"{count} attention layer{'s' * (count != 1)}{shared}"
 
 
 def _seal(record: dict[str, Any]) -> str:
@@ -430,6 +452,8 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
             *_step_lines(name, certificate.norms, "norms that maps outside the attention read"),
         )
     ]
+    if any(layer.layers for layer in certificate.layers):
+        yield [f"The model has {said_layers(certificate.layers)}."]
     if said := renumbered(certificate.layers):
         yield [said]
     yield [_said_costs("In this file: attention", certificate.before, certificate.after)]
@@ -496,12 +520,12 @@ def renumbered(layers: Sequence[LayerRecord]) -> str:
 
 def _step_lines(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
     """One line about a step, if it applied to any of these."""
-    found = [step for part in parts for step in part.steps if step.rewrite == name]
-    done = [step for step in found if not step.refused]
-    reasons = dict.fromkeys(step.refused for step in found if step.refused)
+    found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
+    reasons = dict.fromkeys(step.refused for _, step in found if step.refused)
     if found:
+        done = sum(count for count, step in found if not step.refused)
         said = f"; refused elsewhere: {'; '.join(reasons)}" if reasons else ""
-        yield f"- `{name}`: {len(done)} of {len(found)} {what}{said}"
+        yield f"- `{name}`: {done} of {sum(count for count, _ in found)} {what}{said}"
 
 
 def _whole_model(certificate: Certificate) -> str:

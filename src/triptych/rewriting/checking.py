@@ -314,12 +314,12 @@ def _without_text(pair: CheckpointPair) -> Claim:
             continue
         site = pair.before[layer.module]
         read = pair.original.read(site)
-        before.append(Cost.from_writing(writing_cost(read.weights), read.cache_bytes))
+        before.append(Cost.from_writing(writing_cost(read.weights), read))
         wanted = [
             str(step["rewrite"])
             for step in certificate.recipe
             if step["rewrite"] != "fold_other_norms"
-            and (step.get("layers") is None or site.layer in step["layers"])
+            and (step.get("layers") is None or not {*site.numbers}.isdisjoint(step["layers"]))
         ]
         if [step.rewrite for step in layer.steps] != wanted:
             wrong.append(f"{layer.module}: its steps are not the steps of the recipe")

@@ -6,7 +6,7 @@ plan (`planning`), a folder (`checkpoint`), or is compared with what is there (`
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, final
@@ -46,7 +46,8 @@ class Driver:
 
     def __init__(
         self,
-        layers: Sequence[tuple[int, Callable[[], LayerToRewrite]]],  # numbers of layers, and what reads each
+        # numbers of the layers with some weights, and what reads these
+        layers: Sequence[tuple[Collection[int], Callable[[], LayerToRewrite]]],
         steps: Sequence[Rewrite],
         *,
         skip_refused: bool = False,
@@ -68,12 +69,12 @@ class Driver:
     def _before(
         self,
         step: Rewrite,
-        layers: Sequence[tuple[int, Callable[[], LayerToRewrite]]],
+        layers: Sequence[tuple[Collection[int], Callable[[], LayerToRewrite]]],
         moments: Mapping[str, Moments],
     ) -> Iterator[LayerToRewrite]:
         """The layers that a step applies to, after the steps before it."""
-        for number, read in layers:
-            if applies_to(step, number):
+        for numbers, read in layers:
+            if applies_to(step, numbers):
                 layer = read()
                 yield replace(layer, weights=self.rewritten(layer).weights, moments=moments.get(layer.name))
 
@@ -82,7 +83,7 @@ class Driver:
         kept: tuple[int, ...] | None = None
         outcomes: list[StepOutcome] = []
         for step, moments in [*zip(self.steps, self.moments, strict=True)][:upto]:
-            if not isinstance(step, LayerRewrite) or not applies_to(step, layer.number):
+            if not isinstance(step, LayerRewrite) or not applies_to(step, layer.numbers):
                 continue
             try:
                 done = step.apply(replace(layer, moments=moments.get(layer.name)))
@@ -98,9 +99,9 @@ class Driver:
         return RewrittenLayer(layer.weights, kept, tuple(outcomes))
 
 
-def applies_to(step: Rewrite, layer: int) -> bool:
-    """Whether a rewrite is of the layers with a number."""
-    return step.layers is None or layer in step.layers
+def applies_to(step: Rewrite, layers: Collection[int]) -> bool:
+    """Whether a rewrite is of weights that the layers with these numbers have."""
+    return step.layers is None or not {*layers}.isdisjoint(step.layers)
 
 
 def give_back_memory() -> None:

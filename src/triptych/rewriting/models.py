@@ -97,7 +97,7 @@ def _rewrite_model(
     if unknown := [name for name in sites or () if name not in found]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(found)}")
     layers = {
-        name: LayerToRewrite(name, source.read(site).weights, source.longest_text(site), number=site.layer)
+        name: LayerToRewrite(name, source.read(site).weights, source.longest_text(site), numbers=site.numbers)
         for name, site in found.items()
         if sites is None or name in sites
     }
@@ -122,7 +122,7 @@ def _rewrite_layers(
     def read(layer: LayerToRewrite) -> LayerToRewrite:
         return replace(layer, weights=layer.weights.to(torch.float64))
 
-    driver = Driver([(layer.number, partial(read, layer)) for layer in layers.values()], steps)
+    driver = Driver([(layer.numbers, partial(read, layer)) for layer in layers.values()], steps)
     changed, records = {}, {}
     for name, layer in layers.items():
         done = driver.rewritten(read(layer))

@@ -22,7 +22,7 @@ from triptych.checkpoints.layer import Site
 from triptych.checkpoints.norm_readers import NormReader, NormSite
 from triptych.errors import DataError
 from triptych.rewriting.certificate import NormRecord, StepRecord
-from triptych.rewriting.driver import give_back_memory
+from triptych.rewriting.driver import applies_to, give_back_memory
 from triptych.rewriting.formats import Format
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
 from triptych.storage.tensors import Tensors
@@ -56,14 +56,12 @@ class OtherNorms:
         self._alone = [
             site
             for site in sites
-            if site.attention is None
-            and any(step.layers is None or site.layer in step.layers for step in asked)
+            if site.attention is None and any(applies_to(step, site.layers) for step in asked)
         ]
         self._shared = {
             site.attention.name: site
             for site in sites
-            if site.attention is not None
-            and any(step.layers is None or site.attention.layer in step.layers for step in along)
+            if site.attention is not None and any(applies_to(step, site.attention.numbers) for step in along)
         }
         self.owners = {  # norms by the names of the tensors that may be replaced
             name: site for site in (*self._alone, *self._shared.values()) for name in site.all_tensors
@@ -173,7 +171,7 @@ def _examine(site: NormSite, tensors: Tensors) -> _Examined:
     for reader in site.readers:
         if reason := _why_not_foldable(norm, reader, tensors):
             return _Examined(None, refused=reason)
-    if site.layer is None:
+    if not site.layers:
         checked = (*checked, "the output map is not the embedding")
     return _Examined(norm, checked)
 

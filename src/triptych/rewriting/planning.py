@@ -21,7 +21,15 @@ from triptych.checkpoints.writing import WrittenLayer
 from triptych.errors import DataError, UsageError
 from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments, measure_head_losses
-from triptych.rewriting.certificate import Cost, LayerRecord, NormRecord, StepRecord, in_lines, shown_rewrite
+from triptych.rewriting.certificate import (
+    Cost,
+    LayerRecord,
+    NormRecord,
+    StepRecord,
+    in_lines,
+    said_layers,
+    shown_rewrite,
+)
 from triptych.rewriting.driver import Driver, RewrittenLayer, StepOutcome, applies_to
 from triptych.rewriting.formats import storage_format
 from triptych.rewriting.other_norms import OtherNorms
@@ -84,7 +92,7 @@ class Plan:
     def _shown(self) -> tuple[str, list[tuple[str, str]]]:
         rows = shown_rewrite((*self.layers, *self.norms), self.before, self.after)
         rows.append(("bytes of attention in the file", f"{self.bytes_before:,} → {self.bytes_after:,}"))
-        return f"Plan {self.source}: {self.family}, {len(self.layers)} attention layers", rows
+        return f"Plan {self.source}: {self.family}, {said_layers(self.layers)}", rows
 
 
 def total(costs: Sequence[Cost]) -> Cost:
@@ -160,7 +168,7 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: La
         isinstance(step, Truncate)
         and "qk" in step.forms
         and step.rotary == "maps"
-        and applies_to(step, read.site.layer)
+        and applies_to(step, read.site.numbers)
         for step in steps
     )
     refused = any(record.rewrite == Truncate.name and record.refused for record in done.steps)
@@ -192,7 +200,7 @@ class Rewriting:
         self._skip_refused = recipe.skip_refused
         self.other_norms = OtherNorms(self.form, recipe.step, recipe.skip_refused)
         self.driver = Driver(
-            [(site.layer, partial(self._read, site)) for site in source.sites],
+            [(site.numbers, partial(self._read, site)) for site in source.sites],
             recipe.step,
             skip_refused=recipe.skip_refused,
             look=self._look,
@@ -214,12 +222,12 @@ class Rewriting:
         _require_finite_layer(source, read)
         site, wide = read.site, read.weights.to(torch.float64)
         others = self.other_norms.others(site)
-        return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, number=site.layer)
+        return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, numbers=site.numbers)
 
     def _look(self, driver: Driver, step: Rewrite) -> tuple[Rewrite, Mapping[str, Moments]]:
         """What a step needs of the text, of the layers as they are when it is its turn."""
         assert self._text is not None, "the recipe was looked at"
-        sites = [site for site in self._source.sites if applies_to(step, site.layer)]
+        sites = [site for site in self._source.sites if applies_to(step, site.numbers)]
 
         def before(read: AttentionLayer) -> AttentionWeights:
             return driver.rewritten(self._layer(self._source, read)).weights
@@ -255,7 +263,7 @@ class Rewriting:
             written = WrittenLayer({}, {}, read.weights)
         costs = Costs(
             *(
-                Cost.from_writing(writing_cost(weights), read.cache_bytes)
+                Cost.from_writing(writing_cost(weights), read)
                 for weights in (read.weights, written.shapes, done.weights)
             )
         )
@@ -264,9 +272,10 @@ class Rewriting:
             why = "a file has one format, and other layers are rewritten into another"
             raise RewriteRefusedError("write", why).at(site.name)
         self.settings |= written.settings
-        steps = tuple(StepRecord.from_outcome(outcome, read.cache_bytes) for outcome in done.outcomes)
+        steps = tuple(StepRecord.from_outcome(outcome, read) for outcome in done.outcomes)
         heads = _other_numbers(done.kept, read.weights.num_heads, written.shapes.num_heads)
-        record = LayerRecord(module=site.module, steps=steps, heads=heads)
+        numbers = site.numbers if site.also else ()
+        record = LayerRecord(module=site.module, layers=numbers, steps=steps, heads=heads)
         if record.took_up_norm:
             self.folded.add(site)
         return FinishedLayer(done, written, record, costs)

@@ -61,9 +61,9 @@ def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = N
 class Shards(Computing):
     """Every process has a part of each parameter, and gathers a block's while it computes (FSDP2)."""
 
-    # A block is a group. The root is another: embeddings, positions and output table are in it together, so
-    # tied tables are gathered and updated as one. In bfloat16 the blocks and norms compute narrow; the root's
-    # tables stay in float32, as in `NarrowTwin`.
+    # A block, with all that have the same parameters, is a group. The root is another: embeddings, positions
+    # and output table are in it together, so tied tables are gathered and updated as one. In bfloat16 the
+    # blocks and norms compute narrow; the root's tables stay in float32, as in `NarrowTwin`.
 
     def __init__(
         self, objective: Objective[Any, Any], mesh: DeviceMesh, precision: str, world: World
@@ -72,13 +72,14 @@ class Shards(Computing):
         self._mesh, self._tied = mesh, _tied(objective.model)
         self._blank = _without_values(objective.model)
         policy, blocks = MixedPrecisionPolicy(), list(objective.model.blocks)
+        groups = _of_same_parameters(blocks)
         if precision == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             for stack in objective.model.stacks.values():
                 stack.embeddings.stream_dtype = torch.bfloat16
-            blocks += _norms_outside(objective.model, blocks)
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            groups += [[norm] for norm in _norms_outside(objective.model, blocks)]
+        for group in groups:
+            fully_shard(group, mesh=mesh, mp_policy=policy)
         fully_shard(self._loss, mesh=mesh)
         self._parts = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for part in self._parts:
@@ -166,6 +167,14 @@ def _tied(model: nn.Module) -> list[tuple[str, str]]:
         for name, value in model.named_parameters(remove_duplicate=False)
     ]
     return [(name, other) for name, other in names if name != other]
+
+
+def _of_same_parameters(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """Blocks in groups, each of those that have the same parameters."""
+    found: dict[tuple[int, ...], list[nn.Module]] = {}
+    for block in blocks:
+        found.setdefault(tuple(id(parameter) for parameter in block.parameters()), []).append(block)
+    return list(found.values())
 
 
 def _norms_outside(model: OwnModel, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -42,7 +42,12 @@ class PruneHeads(LayerRewrite):
     resizes = True
 
     heads: tuple[int, ...] | None = Field(None, description="numbers of the heads; by default the dead ones")
-    number: int | None = Field(None, ge=1, description="how many heads of each layer: the ones that do least")
+    number: int | None = Field(
+        None,
+        ge=1,
+        description="how many heads of each layer: the ones that do least. Heads of differential attention "
+        "go in pairs, by the sum of both",
+    )
     on_text: bool = Field(False, description="measure what heads do on the text")
     by_loss: bool = Field(
         False, description="order heads by how much the loss on the text rises without them"
@@ -78,14 +83,16 @@ class PruneHeads(LayerRewrite):
             if len(losses) < weights.num_heads:
                 raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
             importance = importance.new_tensor(losses)
-        gone = self._chosen(weights.num_heads, importance)
+        gate = weights.semantics.gate
+        together = 2 if gate is not None and gate.whole else 1  # in differential attention a pair
+        gone = self._chosen(weights.num_heads, importance, together)
         bounded = self.heads is not None or self.number is not None
         done = prune_heads(weights, gone, bounded=bounded, does=does)
         stay = done.weights.num_heads == weights.num_heads
         kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
         return done.with_kept(kept)
 
-    def _chosen(self, heads: int, does: Tensor) -> list[int]:
+    def _chosen(self, heads: int, does: Tensor, together: int) -> list[int]:
         if self.heads is not None:
             return list(self.heads)
         if self.number is None:
@@ -93,7 +100,12 @@ class PruneHeads(LayerRewrite):
             return dead if len(dead) < heads else dead[1:]
         if self.number >= heads:
             raise RewriteRefusedError("prune_heads", f"number is {self.number}, and there are {heads} heads")
-        return sorted(does.argsort()[: self.number].tolist())
+        if self.number % together:
+            raise RewriteRefusedError(
+                "prune_heads", f"number is {self.number}, and heads stand in pairs", "give an even number"
+            )
+        least = does.view(-1, together).sum(dim=1).argsort()[: self.number // together]
+        return sorted(first * together + place for first in least.tolist() for place in range(together))
 
 
 def prune_heads(

@@ -34,7 +34,7 @@ class LayerToRewrite:
         longest_text: positions that the model is made for.
         moments: of the layer as it is now over the calibration text; None without one.
         others: what else reads its norm; None if nothing does that is known.
-        number: of the layer within its stack.
+        numbers: of the layers of its stack that have these weights.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LayerToRewrite:
     longest_text: int = 2048
     moments: Moments | None = None
     others: OtherReaders | None = None
-    number: int = 0
+    numbers: tuple[int, ...] = (0,)
 
 
 class Rewrite(BaseModel, ABC):

@@ -144,16 +144,21 @@ class Projections(nn.Module):
         *keys_values, q = self._through_all((*cached, self._chains["q"]), x)
         return q, tuple(keys_values)
 
+    def values(
+        self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route
+    ) -> Float[Tensor, "batch num_heads query_len d_v"]:
+        """What heads mixed, as values: heads of the absorbed route are not yet."""
+        if route != "absorbed":
+            return heads
+        assert self._ups is not None
+        matrices, bias = self._matrices(self._ups[1][0])
+        heads = through_own_map(heads, matrices.mT)
+        return heads if bias is None else heads + bias[:, None]
+
     def output(
-        self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route = "expanded"
+        self, heads: Float[Tensor, "batch num_heads query_len d_v"]
     ) -> Float[Tensor, "batch query_len d_model"]:
-        """`Σ_i head_i W_i^O`, as one product; heads of the absorbed route are not yet values."""
-        if route == "absorbed":
-            assert self._ups is not None
-            matrices, bias = self._matrices(self._ups[1][0])
-            heads = through_own_map(heads, matrices.mT)
-            if bias is not None:
-                heads = heads + bias[:, None]
+        """`Σ_i head_i W_i^O`, as one product."""
         return self._through(self._chains["o"], heads)[:, 0]
 
     def weights(self) -> AttentionWeights:
