@@ -127,15 +127,14 @@ class PackedLinear(nn.Module):
         if self._threads != torch.get_num_threads() or rows > self._counts.most:
             self._threads = torch.get_num_threads()
             self._counts = row_counts(self.shape, rows, packed_product)
-        fewest, most, _ = self._counts
-        if fewest <= rows <= most or rows == 0:
+        if self._counts.fewest <= rows <= self._counts.most or rows == 0:
             return self.product(x, self.packed, self.bias, "none", [], "")
-        found = [self._filled(piece, fewest) for piece in x.reshape(rows, -1).split(most)]
-        return torch.cat(found).view(*x.shape[:-1], -1)
+        pieces = x.reshape(rows, -1).split(self._counts.pieces(rows))
+        return torch.cat([self._filled(piece) for piece in pieces]).view(*x.shape[:-1], -1)
 
-    def _filled(self, x: Float[Tensor, "rows d_in"], fewest: int) -> Float[Tensor, "rows d_out"]:
-        """The product with at least so many rows."""
-        filled = F.pad(x, (0, 0, 0, max(0, fewest - len(x))))
+    def _filled(self, x: Float[Tensor, "rows d_in"]) -> Float[Tensor, "rows d_out"]:
+        """The product with no fewer rows than are alike."""
+        filled = F.pad(x, (0, 0, 0, max(0, self._counts.fewest - len(x))))
         return self.product(filled, self.packed, self.bias, "none", [], "")[: len(x)]
 
 

@@ -43,11 +43,20 @@ class ProductShape:
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows with which a row has the same bits: `fewest`, `most`, and those between them."""
+    """Numbers of rows with which a row has the same bits: from `fewest` to `most`, and `sizes`."""
 
     fewest: int
     most: int  # `sys.maxsize` where no number was found that differs
+    sizes: tuple[int, ...] = ()  # larger ones, the largest first
     is_whole: bool = False  # whether large numbers have been compared, too
+
+    def pieces(self, rows: int) -> list[int]:
+        """Numbers that add up to `rows`; the last may be less than the fewest."""
+        found = list[int]()
+        for size in (*self.sizes, self.most):
+            found += [size] * (rows // size)
+            rows %= size
+        return [*found, rows] if rows else found
 
 
 # Makes the product of a shape, given its weight and its bias.
@@ -63,18 +72,20 @@ def row_counts(shape: ProductShape, rows: int, make: MakeProduct) -> RowCounts:
     key = shape, torch.get_num_threads()
     if key not in _FOUND:
         _FOUND[key] = alike(compared(shape, _FEW, make))
-    found = _FOUND[key]
-    if rows > _FEW[-1] == found.most and not found.is_whole:
-        _FOUND[key] = found = RowCounts(found.fewest, _most_alike(shape, make), is_whole=True)
-    return found
+    if rows > _FEW[-1] and not _FOUND[key].is_whole:
+        _FOUND[key] = _with_many(_FOUND[key], shape, make)
+    return _FOUND[key]
 
 
-def _most_alike(shape: ProductShape, make: MakeProduct) -> int:
-    """How far beyond a few rows products stay alike; no further than what a comparison may cost."""
+def _with_many(few: RowCounts, shape: ProductShape, make: MakeProduct) -> RowCounts:
+    """Compare large numbers, too, as far as they are worth the time."""
     affordable = thresholds.COMPARED_PRODUCTS // (shape.d_in * shape.d_out)
-    signs = compared(shape, (_FEW[-1], *(count for count in _MANY if count <= affordable)), make)
-    *_, most = (count for count, _ in takewhile(lambda one: _same(one[1], signs[0][1]), signs))
-    return sys.maxsize if most == _MANY[-1] else most
+    (_, first), *signs = compared(shape, (few.most, *(count for count in _MANY if count <= affordable)), make)
+    same = [count for count, sign in signs if _same(sign, first)]
+    if few.most == _FEW[-1] and len(same) == len(_MANY):
+        return RowCounts(few.fewest, sys.maxsize, is_whole=True)
+    # Where one number differs, so may any that was not compared.
+    return RowCounts(few.fewest, few.most, (*same[::-1], *few.sizes), is_whole=True)
 
 
 def best_layout(shape: ProductShape, layouts: Sequence[int], make: MakeProduct) -> int:
@@ -114,12 +125,16 @@ def compared(
 
 def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
     """The longest way up through the numbers, from as few rows as it can begin with."""
-    best = RowCounts(1, 0)
-    for start, (fewest, sign) in enumerate(signs):
+    best = list[int]()
+    for start, (_, sign) in enumerate(signs):
         run = [count for count, other in takewhile(lambda one: _same(one[1], sign), signs[start:])]  # noqa: B023
-        if run and run[-1] > best.most:
-            best = RowCounts(fewest, run[-1])
-    return best
+        if run and (not best or run[-1] > best[-1]):
+            best = run
+    if best[-1] == signs[-1][0]:
+        return RowCounts(best[0], best[-1])
+    # Where one number differs, so may any that was not compared.
+    dense = [count for place, count in enumerate(best) if count == best[0] + place]
+    return RowCounts(best[0], dense[-1], tuple(best[: len(dense) - 1 : -1]))
 
 
 def found_here() -> dict[ProductShape, RowCounts]:

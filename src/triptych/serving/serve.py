@@ -58,6 +58,7 @@ def serve(
         "serve", "starlette", "uvicorn", "python_multipart", "prometheus_client", what="triptych serve"
     )
     from triptych.serving import running
+    from triptych.serving.server import log
 
     keys = _keys(keys_file)
     public = not _is_loopback(host)
@@ -88,6 +89,9 @@ def serve(
             model.check_batches()  # builds it, too, before the first request comes
         for process in others:
             process.start()
+        for model in served:
+            if model.is_batch_invariant is False:
+                log({"model": model.name, "batch_invariance": model.batch_invariance})
         server = running.Server(served, limits, keys)
         running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
 
