@@ -124,11 +124,11 @@ def compared(
 
 
 def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
-    """The longest way up through the numbers, from as few rows as it can begin with."""
+    """The most numbers in a row that are alike, from as few rows as there can be."""
     best = list[int]()
     for start, (_, sign) in enumerate(signs):
         run = [count for count, other in takewhile(lambda one: _same(one[1], sign), signs[start:])]  # noqa: B023
-        if run and (not best or run[-1] > best[-1]):
+        if len(run) > len(best):
             best = run
     if best[-1] == signs[-1][0]:
         return RowCounts(best[0], best[-1])
