@@ -48,8 +48,10 @@ from triptych.models.feed_forward import FeedForward
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
 
-# With fewer multiplications, torch takes a product in a way of its own.
-_SMALL_PRODUCT = 400
+# With so few multiplications, torch takes a product in a way of its own; in bfloat16 it asks for all heads of
+# a batch together.
+_SMALL_PRODUCT = {torch.bfloat16: 16**3 + 1}
+_SMALL_PRODUCT_OTHERWISE = 400
 
 
 @final
@@ -263,7 +265,8 @@ class FusedAttention(nn.Module):
                 mask = F.pad(mask, (0, missing), value=hidden_score(mask.dtype))
                 bias = None if bias is None else F.pad(bias, (0, missing))
             more = -count % EVEN_ROWS if varies else 0
-            missing = max(more, -(-_SMALL_PRODUCT // (EVEN_ROWS * self.width)) - count)
+            small = _SMALL_PRODUCT.get(k.dtype, _SMALL_PRODUCT_OTHERWISE)
+            missing = max(more, -(-small // (EVEN_ROWS * self.width)) - count)
             rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
         k, v = k.reshape(groups, -1, self.width), v.reshape(groups, -1, self.width)
         if k.dtype == torch.bfloat16:

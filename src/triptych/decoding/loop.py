@@ -126,7 +126,7 @@ class Loop:
         """Make room for this number of rows, and of tokens: texts times the size of the longest."""
         self.waiting: deque[Text] = deque()
         self.batches: list[DecodingBatch[Any]] = []  # of each kind, the last is the one that is joined
-        self._engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens
+        self.engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens
 
     @property
     def running(self) -> list[Text]:
@@ -155,7 +155,7 @@ class Loop:
         entering = self._entering(joined)
         for kind, new in entering.items():
             if kind not in joined or len(new) * joined[kind].width >= joined[kind].rows_apart:
-                joined[kind] = new[0].batch(self._engine)
+                joined[kind] = new[0].batch(self.engine)
                 self.batches.append(joined[kind])
         again = list[Text]()
         for batch in self.batches:

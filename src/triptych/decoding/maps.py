@@ -10,6 +10,7 @@ import sys
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, final
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych import thresholds
+from triptych.decoding.rows import Product, ProductShape, RowCounts, best_layout, row_counts
 from triptych.models.device import has_fast_bf16
 from triptych.models.experts import Experts
 from triptych.models.feed_forward import FeedForward
@@ -97,14 +99,19 @@ class PackedLinear(nn.Module):
 
     On processors of AMD its products in float32 are also twice as fast as torch's own, which do not use
     AVX-512 there.
+
+    A row has the same bits whatever the other rows are: more of them than were found to be alike are taken in
+    pieces, and fewer are filled up (`rows.py`).
     """
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> None:
         super().__init__()
-        onednn = torch.ops.mkldnn
-        self.packed = onednn._reorder_linear_weight(weight.detach(), thresholds.PACKED_ROWS)
+        shape = ProductShape(weight.shape[1], weight.shape[0], weight.dtype, bias is not None, 0)
+        self.shape = replace(shape, layout=best_layout(shape, (thresholds.PACKED_ROWS, 1), packed_product))
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), self.shape.layout)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.product: Callable[..., Tensor] = onednn._linear_pointwise.default
+        self.product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+        self._threads, self._counts = 0, RowCounts(1, 0)
 
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -117,7 +124,26 @@ class PackedLinear(nn.Module):
         return dtype == torch.float32 and torch._C._has_mkldnn
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        return self.product(x, self.packed, self.bias, "none", [], "")
+        rows = x.numel() // self.shape.d_in
+        if self._threads != torch.get_num_threads() or rows > self._counts.most:
+            self._threads = torch.get_num_threads()
+            self._counts = row_counts(self.shape, rows, packed_product)
+        if self._counts.fewest <= rows <= self._counts.most or rows == 0:
+            return self.product(x, self.packed, self.bias, "none", [], "")
+        pieces = x.reshape(rows, -1).split(self._counts.pieces(rows))
+        return torch.cat([self._filled(piece) for piece in pieces]).view(*x.shape[:-1], -1)
+
+    def _filled(self, x: Float[Tensor, "rows d_in"]) -> Float[Tensor, "rows d_out"]:
+        """The product with no fewer rows than are alike."""
+        filled = F.pad(x, (0, 0, 0, max(0, self._counts.fewest - len(x))))
+        return self.product(filled, self.packed, self.bias, "none", [], "")[: len(x)]
+
+
+def packed_product(shape: ProductShape, weight: Tensor, bias: Tensor | None) -> Product:
+    """A product of a shape as `PackedLinear` computes it, of any number of rows at once."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, shape.layout)
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: product(x, packed, bias, "none", [], "")
 
 
 @final

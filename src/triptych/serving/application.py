@@ -130,6 +130,7 @@ async def _health(server: Server, request: Request) -> Response:
             "can": list(model.can),
             "languages": model.languages,
             "batch_invariant": model.is_batch_invariant,
+            "batch_invariance": model.batch_invariance,
         }
         for model in server.models.values()
     ]

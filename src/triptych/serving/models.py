@@ -87,6 +87,7 @@ class ServedModel:
         explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
             and for a model that neither translates nor generates.
+        batch_invariance: what `check_batches` found, for a reader; "" where nothing was compared.
         alone: what `check_batches` computed of each text alone.
     """
 
@@ -106,6 +107,7 @@ class ServedModel:
         found = _LANGUAGES.search(name) if "translate" in self.can else None
         self.languages: tuple[str, str] | None = None if found is None else (found[1], found[2])
         self.is_batch_invariant: bool | None = None
+        self.batch_invariance = ""
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
         if isinstance(tokenizer := model.opened.tokenizer, NumberedTokens):
@@ -209,6 +211,10 @@ class ServedModel:
                 loop.step()
             loop.run([])
             self.is_batch_invariant &= alone == [one.result() for one in asked]
+        same = "the same bits" if self.is_batch_invariant else "other bits"
+        self.batch_invariance = f"{len(given)} texts had {same} alone and together"
+        if loop is not None and (reason := loop.engine.why_batches_matter):
+            self.batch_invariance += f"; not promised of every text because of {reason}"
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,8 @@ class ServingProcess:
                 raise _FailedToOpenError(str(why)) from why
             if model.is_batch_invariant is not None:
                 model.is_batch_invariant &= is_invariant and alone == model.alone
+                if not (is_invariant and alone == model.alone):
+                    model.batch_invariance = "a process computed other bits than the first"
         self._is_open = True
         lanes = {model: Lane(is_here=False) for model in self._served}
         for model, lane in lanes.items():

@@ -14,7 +14,7 @@ from triptych.extras import require_extra
 from triptych.face import Model
 from triptych.serving.fleet import PageTexts
 from triptych.serving.limits import Limits
-from triptych.serving.logs import flush_log
+from triptych.serving.logs import flush_log, log
 from triptych.storage.untrusted import read_limited
 from triptych.threads import torch_threads
 
@@ -91,6 +91,9 @@ def serve(
         stack.callback(lambda: server.fleet.close())
         listening = stack.enter_context(_listening(host, port))
         fleet.start()
+        for model in fleet.models.values():
+            if model.is_batch_invariant is False:
+                log({"model": model.name, "batch_invariance": model.batch_invariance})
         running.Serving(server, shutdown_timeout, ready, public=public).run([listening])
 
 

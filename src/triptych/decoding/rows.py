@@ -1,0 +1,147 @@
+"""How many rows a product may have so that a row's bits do not depend on the others.
+
+A library sums a product in another order for other numbers of rows, and which numbers these are depends on
+the shape, the dtype, the processor and the number of threads. So nothing is assumed: products of each shape
+are compared on this machine, the first time that they are needed.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych import thresholds
+
+# Numbers of rows that are compared at the first product, and at the first with more rows than these.
+_FEW = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32)
+_MANY = (33, 64, 128, 200)
+# What shows whether a layout suits products of few and of many rows.
+_FOR_LAYOUTS = (2, 32, 64)
+# Rows of a compared weight that differ from each other; the others repeat them.
+_DIFFERENT = 64
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """What the order of a product's sums may depend on, besides its rows and the number of threads."""
+
+    d_in: int
+    d_out: int
+    dtype: torch.dtype
+    has_bias: bool
+    layout: int  # rows that packed weights are laid out for
+
+    def __str__(self) -> str:
+        return f"{self.d_in} × {self.d_out}"
+
+
+class RowCounts(NamedTuple):
+    """Numbers of rows with which a row has the same bits: from `fewest` to `most`, and `sizes`."""
+
+    fewest: int
+    most: int  # `sys.maxsize` where no number was found that differs
+    sizes: tuple[int, ...] = ()  # larger ones, the largest first
+    is_whole: bool = False  # whether large numbers have been compared, too
+
+    def pieces(self, rows: int) -> list[int]:
+        """Numbers that add up to `rows`; the last may be less than the fewest."""
+        found = list[int]()
+        for size in (*self.sizes, self.most):
+            found += [size] * (rows // size)
+            rows %= size
+        return [*found, rows] if rows else found
+
+
+# Makes the product of a shape, given its weight and its bias.
+MakeProduct = Callable[[ProductShape, Tensor, Tensor | None], Product]
+
+# What was found, by shape and number of threads.
+_FOUND: dict[tuple[ProductShape, int], RowCounts] = {}
+_LAYOUTS: dict[tuple[ProductShape, int], int] = {}
+
+
+def row_counts(shape: ProductShape, rows: int, make: MakeProduct) -> RowCounts:
+    """The numbers of rows of a shape that are alike, as far as a product of `rows` needs to know."""
+    key = shape, torch.get_num_threads()
+    if key not in _FOUND:
+        _FOUND[key] = alike(compared(shape, _FEW, make))
+    if rows > _FEW[-1] and not _FOUND[key].is_whole:
+        _FOUND[key] = _with_many(_FOUND[key], shape, make)
+    return _FOUND[key]
+
+
+def _with_many(few: RowCounts, shape: ProductShape, make: MakeProduct) -> RowCounts:
+    """Compare large numbers, too, as far as they are worth the time."""
+    affordable = thresholds.COMPARED_PRODUCTS // (shape.d_in * shape.d_out)
+    (_, first), *signs = compared(shape, (few.most, *(count for count in _MANY if count <= affordable)), make)
+    same = [count for count, sign in signs if _same(sign, first)]
+    if few.most == _FEW[-1] and len(same) == len(_MANY):
+        return RowCounts(few.fewest, sys.maxsize, is_whole=True)
+    # Where one number differs, so may any that was not compared.
+    return RowCounts(few.fewest, few.most, (*same[::-1], *few.sizes), is_whole=True)
+
+
+def best_layout(shape: ProductShape, layouts: Sequence[int], make: MakeProduct) -> int:
+    """The first layout whose products are alike for few and many rows; the last one if there is none."""
+    key = shape, torch.get_num_threads()
+    if key not in _LAYOUTS:
+        for layout in layouts:
+            _LAYOUTS[key] = layout
+            signs = compared(replace(shape, layout=layout), _FOR_LAYOUTS, make)
+            if all(_same(sign, signs[0][1]) for _, sign in signs):
+                break
+    return _LAYOUTS[key]
+
+
+def compared(
+    shape: ProductShape, counts: Sequence[int], make: MakeProduct
+) -> list[tuple[int, Float[Tensor, " d_out"] | None]]:
+    """A row of the product for each number of rows; None where its equal rows have other bits.
+
+    All sums are 0 exactly. What is left is their rounding, so that another order shows in any dtype.
+    """
+    draw = torch.Generator().manual_seed(0)
+    half, odd = shape.d_in // 2, shape.d_in % 2
+    places = torch.randperm(shape.d_in, generator=draw)
+    drawn = torch.randn(1 + _DIFFERENT, half, generator=draw).to(shape.dtype)
+    filling = drawn.new_zeros(_DIFFERENT, odd)
+    row = torch.cat([drawn[0], drawn[0], filling[0]])[places]
+    different = torch.cat([drawn[1:], -drawn[1:], filling], dim=1)[:, places]
+    weight = different.repeat(-(-shape.d_out // _DIFFERENT), 1)[: shape.d_out]
+    product = make(shape, weight, weight.new_zeros(shape.d_out) if shape.has_bias else None)
+    found = list[tuple[int, Tensor | None]]()
+    for count in counts:
+        y = product(row.repeat(count, 1))
+        found.append((count, y[0].clone() if bool((y == y[0]).all()) else None))
+    return found
+
+
+def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
+    """The most numbers in a row that are alike, from as few rows as there can be."""
+    best = list[int]()
+    for start, (_, sign) in enumerate(signs):
+        run = [count for count, other in takewhile(lambda one: _same(one[1], sign), signs[start:])]  # noqa: B023
+        if len(run) > len(best):
+            best = run
+    if best[-1] == signs[-1][0]:
+        return RowCounts(best[0], best[-1])
+    # Where one number differs, so may any that was not compared.
+    dense = [count for place, count in enumerate(best) if count == best[0] + place]
+    return RowCounts(best[0], dense[-1], tuple(best[: len(dense) - 1 : -1]))
+
+
+def found_here() -> dict[ProductShape, RowCounts]:
+    """What was found for the present number of threads."""
+    threads = torch.get_num_threads()
+    return {shape: counts for (shape, of), counts in _FOUND.items() if of == threads}
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)
