@@ -130,7 +130,7 @@ class PackedLinear(nn.Module):
             self._counts = row_counts(self.shape, rows, packed_product)
         if self._counts.fewest <= rows <= self._counts.most or rows == 0:
             return self.product(x, self.packed, self.bias, "none", [], "")
-        pieces = x.reshape(rows, -1).split(self._counts.pieces(rows))
+        pieces = torch.split(x.reshape(rows, -1), self._counts.pieces(rows))
         return torch.cat([self._filled(piece) for piece in pieces]).view(*x.shape[:-1], -1)
 
     def _filled(self, x: Float[Tensor, "rows d_in"]) -> Float[Tensor, "rows d_out"]:

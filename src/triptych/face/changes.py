@@ -26,7 +26,7 @@ from triptych.decoding import Continuation, GenerationOptions, TextGenerator
 from triptych.errors import UsageError
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import sharing_copy
-from triptych.models.sites import AttentionSite, blocks_of
+from triptych.models.sites import AttentionSite, attention_sites, blocks_of
 
 Map = Literal["W_Q", "W_K", "W_V", "W_O"]
 SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
