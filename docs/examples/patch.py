@@ -5,6 +5,6 @@ import sys
 import triptych
 
 model = triptych.load(sys.argv[1])
-clean = model.run("Two young men are playing in the park.")
+clean = model.run("The man sees the dog.")
 patched = model.patch((*sys.argv, "3.2")[2], clean)
-print(patched.run("Two young men are playing in the boat.").loss)
+print(patched.run("The dog sees the man.").loss)

@@ -24,7 +24,7 @@ def _losses(model: Model, documents: list[str]) -> tuple[torch.Tensor, torch.Ten
 def test_a_changed_model_is_compared_on_every_token_of_every_document(tmp_path: Path) -> None:
     model = load(gpt2_that_runs(tmp_path / "gpt2"))
     changed = model.tie("*", "W_Q", "W_K").ablate("1.0")
-    text = model.held_out(DOCUMENTS)
+    text = HeldOutText(model.reader, DOCUMENTS)
     found = text.compare(changed.reader)
     (before, counts), (after, _) = (_losses(one, DOCUMENTS) for one in (model, changed))
     low, high = ratio_intervals(after - before, counts)
@@ -41,7 +41,7 @@ def test_a_long_text_is_read_in_parts_and_every_part_counts(tmp_path: Path) -> N
     document = " ".join(DOCUMENTS * 30)
     file = tmp_path / "text.txt"
     file.write_text(document, encoding="utf-8")
-    text = model.held_out(file, context=32)
+    text = HeldOutText(model.reader, file, context=32)
     (ids,) = model.reader.tokenizer.encode([document])
     windows = [ids[start : start + 32] for start in range(0, len(ids), 32)]
     module = model.opened.language_model
@@ -54,7 +54,7 @@ def test_a_long_text_is_read_in_parts_and_every_part_counts(tmp_path: Path) -> N
     assert (text.name, text.units, text.num_tokens) == ("text.txt", "windows", count)
     assert text.num_parts > 2
     assert text.compare(model.reader).before == pytest.approx(total / count, rel=1e-6)
-    first = model.held_out(file, context=32, most_tokens=64)
+    first = HeldOutText(model.reader, file, context=32, most_tokens=64)
     assert first.num_tokens == 62
 
 
@@ -82,11 +82,11 @@ def test_what_has_no_loss_or_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no mask token"):
         HeldOutText(language_reader(kind="encoder"), TEXTS)
     with pytest.raises(UsageError, match="no head that predicts tokens"):
-        load(bert_that_runs(tmp_path / "bert")).held_out(TEXTS)
+        HeldOutText(load(bert_that_runs(tmp_path / "bert")).reader, TEXTS)
     model = load(gpt2_that_runs(tmp_path / "gpt2"))
     with pytest.raises(UsageError, match="has to be 1 or more"):
-        model.held_out(TEXTS, most_tokens=0)
+        HeldOutText(model.reader, TEXTS, most_tokens=0)
     with pytest.raises(UsageError, match="nothing to measure"):
-        model.held_out(" ")
+        HeldOutText(model.reader, " ")
     with pytest.raises(UsageError, match="does not translate"):
-        model.held_out(TEXTS, TEXTS)
+        HeldOutText(model.reader, TEXTS, TEXTS)

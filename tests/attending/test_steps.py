@@ -154,7 +154,7 @@ def test_the_direct_effect_goes_through_the_norms_of_the_stream_under_post_norm(
         x = block.feed_forward_residual.norm(x + found["fed"][0, 1])
         logits.append(reader.logits(model.decoder.final_norm(x)))
     assert steps.effect is not None
-    torch.testing.assert_close(steps.effect.logits, (logits[0] - logits[1]).float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(steps.effect.logits, logits[0] - logits[1], rtol=0, atol=1e-5)
     assert attention.steps("encoder.1", 0).effect is None
 
 

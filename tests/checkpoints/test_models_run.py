@@ -186,8 +186,6 @@ def test_every_field_of_its_class_in_transformers_is_understood(name: str) -> No
         ("gpt2", {"transformer.ln_f.weight": torch.ones(3)}, {}, "ln_f.weight: shape"),
         ("gpt2", {"lm_head.weight": torch.ones(40, 24)}, {}, "lm_head.weight is not transformer.wte.weight"),
         ("gpt2", {}, {"n_inner": 90}, "c_fc.weight: shape"),
-        ("gpt2", {}, {"residual_multiplier": 0.5}, "what residual_multiplier changes"),
-        ("gpt2", {}, {"c_fc": "a module's name"}, "what c_fc changes"),
         ("gpt2", {}, {"activation_function": "mish"}, "activation 'mish' is not one of"),
         ("gpt2", {}, {"tie_word_embeddings": False}, "there is no tensor lm_head.weight"),
         ("openai-gpt", {}, {"afn": "mish"}, "activation 'mish' is not one of"),

@@ -139,8 +139,13 @@ def test_a_translation_is_looked_at_as_it_was_written(served: Served, translator
 def test_the_forms_of_a_head_are_those_of_its_matrices(served: Served, language_model: Model) -> None:
     found = served.ask("/v1/explore/head", {"model": "gpt", "changes": [], "layer": "1", "head": 1}).body
     head = language_model["1.1"]
-    for name, form in (("qk", head.qk), ("ov", head.ov)):
-        expected = torch.linalg.svdvals(form.dense())[: len(found["spectra"][name])]
+    # The norm before the layer is a LayerNorm: figures are of what passes it, and of what the next one lets pass.
+    block = language_model.opened.language_model.blocks[1]
+    direction = F.normalize(1 / block.self_residual.norm.weight.detach(), dim=0)
+    reads = torch.eye(len(direction)) - torch.outer(direction, direction)
+    writes = torch.eye(len(direction)) - 1 / len(direction)
+    for name, matrix in (("qk", reads @ head.qk.dense() @ reads), ("ov", reads @ head.ov.dense() @ writes)):
+        expected = torch.linalg.svdvals(matrix)[: len(found["spectra"][name])]
         assert found["spectra"][name] == pytest.approx(expected.tolist(), rel=1e-3, abs=1e-6)
         assert len(found["chance"][name]) == head.d_k
     assert {*found["pictures"]} == {"q", "k", "v", "qk", "ov"}
@@ -215,7 +220,7 @@ HELD_OUT = ["The dog sat on the mat. " * 2, "A cat ran away", "and the dog sat d
 def held_out(served: Served, language_model: Model) -> Iterator[HeldOutText]:
     """The text on which the small GPT-2 that is served is measured."""
     explorer = served.state.models["gpt"].explorer
-    text = explorer.held_out = language_model.held_out(HELD_OUT * 16)
+    text = explorer.held_out = HeldOutText(language_model.reader, HELD_OUT * 16)
     yield text
     explorer.held_out = None
 
@@ -250,7 +255,7 @@ def test_a_run_is_measured_on_its_validation_text(triptych: Command, small_run: 
     assert isinstance(recipe, Recipe)
     pairs = validation_pairs(recipe, Path())
     model = load(small_run)
-    own = model.held_out(pairs.source, pairs.target)
+    own = HeldOutText(model.reader, pairs.source, pairs.target)
     assert f"held-out text: {own.num_tokens:,} tokens that the run was validated on" in done.err
     answers = recorded_answers(page)
     calls = {key: value for key, value in answers.items() if key.startswith("held_out ")}
@@ -373,7 +378,7 @@ def test_the_page_says_what_a_few_tokens_show_and_what_a_held_out_text_does(
     assert "triptych explore MODEL --held-out FILE" in text_of(tab, "#few")
     assert tab.value("document.getElementById('held-out')") is None
     explorer = served.state.models["gpt"].explorer
-    text = explorer.held_out = language_model.held_out(HELD_OUT * 16)
+    text = explorer.held_out = HeldOutText(language_model.reader, HELD_OUT * 16)
     try:
         opened(tab, served, state)
         found = text.compare(language_model.tie("*", "W_Q", "W_K").reader)

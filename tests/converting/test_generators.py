@@ -146,7 +146,7 @@ def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> Non
     for part, said in (
         ({"blocks": parallel}, "side by side"),
         ({"blocks": experts}, "mixture of experts"),
-        ({"order": (0, 0)}, "blocks serve several times"),
+        ({"order": (0, 1, 0)}, "blocks serve several times"),
         ({"head": replace(head, soft_cap=30.0)}, "a soft cap of the logits"),
     ):
         model = make()

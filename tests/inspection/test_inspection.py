@@ -405,7 +405,7 @@ def test_weights_that_are_used_again_and_again_are_said_to_be(tmp_path: Path) ->
     config |= {"num_hidden_layers": 12, "num_hidden_groups": 1, "inner_group_num": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     said = " ".join(findings(inspected(tmp_path)))
-    assert "In 1 of 1 layer the model uses these same weights 12 times" in said
+    assert "layers 0 to 11 share these weights" in said
 
 
 def test_shares_of_more_directions_are_those_of_the_spectrum(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ def served(language_model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     """A server whose steps fail at the ninth token of one prompt."""
     take = generation.Sample.take
 
-    def failing(text: generation.Sample, token: int, log_prob: float) -> bool:
+    def failing(text: generation.Sample, token: int, log_prob: float, tops: Any) -> bool:
         if len(text.new) == 8 and text.given[:3] == bad:
             raise IndexError("a step failed")
-        return take(text, token, log_prob)
+        return take(text, token, log_prob, tops)
 
     bad = language_model.generator().encode(BAD)
     monkeypatch.setattr(generation.Sample, "take", failing)

@@ -110,7 +110,7 @@ class Link:
         shift = self._rows_of_norm(self.norm.bias, 0.0)
         copies = math.lcm(len(gain), len(shift))
         gain, shift = (rows.repeat_interleave(copies // len(rows), dim=0) for rows in (gain, shift))
-        return Link(gain, shift if bool(shift.any()) else None)
+        return Link(gain, shift if shift.is_meta or bool(shift.any()) else None)
 
     def _rows_of_norm(self, part: Tensor | None, neutral: float) -> Float[Tensor, "copies d_out"]:
         """The weight or the bias of the norm, of channels that it leaves alone what changes nothing."""

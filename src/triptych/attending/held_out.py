@@ -44,6 +44,11 @@ class LossChange:
 class HeldOutText:
     """A text that a model and changes of it are measured on, part by part.
 
+        text = HeldOutText(model.reader, Path("valid.txt"))
+        text.compare(model.tie("*", "W_Q", "W_K").reader)  # the loss before and after, with an interval
+
+    A few kB that the model did not learn from will do; the loss on a sentence tells nothing of a change.
+
     Attributes:
         name: of its file; "" without one.
         num_parts: how many parts it is read in.
@@ -60,7 +65,19 @@ class HeldOutText:
         context: int | None = None,
         most_tokens: int | None = None,
     ) -> None:
-        """Cut a text, the file of one, or several documents, as `Model.held_out` says."""
+        """Cut a text into windows.
+
+        Args:
+            reader: the model that reads it.
+            text: a text, the file of one, or several documents. For a translator, the sentences, or the file
+                with one on each line.
+            targets: for a translator, the translations, line by line.
+            context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
+            most_tokens: tokens to read; what is past them is left out. Default: 16,384.
+
+        Raises:
+            UsageError: the model has no loss, or the text does not fit it.
+        """
         if most_tokens is not None and most_tokens < 1:
             raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
         require_loss(reader, "a held-out text")

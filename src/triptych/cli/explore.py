@@ -54,7 +54,7 @@ def explore(
 
     Examples:
         triptych explore gpt2
-        triptych explore gpt2 --held-out text.txt --text "The king said that" --html king.html
+        triptych explore gpt2 --held-out test.txt --text "The king said that" --html king.html
     """
     if held_out_targets is not None and held_out is None:
         raise UsageError("--held-out-targets are the translations of --held-out: give both")
@@ -93,12 +93,12 @@ def explore(
 def _held_out(model: Model, text: Path | None, targets: Path | None) -> HeldOutText | None:
     """The text that was given, or that a run was validated on; None without one."""
     if text is not None:
-        return model.held_out(text, targets)
+        return HeldOutText(model.reader, text, targets)
     folder = Path(model.name)
     if not (folder / RECIPE).is_file():
         return None
     try:
-        found = model.held_out(*validation_text(read_recipe(folder / RECIPE), Path()))
+        found = HeldOutText(model.reader, *validation_text(read_recipe(folder / RECIPE), Path()))
     except (DataError, UsageError) as error:
         say(f"no held-out text: the validation text of {model.name} cannot be read ({error})")
         return None

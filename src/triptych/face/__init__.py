@@ -9,7 +9,7 @@ change gives a new `Model`. Start with `model.py`.
 from triptych.face.changes import Change
 from triptych.face.composition import Composition
 from triptych.face.heads import Head, Layer, Layers, RotaryForm, Stack
-from triptych.face.model import Model, load
+from triptych.face.model import Model, load, renamed, reopened
 from triptych.face.run import Activations, Run
 from triptych.face.sweep import Sweep
 
@@ -26,4 +26,6 @@ __all__ = [
     "Stack",
     "Sweep",
     "load",
+    "renamed",
+    "reopened",
 ]

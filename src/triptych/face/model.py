@@ -151,24 +151,6 @@ class Model(RunnableModel):
     `model[3, 2]` is head 2 of layer 3, `model["cross.3"][2]` one of an encoder-decoder's cross-attention.
     """
 
-    def named(self, name: str, *, is_mapped: bool = True) -> "Model":
-        """The same model under another name, which its records and messages have instead of a path.
-
-        Args:
-            name: the name.
-            is_mapped: whether weights that are looked at are mapped from their files; else they are read, so
-                that no change of a file can end the process.
-        """
-        return Model(self._opened.named(name, is_mapped=is_mapped), self._changes)
-
-    def reopened(self) -> "Model":
-        """The model that is now where this one was found, with the same options and changes.
-
-        Raises:
-            UsageError: it is in memory, or there is nothing any more.
-        """
-        return Model(self._opened.reopened(), self._changes)
-
     @check_choices
     def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> "Model":
         """The model with some heads off: what they give W_O is replaced.
@@ -578,3 +560,17 @@ class Model(RunnableModel):
                 source = find_source(saved)
             source.name = ", ".join((self.name, *self.changes))
             yield source
+
+
+def renamed(model: Model, name: str, *, is_mapped: bool = True) -> Model:
+    """Return the same model under another name, which its records and messages have instead of a path.
+
+    Weights that are looked at are mapped from their files, or else (`is_mapped` is False) read, so that no
+    change of a file can end the process.
+    """
+    return Model(model._opened.named(name, is_mapped=is_mapped), model._changes)
+
+
+def reopened(model: Model) -> Model:
+    """Open the model that is now where one was found, with the same options and changes."""
+    return Model(model._opened.reopened(), model._changes)

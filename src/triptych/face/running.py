@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.held_out import HeldOutText
 from triptych.attending.over import OverText, given_lines, given_texts, refuse_file_name
 from triptych.attending.worth import Instead
 from triptych.decoding import (
@@ -544,33 +543,6 @@ class RunnableModel(ReadableModel):
             special_tokens=special_tokens,
             progress=progress,
         )
-
-    def held_out(
-        self,
-        text: str | Path | Sequence[str],
-        targets: str | Path | Sequence[str] | None = None,
-        *,
-        context: int | None = None,
-        most_tokens: int | None = None,
-    ) -> HeldOutText:
-        """A text on which changes of the model are measured.
-
-            text = model.held_out(Path("valid.txt"))
-            text.compare(model.tie("*", "W_Q", "W_K").reader)  # the loss before and after, with an interval
-
-        A few kB that the model did not learn from will do; the loss on a sentence tells nothing of a change.
-
-        Args:
-            text: a text, the file of one, or several documents. For a translator, the sentences, or the file
-                with one on each line.
-            targets: for a translator, the translations, line by line.
-            context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
-            most_tokens: tokens to read; what is past them is left out. Default: 16,384.
-
-        Raises:
-            UsageError: the model has no loss, or the text does not fit it.
-        """
-        return HeldOutText(self.reader, text, targets, context=context, most_tokens=most_tokens)
 
     @overload
     def run(  # type: ignore[overload-overlap]

@@ -289,7 +289,7 @@ def _open_found(
         loaded.model,
         tokenizer,
         end_ids=ends,
-        begin_id=_begin_id(loaded.config) if generation.begin_id is None else generation.begin_id,
+        begin_id=_begin_id(generation, loaded.config, loaded.model.vocab_size),
         generation=generation,
     )
 
@@ -419,10 +419,10 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
         return error
 
 
-def _begin_id(config: Mapping[str, Any]) -> int | None:
-    """What `config.json` says of the beginning of a text."""
-    found = config.get("bos_token_id")
-    return found if isinstance(found, int) else None
+def _begin_id(generation: GenerationConfig, config: Mapping[str, Any], vocab_size: int) -> int | None:
+    """Return the token that begins a text by the checkpoint's files, if the model has such a token."""
+    found = config.get("bos_token_id") if generation.begin_id is None else generation.begin_id
+    return found if isinstance(found, int) and 0 <= found < vocab_size else None
 
 
 def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import final
 
 from triptych.attending.held_out import HeldOutText
 from triptych.errors import UsageError
-from triptych.face import Model
+from triptych.face import Model, reopened
 from triptych.serving.limits import Limits
 from triptych.serving.models import ServedModel
 from triptych.serving.processes import ServingProcess
@@ -79,7 +79,7 @@ class Fleet:
     def reopened(self) -> "Fleet":
         """The same models, opened anew from where they were found, and started."""
         models, limits, workers, page, page_only = self._given
-        fresh = {name: model.reopened() for name, model in models.items()}
+        fresh = {name: reopened(model) for name, model in models.items()}
         fleet = Fleet(fresh, limits, workers=workers, page=page, page_only=page_only)
         try:
             fleet.start()

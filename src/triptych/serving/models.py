@@ -26,7 +26,7 @@ from triptych.decoding import (
 )
 from triptych.decoding.maps import give_memory_back, own_memory
 from triptych.errors import UsageError
-from triptych.face import Model
+from triptych.face import Model, renamed
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
@@ -98,7 +98,7 @@ class ServedModel:
                 f"{name!r} cannot be the name of a served model: use letters, digits, '.', '_' and '-'"
             )
         self.name = name
-        self.model = model.named(name, is_mapped=False)
+        self.model = renamed(model, name, is_mapped=False)
         if self.model.why_not_run:
             raise UsageError(f"{name} cannot be served: {self.model.why_not_run}")
         self.files = files_of(self.model)

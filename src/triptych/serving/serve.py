@@ -53,7 +53,7 @@ def serve(
         shutdown_timeout: seconds that running requests get to end when the process is told to stop.
         over: a text on which the page at / measures what heads do. Default: the text that is on the page.
         held_out: the text on which the page at / measures what a change does to the loss of the one model
-            that is served: `Model.held_out`. Default: none, and the page says so.
+            that is served: `HeldOutText`. Default: none, and the page says so.
         page_only: the page is all that is wanted, so that a translator needs no languages in its name.
         ready: called when requests are answered.
 

@@ -117,6 +117,8 @@ def what_is(path: Path) -> str:
         if kind is None or path.suffix in _SUFFIXES:
             return ""
         return f"it holds {kind.what}: {kind.remedy}"
+    if not path.is_dir():
+        return ""
     for kind in KINDS:
         if (found := next(_matching(path, kind.names), None)) is not None:
             file = shown(str(found.relative_to(path)))
