@@ -170,7 +170,6 @@ def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("decoder", {"text": " \n"}, "the text is empty"),
         ("decoder", {"text": ["a", ""]}, "text 2 is empty"),
         ("decoder", {"text": []}, "there is no text"),
         ("decoder", {"text": "a", "target": "b"}, "decoder is not an encoder-decoder"),

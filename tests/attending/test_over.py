@@ -94,7 +94,7 @@ def test_windows_cover_a_document_side_by_side() -> None:
         ("does not translate", lambda: cut_windows(language_reader(), TEXTS, TEXTS)),
         ("give one for each", lambda: cut_windows(pair_reader(), TEXTS, TEXTS[:1])),
         ("whole lines", lambda: cut_windows(pair_reader(), TEXTS, context=8)),
-        ("nothing to measure", lambda: cut_windows(language_reader(), ["", "  "])),
+        ("nothing to measure", lambda: cut_windows(language_reader(), ["", ""])),
         ("no mask token", lambda: attend_over(language_reader(kind="encoder"), TEXTS, worth="zero")),
     ],
 )

@@ -52,6 +52,7 @@ def cases(method: str, model: str, given: dict[str, Any], **options: Any) -> lis
     return [Case(method, model, given, option, value) for option, value in options.items()]
 
 
+MARKED = "two <end> men"  # with a special token
 ONE, TWO = {"text": TEXT}, {"text": [TEXT, OTHER]}
 DRAWN, BEAM = {**ONE, "temperature": 1.0}, {**ONE, "beam_size": 4}
 PAIR: dict[str, Any] = {"clean": TEXT, "corrupted": TEXT[::-1], "metric": lambda run: float(run.loss)}
@@ -95,6 +96,12 @@ CASES = [
     *cases("score", "gpt2", ONE, max_tokens=4, target="a"),
     *cases("score", "marian", ONE, target="ein Satz"),
     *cases("translate", "marian", ONE, beam_size=9, alpha=float("nan"), num_best=2, max_extra_tokens=1),
+    *[
+        case
+        for method in ("attend", "attend_over", "evaluate", "generate", "run", "score")
+        for case in cases(method, "gpt2", {"text": MARKED}, special_tokens="text")
+    ],
+    *cases("translate", "t5", {"text": MARKED}, special_tokens="text"),
     *cases("translate", "marian", ONE, max_source_tokens=3, stream=True, glossary={"men": "X"}, workers=0),
 ]
 # What options of `load` do is seen in what the model gives for a text.
@@ -112,6 +119,7 @@ GIVEN_ELSEWHERE = {
     "distil": {"beam_size", "alpha", "num_best", "interpolate", "originals", "teacher_weight", "workers"},
     "evaluate": {"progress"},
     "fill": {"count", "max_tokens"},
+    "generate": {"generation_config"},
     "inspect": {"progress"},
     "load": {"engine", "precision"},
     "patch": {"positions"},
@@ -119,6 +127,7 @@ GIVEN_ELSEWHERE = {
     "shortlist": {"source", "target", "most", "frequent"},
     "sweep": {"progress"},
     "translate": {"stop"},
+    "translator": {"special_tokens"},
 }
 # Those that no test gives: the first goes to `translator` as it is, the second to what `run` has of the name.
 UNTRIED = {"distil": {"alpha"}, "fill": {"max_tokens"}}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import triptych
+from face.tiny import write_checkpoint
 from small_checkpoints import byte_tokenizer
 from triptych.errors import UsageError
 
@@ -180,3 +181,14 @@ print(json.dumps(found))
 """.replace("nan,", "float('nan'),")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_a_translator_of_a_checkpoint_reads_special_tokens_of_a_sentence(tmp_path: Path) -> None:
+    write_checkpoint("t5", tmp_path / "t5")
+    model = triptych.load(tmp_path / "t5")
+    sentence = "two <end> men"
+    read = model.translator().translate([sentence])[0].text
+    plain = model.translator(special_tokens="text").translate([sentence])[0].text
+    assert read != plain
+    assert model.translate(sentence).text == read
+    assert model.translate(sentence, special_tokens="text").text == plain
