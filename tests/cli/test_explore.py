@@ -139,7 +139,7 @@ def test_a_translation_is_looked_at_as_it_was_written(served: Served, translator
 def test_the_forms_of_a_head_are_those_of_its_matrices(served: Served, language_model: Model) -> None:
     found = served.ask("/v1/explore/head", {"model": "gpt", "changes": [], "layer": "1", "head": 1}).body
     head = language_model["1.1"]
-    # The norm before the layer is a LayerNorm: figures are of what passes it, and of what the next one lets pass.
+    # The norms around the layer are LayerNorms: figures are of what passes them.
     block = language_model.opened.language_model.blocks[1]
     direction = F.normalize(1 / block.self_residual.norm.weight.detach(), dim=0)
     reads = torch.eye(len(direction)) - torch.outer(direction, direction)

@@ -288,9 +288,7 @@ def test_the_bound_of_leaving_out_a_head_with_normalised_values_holds_however_sm
     moved = (run_layer(weights, x) - run_layer(pruned, x)).norm(dim=-1).max()
     assert 0.01 < moved / (D_MODEL**0.5 * record.bound) <= 1
     assert record.notes == ("values are normalised: bound by √(d_v / d_model) ‖diag(γ) W_O‖",)
-    with pytest.raises(
-        RewriteRefusedError, match=r"head 1 does something: its √\(d_v / d_model\) ‖diag\(γ\) W_O‖ is"
-    ):
+    with pytest.raises(RewriteRefusedError, match=r"head 1 does something: its √.*‖diag\(γ\) W_O‖ is"):
         prune_heads(weights, [1])
     silent = replace(weights, v=(replace(small, weight=small.weight * 0, bias=None),))
     assert prune_heads(silent, [1]).record.bound == 0
