@@ -2,7 +2,6 @@
 
 from triptych.algebra import BilinearForm as BilinearForm
 from triptych.attending import Attention as Attention
-from triptych.attending.held_out import HeldOutText as HeldOutText
 from triptych.attention import AlibiPositions as AlibiPositions
 from triptych.attention import MultiHeadAttention as MultiHeadAttention
 from triptych.attention import Parameterisation as Parameterisation

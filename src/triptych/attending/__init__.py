@@ -6,12 +6,14 @@ Start with `attention.py`. A text's layers are in `layers.py`, its page is in `p
 """
 
 from triptych.attending.attention import Attention, AttentionBatch, attend, attend_tokens
+from triptych.attending.held_out import HeldOutText
 from triptych.attending.layers import LayerAttention, Part, StackAttention
 from triptych.attending.over import attend_over
 
 __all__ = [
     "Attention",
     "AttentionBatch",
+    "HeldOutText",
     "LayerAttention",
     "Part",
     "StackAttention",
