@@ -32,7 +32,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def shown_fields(name: str, values: Mapping[str, Any]) -> str:
-    """A record in at most 8 lines: shapes in the place of numbers, and nothing that is None."""
+    """Show a record in at most 8 lines: shapes instead of numbers, and no fields that are None."""
     words = [name, *(f"{field} {_shown(value)}" for field, value in values.items() if value is not None)]
     lines = wrap("  ".join(words), _WIDTH, subsequent_indent="  ", break_long_words=False)
     return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 1], "  …"])

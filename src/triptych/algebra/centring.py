@@ -16,7 +16,7 @@ from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm
 
 
 def removed_directions(norm: Norm) -> Float[Tensor, "d_model count"] | None:
-    """Orthonormal directions along which the output of a norm is constant; None if there are none.
+    """Return orthonormal directions along which the output of a norm is constant, or None.
 
     It is one direction, 1/γ; of a gain with zeros the channels that have them.
     """
@@ -34,7 +34,7 @@ def removed_directions(norm: Norm) -> Float[Tensor, "d_model count"] | None:
 def centred(
     weights: AttentionWeights, norm: Norm | None, memory_norm: Norm | None, *, keys: bool = True
 ) -> AttentionWeights:
-    """The maps without what norms before and after the layer remove, in float32 at least.
+    """Take out of the maps what norms before and after the layer remove, in float32 at least.
 
     Queries read the output of `norm`, and keys and values too; those of cross-attention that of
     `memory_norm`. Without `keys`, keys and values are made of what another layer reads, and stay as they are.

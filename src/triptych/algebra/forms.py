@@ -397,7 +397,7 @@ def are_finite(numbers: Tensor) -> bool:
 
 
 def at_least_float32(numbers: Tensor) -> Tensor:
-    """Numbers in float32, or in float64 if they are that."""
+    """Convert numbers to float32, unless they are float64."""
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 

@@ -59,7 +59,7 @@ class HeadNorm:
         )
 
     def num_copies(self, width: int) -> int:
-        """How many heads, or groups of heads, have numbers of their own; 1 if all have the same."""
+        """Count the heads, or groups of heads, with numbers of their own; 1 if all have the same."""
         parts = self.tensors().values()
         if self.over == "all heads":
             return max((len(part) // width for part in parts), default=1)
@@ -86,7 +86,7 @@ class HeadNorm:
         return x * torch.nn.functional.pad(gain, (0, missing), value=1.0)
 
     def gain(self, dtype: torch.dtype) -> Tensor:
-        """What channels are multiplied by, where there is a weight."""
+        """Return the factor of each channel; there must be a weight."""
         assert self.weight is not None
         weight = self.weight.to(dtype)
         return weight + self.offset if self.offset else weight
@@ -97,7 +97,7 @@ class HeadNorm:
         return {name: part for name, part in parts.items() if part is not None}
 
     def select_copies(self, left: CopiesLeft, copies: int, width: int) -> "HeadNorm":
-        """The norm of the copies of a map of that width that are left."""
+        """Select heads, with everything that each of them has of its own."""
 
         def select(own: Tensor) -> Tensor:
             each = own if len(own) == copies else own.repeat_interleave(copies // len(own), dim=0)
@@ -223,7 +223,7 @@ class HeadGate:
         return replace(self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias)
 
     def select_heads(self, order: Sequence[int]) -> "HeadGate | None":
-        """The gate of some heads, in the order given; None if all of them are taken whole."""
+        """Select the gate of some heads, in the order given. None stands for all heads."""
         rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
         chosen = [rows[head] for head in self._own(order)]
         if not chosen:
@@ -406,7 +406,7 @@ class Semantics:
         return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
 
     def select_heads(self, kept: Sequence[int]) -> "Semantics":
-        """What it does to queries, keys and values that are made already, of some heads, in some order.
+        """Select heads, in the order given, for queries, keys and values that were computed already.
 
         Norms, which come before that, stay as they are.
         """
@@ -421,7 +421,7 @@ class Semantics:
     def select_copies(
         self, left: CopiesLeft, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]
     ) -> "Semantics":
-        """What it is of the heads that are left, with all that each of them has of its own.
+        """Select heads, with everything that each of them has of its own.
 
         `sides` has how many copies of queries, keys and values there are, and how wide each is.
         """
@@ -448,7 +448,7 @@ class Semantics:
                 raise ValueError(f"{words}: there are numbers for {found} heads, and {copies} heads")
 
     def _parts_of_heads(self) -> dict[str, Any]:
-        """The parts that may have numbers of each head's own, as far as they are there."""
+        """Return the parts that have numbers for each head, where they are set."""
         parts = {name: getattr(self, name) for name in HEADS_OF}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -485,18 +485,18 @@ class Semantics:
 
 
 def select_rows(part: Tensor, rows: list[int]) -> Tensor:
-    """Some of the rows, in some order; a view if they follow each other."""
+    """Select rows in the order given; the result is a view if they follow each other."""
     first, count = rows[0], len(rows)
     return part[first : first + count] if rows == list(range(first, first + count)) else part[rows]
 
 
 def _select_heads_of(part: Any, order: list[int]) -> Any:
-    """What some heads have of a part that counts query heads."""
+    """Select the numbers of some heads from a part that has numbers for each query head."""
     return select_rows(part, order) if isinstance(part, Tensor) else part.select_heads(order)
 
 
 def _count_heads(part: Any) -> int:
-    """The number of query heads that a part has numbers for."""
+    """Count the query heads that a part has numbers for."""
     return len(part) if isinstance(part, Tensor) else part.num_heads
 
 

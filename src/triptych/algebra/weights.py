@@ -72,7 +72,7 @@ class Link:
         return 2 * self.weight.numel() if self.learned else 0
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Link":
-        """The same map with every tensor changed."""
+        """Apply a function to every tensor of the map."""
         bias, norm = None if self.bias is None else change(self.bias), self.norm
         if norm is not None:
             norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ class Link:
         return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
 
     def select_copies(self, left: CopiesLeft) -> "Link":
-        """Some of the copies, in some order, with what the norm has for each.
+        """Select copies in the order given, with the norm of each.
 
         A fixed map of which not all is left in place is fixed no longer.
         """
@@ -102,7 +102,7 @@ class Link:
 
     @property
     def norm_map(self) -> "Link | None":
-        """What the norm after the map does last, `x ↦ γ ∘ x + β`, as a map; None for nothing."""
+        """Gain and shift of the norm after the map, `x ↦ γ ∘ x + β`, as a map; None without a norm."""
         if self.norm is None or not self.norm.tensors():
             return None
         weight = None if self.norm.weight is None else self.norm.gain(self.weight.dtype)
@@ -113,7 +113,7 @@ class Link:
         return Link(gain, shift if shift.is_meta or bool(shift.any()) else None)
 
     def _rows_of_norm(self, part: Tensor | None, neutral: float) -> Float[Tensor, "copies d_out"]:
-        """The weight or the bias of the norm, of channels that it leaves alone what changes nothing."""
+        """Return the weight or the bias of the norm, with 1 or 0 at channels that it leaves alone."""
         assert self.norm is not None
         if part is None:
             return self.weight.new_full((1, self.d_out), neutral)
@@ -269,17 +269,17 @@ class AttentionWeights:
         )
 
     def copies(self, side: Side) -> int:
-        """Number of different maps of a side; 1 for the input itself."""
+        """Count the different maps of a side; 1 for the input itself."""
         return max((link.copies for link in self.chain(side)), default=1)
 
     def width(self, side: HeadSide) -> int:
-        """Width of the queries, keys or values of a head."""
+        """Return the width of the queries, keys or values of a head."""
         chain = self.chain(side)
         return chain[-1].d_out if chain else self.d_model
 
     @property
     def _head_sides(self) -> dict[HeadSide, tuple[int, int]]:
-        """How many queries, keys and values there are, and how wide each is."""
+        """Number and width of the queries, keys and values."""
         return {side: (self.copies(side), self.width(side)) for side in HEAD_SIDES}
 
     @property
@@ -403,7 +403,7 @@ class AttentionWeights:
         return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
 
     def select_copies(self, left: CopiesLeft, num_heads: int) -> "AttentionWeights":
-        """The layer of `num_heads` of its heads, in some order, with all that each has of its own.
+        """Select `num_heads` of the layer's heads, in the order given, with everything of their own.
 
         `left` says of a map in several copies which are left, in which order; of one in as many copies as
         there are heads, which heads.

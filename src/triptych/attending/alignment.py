@@ -52,7 +52,7 @@ def word_weights(
 
 
 def _members(words: Sequence[Word], like: Float[Tensor, "1 length"]) -> Float[Tensor, "words length"]:
-    """1 where a token is one of a word's."""
+    """Mark the tokens of each word with 1, all others with 0."""
     found = like.new_zeros(len(words), like.shape[1])
     for row, word in zip(found, words, strict=True):
         row[word.start : word.stop] = 1.0

@@ -97,7 +97,7 @@ class Attention:
         return HeadSteps(self._reader, self._text, found.call, found.number, head, query, tokens, name)
 
     def top(self, k: int = 3, *, per_head: bool = False) -> Looks:
-        """The k strongest looks of all heads, the strongest first.
+        """Return the k strongest looks of all heads, the strongest first.
 
         Looks at the token itself and at the first token are left out if there are others.
 

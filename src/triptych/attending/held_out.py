@@ -100,7 +100,7 @@ class HeldOutText:
         self.num_parts, self.num_tokens = len(self._batches), int(self._counts.sum())
 
     def compare(self, changed: Reader) -> LossChange:
-        """What a change does to the loss; `changed` is the reader of the changed model (`Model.reader`)."""
+        """Measure the change of the loss; `changed` is the reader of the changed model (`Model.reader`)."""
         before, after = (
             sum((self.losses(reader, part) for part in range(self.num_parts)), torch.zeros_like(self._counts))
             for reader in (self._reader, changed)
@@ -109,14 +109,14 @@ class HeldOutText:
 
     @torch.no_grad()
     def losses(self, reader: Reader, part: int) -> Float[Tensor, " units"]:
-        """The losses of one part with a model or a change of it, summed in nats over each unit."""
+        """Compute the losses of one part with a model or a change of it, in nats, summed over each unit."""
         batch = self._batches[part]
         run = reader.run(batch.texts)
         sums = row_losses(reader.model, batch, run.hidden)[0].cpu()
         return torch.zeros_like(self._counts).index_add_(0, batch.units, sums)
 
     def compared(self, before: Float[Tensor, " units"], after: Float[Tensor, " units"]) -> LossChange:
-        """The change of the loss from the sums of all parts."""
+        """Compute the change of the loss from the sums of all parts."""
         total, interval = self._counts.sum(), None
         if len(self._counts) > 1:
             low, high = ratio_intervals(after - before, self._counts)

@@ -45,7 +45,7 @@ class Looks(Sequence[Look]):
         return Looks(self._looks[number]) if isinstance(number, slice) else self._looks[number]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """The head, the token that looks, the token looked at, and the weight, of every look."""
+        """Return the head, the token that looks, the token looked at, and the weight of every look."""
         return [
             (
                 one.head,

@@ -262,7 +262,7 @@ def given_lines(lines: Any) -> Sequence[str]:
 
 
 def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
-    """What is given as a text; the name of a file is none."""
+    """Return a text unchanged; refuse the name of a file."""
     if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
         instead = f'Path("{text}")' if or_path else "what is in it"
         raise UsageError(f'"{text}" is a file, and a string is the text itself: give {instead}')

@@ -62,7 +62,7 @@ def json_pieces(saved: Saved) -> Iterator[str]:
 
 
 def _pieces_of_head(record: Mapping[str, Any]) -> Iterator[str]:
-    """The text of a head, row by row: to write a large one at once would stop every other thread."""
+    """Yield the text of a head row by row: writing a large one at once would stop every other thread."""
     before = "{"
     for name, value in record.items():
         yield f"{before}{_dumped(name)}: "

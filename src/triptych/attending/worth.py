@@ -164,7 +164,7 @@ def measure_worth(
 
 
 def require_worth(reader: Reader) -> None:
-    """The model has a loss, and can run from any block on."""
+    """Check that the model has a loss, and can run from any block on."""
     model = reader.model
     blocks = model.architecture.blocks if isinstance(model, LanguageModel) else ()
     if any(block.keys is not None or block.input is not None for block in blocks):
@@ -176,7 +176,7 @@ def require_worth(reader: Reader) -> None:
 
 
 def require_loss(reader: Reader, what: str) -> None:
-    """The model predicts tokens, the next ones or those that a mask hides; `what` needs the loss of them."""
+    """Check that the model predicts tokens, next ones or masked ones; `what` needs their loss."""
     model = reader.model
     if isinstance(model, EncoderDecoder):
         return
@@ -190,7 +190,7 @@ def require_loss(reader: Reader, what: str) -> None:
 
 
 def batches_of(reader: Reader, windows: Windows, most_tokens: int) -> Iterator[WindowBatch]:
-    """Windows of like lengths together, within a number of tokens."""
+    """Yield batches of windows of similar lengths, within a number of tokens."""
     units, whole = torch.tensor(windows.unit_of), windows.windows
     lengths = [[0] * window.num_tokens for window in whole]
     limit = reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None

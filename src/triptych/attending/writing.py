@@ -93,7 +93,7 @@ class TokenWriter:
 
 
 def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
-    """What every head writes for inputs: `y W_V W_O` without biases, after a norm that follows the layer."""
+    """Compute what every head writes for inputs: `y W_V W_O` without biases, after a norm after the layer."""
     y = (call.x if call.memory is None else call.memory)[0, keys]
     written = call.layer.weights().ov.apply(y)
     return call.site.residual.part_added(written, written)

@@ -114,7 +114,7 @@ class OwnModel(AttentionSource):
 
 
 def _own_sites(model: EncoderDecoder | LanguageModel) -> Iterator[Site]:
-    """The attention layers of a model of ours; those of one stack that have the same parameters once."""
+    """Yield the attention layers of a model of ours; layers of a stack with the same parameters once."""
     together: dict[tuple[Any, ...], list[AttentionSite]] = {}
     for place in attention_sites(model):
         held = [*place.layer.named_parameters(), *place.residual.named_parameters()]
@@ -184,7 +184,7 @@ class Checkpoint(AttentionSource):
         return self._places[site]
 
     def is_run(self, site: Site) -> bool:
-        """Whether layers of the model have these weights, and they are not left aside."""
+        """Return True if layers of the model use these weights and are not left aside."""
         place = self._places[site]
         return place.is_run and not place.is_further
 
@@ -282,7 +282,7 @@ class Checkpoint(AttentionSource):
             )
 
     def _uses(self, spec: AttentionSpec, settings: Settings, layers: int) -> dict[int, list[int]]:
-        """The uses of each layer of the file, if it has any, in the model's order; empty if all have one."""
+        """Return the uses of each layer of the file, in the model's order; empty if every layer has one."""
         times, rounds = settings.number(spec.uses), settings.count(spec.rounds)
         if times == 1 and rounds == 1:
             return {}
@@ -322,7 +322,7 @@ class Checkpoint(AttentionSource):
         return found
 
     def _not_followed(self) -> tuple[str, ...]:
-        """Sentences on fields of the configuration that are set and change nothing."""
+        """Return sentences on fields of the configuration that are set and change nothing."""
         found = {id(place.spec): place for place in self._places.values()}
         said = dict.fromkeys(
             said for place in found.values() for said in not_followed(self.family, place.spec, place.settings)
@@ -330,7 +330,7 @@ class Checkpoint(AttentionSource):
         return tuple(said)
 
     def _further_layers(self) -> tuple[str, ...]:
-        """Sentences on layers of the files that the model does not run."""
+        """Return sentences on layers of the files that the model does not run."""
         places = self._places.values()
         further = [
             f"{place.site.module} predicts further tokens: it is read, and not run"

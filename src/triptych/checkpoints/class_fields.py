@@ -14,7 +14,7 @@ from triptych.storage.settings import Settings
 
 
 def known_keys(settings: Settings) -> Collection[str] | None:
-    """The keys that the class of a record knows; None if `transformers` has no class for it."""
+    """Return the keys that the class of a record knows, or None if `transformers` has no such class."""
     kind = _kind_of(settings)
     if kind is None:
         return None
@@ -22,12 +22,12 @@ def known_keys(settings: Settings) -> Collection[str] | None:
 
 
 def is_known(path: str, keys: Collection[str]) -> bool:
-    """Whether a key is known; of one in a record of the configuration, whether both are."""
+    """Return True if a key is known. For a key in a nested record, both must be known."""
     return all(name in keys for name in path.split("."))
 
 
 def _kind_of(settings: Settings) -> str | None:
-    """The `model_type` whose class reads a record: its own, or that of this part of the whole."""
+    """Return the `model_type` whose class reads a record: its own, or the one for this part of the whole."""
     classes = _file()["classes"]
     kind = settings.outermost.record.get("model_type")
     if settings.path:

@@ -46,7 +46,7 @@ class Family(Spec):
         return self
 
     def defaults_of(self, settings: str) -> dict[str, dict[str, Any]]:
-        """What a record leaves out, by `model_type`: of all attention layers that it speaks of."""
+        """Return the values that a record leaves out, by `model_type`, for the attention layers it covers."""
         found: dict[str, dict[str, Any]] = {}
         for spec in self.attention:
             if spec.settings == settings:

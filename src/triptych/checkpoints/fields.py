@@ -102,7 +102,7 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
 
 
 def unknown_to_class(family: Family, settings: Settings) -> list[str]:
-    """The fields that are set and that the family's class in `transformers` does not know.
+    """Return the fields that are set and that the family's class in `transformers` does not know.
 
     None where there is no such class. Fields that speak of no computation are left out.
     """
@@ -180,7 +180,7 @@ def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
 
 
 def list_names(names: Collection[str], most: int | None = None) -> str:
-    """Names from a file in a row, all of them or the first and how many more there are."""
+    """Join names from a file: all, or the first ones and the number of the others."""
     listed = [shown(name) for name in names]
     more = 0 if most is None else len(listed) - most
     return ", ".join(listed[:most]) + (f" and {more:,} more" if more > 0 else "")

@@ -100,12 +100,12 @@ class LayerPlace(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the weights are an earlier layer's."""
+        """True if the weights belong to an earlier layer."""
         return self.number != self.site.layer
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
-    """Numbers in order as words: "0 to 3, 6 and 9"."""
+    """Write sorted numbers as words: "0 to 3, 6 and 9"."""
     found = list[list[int]]()
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -122,7 +122,7 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def in_order(sites: Sequence[Site]) -> tuple[LayerPlace, ...]:
-    """The layers of the model that have these weights, in the order of their stacks and numbers."""
+    """Return the layers of the model that have these weights, by stack and number."""
     if not any(site.also for site in sites):
         return tuple(LayerPlace(site, site.layer) for site in sites)
 
@@ -155,7 +155,7 @@ class AttentionSource(ABC):
 
     @property
     def source(self) -> Source | None:
-        """Where weights are read from when they are asked for; None if all of them are in memory."""
+        """The source that weights are read from when needed; None if all of them are in memory."""
         return None
 
     @cached_property

@@ -233,7 +233,7 @@ class _Mapping:
         return tuple(blocks[number] for number in sorted(blocks))
 
     def _first_use(self, site: Site) -> int:
-        """The number of the first block of the model that has the parameters of a layer."""
+        """Return the number of the first block of the model that has the parameters of a layer."""
         order = self._order()
         return order.index(self.sites.index(site)) if order else self.sites.index(site)
 

@@ -57,7 +57,7 @@ class Source:
             self.found.require_same()
 
     def _weight_files(self) -> Iterator[Path]:
-        """The files of a path that say what the model computes; what is on the Hub does not change."""
+        """Yield the files of a path that decide what the model computes; none for the Hub."""
         found = self.found
         if not isinstance(found, Path):
             return
@@ -72,18 +72,18 @@ class Source:
                 yield from sorted(folder.glob(pattern))
 
     def named(self, name: str) -> "Source":
-        """The same files under another name, which messages about the model have."""
+        """Rename the source; messages about the model use the new name."""
         found = copy(self)
         found.name = name
         return found
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether there are no files that somebody else could replace."""
+        """True if there are no files that somebody else could replace."""
         return isinstance(self.found, ModuleOfOthers)
 
     def reopened(self) -> "Source":
-        """What is now at the same path, or has the same name on the Hub, with what was given for it."""
+        """Find the source again, at the same path or name on the Hub, with the same options."""
         if isinstance(self.found, Path):
             found = _find(self.found, None, offline=False)
         else:
@@ -111,11 +111,11 @@ class Source:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer lies: the one that was given, or that of the files."""
+        """The folder of the tokenizer that was given, or of the model's own."""
         return self.settings_folder if self.tokenizer is None else self.tokenizer
 
     def at(self, folder: Path) -> "Source":
-        """The model in another folder, with what was given for this one."""
+        """Return the same source in another folder, with the same options."""
         found = find_source(folder)
         found.tokenizer = self.tokenizer
         found.strict = self.strict
@@ -202,7 +202,7 @@ class ModuleOfOthers:
 
 
 def _version_of(module: nn.Module) -> int:
-    """A number that grows whenever a parameter of a module is written."""
+    """Return a number that grows whenever a parameter of a module is written."""
     return sum(parameter._version for parameter in module.parameters())
 
 
@@ -212,7 +212,7 @@ def is_own_config(config: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_folder(tokenizer: Any) -> Path | None:
-    """The folder of a tokenizer that was given: a folder, or one of `transformers`, which is saved in one."""
+    """Return the folder of a tokenizer that was given; one of `transformers` is saved in a folder."""
     if tokenizer is None:
         return None
     if isinstance(tokenizer, str | Path):

@@ -63,7 +63,7 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
 
 
 def _model_type_of_classes(settings: Settings) -> str:
-    """What to add, where `architectures` tells it."""
+    """Return advice on the `model_type` to add, where `architectures` tells it."""
     classes = settings.value("architectures")
     named = str(classes[0]) if isinstance(classes, list) and classes else ""
     known = [kind for family in families() for kind in family.model_types]

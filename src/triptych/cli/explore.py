@@ -91,7 +91,7 @@ def explore(
 
 
 def _held_out(model: Model, text: Path | None, targets: Path | None) -> HeldOutText | None:
-    """The text that was given, or that a run was validated on; None without one."""
+    """Return the given text, or the one that a run was validated on; None without one."""
     if text is not None:
         return HeldOutText(model.reader, text, targets)
     folder = Path(model.name)

@@ -23,12 +23,12 @@ def load_model(model: str | Path, without: str | None = None, opening: Options |
 
 
 def special_tokens_of(literal: bool) -> SpecialTokens:
-    """How special tokens that a text spells out are read, with `--literal` or without."""
+    """Return how special tokens in a text are read, with `--literal` or without."""
     return "text" if literal else "tokens"
 
 
 def token_ids(ids: str | None) -> list[int] | None:
-    """The token ids of `--ids 1,2,3`; None for None."""
+    """Parse the token ids of `--ids 1,2,3`; None stays None."""
     if ids is None:
         return None
     parts = [part.strip() for part in ids.split(",")]

@@ -244,7 +244,7 @@ class Engine(DecodingEngine):
 
 
 def _why_batches_matter(modules: Sequence[nn.Module], device: torch.device, maps: Maps) -> str:
-    """What modules have of which the bits of a text may depend on others in its batch, for a reader."""
+    """Name the parts of a model for which a text's bits may depend on the others in its batch."""
     attention = [module for module in modules if isinstance(module, FusedAttention)]
     if device.type != "cpu":
         return f"products on {device.type} are not compared"

@@ -300,7 +300,7 @@ class FusedAttention(nn.Module):
 
 
 def _widened(gate: HeadGate, width: int) -> HeadGate:
-    """Gates of channels for values that are filled up to a width: those of the filling are of no use."""
+    """Widen gates of channels to padded values; the gates of the padding have no effect."""
     if not gate.per_channel:
         return gate
     missing = width - gate.weight.shape[1]
@@ -373,7 +373,7 @@ def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
 
 
 def evaluating_copy(model: ModelT) -> ModelT:
-    """A copy of a model's modules, in evaluation mode, with the model's own parameters.
+    """Copy a model's modules, in evaluation mode, with the model's own parameters.
 
     Uses of one block are one module in it, so that what is made of their maps is held once.
     """

@@ -67,7 +67,7 @@ class GenerationOptions:
             raise ValueError("the samples of temperature 0 are all alike: give a temperature above 0")
 
     def most_new(self, num_prompt: int) -> int:
-        """Tokens that a prompt may grow by."""
+        """Return the number of tokens that a prompt may grow by."""
         if self.max_length is None:
             return self.max_new_tokens
         if num_prompt >= self.max_length:
@@ -177,7 +177,7 @@ class Sample(Text):
 
     @property
     def num_top(self) -> int:
-        """How many of the most probable tokens are told of each place."""
+        """Number of most probable tokens reported for each place."""
         return self._options.num_top
 
     def take(self, token: int, log_prob: float, top: Top = ()) -> bool:
@@ -251,7 +251,7 @@ class Samples(DecodingBatch[Sample]):
 
 
 def _tops(log_probs: Tensor, counts: Sequence[int]) -> list[Top]:
-    """The most probable tokens of each row, as many as are wanted of it."""
+    """Return the most probable tokens of each row, as many as each row asks for."""
     most = min(max(counts), log_probs.shape[1])
     if not most:
         return [()] * len(counts)

@@ -50,12 +50,12 @@ class Likelihood:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None where too much is unknown to the tokenizer: what it does not see costs it no bits."""
+        """Bits per byte of the text; None if the tokenizer knows too little of it."""
         return None if self.why_no_bits else self.nats / math.log(2) / self.num_bytes
 
     @property
     def why_no_bits(self) -> str:
-        """Why there are no bits per byte; "" if there are."""
+        """The reason why there are no bits per byte; "" if there are."""
         return why_no_bits(self.unknown)
 
     def figures(self) -> dict[str, Any]:

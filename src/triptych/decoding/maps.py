@@ -134,13 +134,13 @@ class PackedLinear(nn.Module):
         return torch.cat([self._filled(piece) for piece in pieces]).view(*x.shape[:-1], -1)
 
     def _filled(self, x: Float[Tensor, "rows d_in"]) -> Float[Tensor, "rows d_out"]:
-        """The product with no fewer rows than are alike."""
+        """Compute the product with at least the fewest rows that are alike."""
         filled = F.pad(x, (0, 0, 0, max(0, self._counts.fewest - len(x))))
         return self.product(filled, self.packed, self.bias, "none", [], "")[: len(x)]
 
 
 def packed_product(shape: ProductShape, weight: Tensor, bias: Tensor | None) -> Product:
-    """A product of a shape as `PackedLinear` computes it, of any number of rows at once."""
+    """Compute a product of a shape as `PackedLinear` does, with any number of rows at once."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, shape.layout)
     product = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: product(x, packed, bias, "none", [], "")
@@ -219,7 +219,7 @@ class MappedFiles:
             self._note()
 
     def hold(self, tensor: Tensor) -> bool:
-        """Whether a tensor's numbers lie in a file."""
+        """Return True if a tensor's numbers lie in a file."""
         return tensor.device.type == "cpu" and self._place(tensor.data_ptr(), tensor.nbytes) is not None
 
     def let_go(self, tensors: Iterable[Tensor]) -> None:
@@ -234,7 +234,7 @@ class MappedFiles:
                 self._library.madvise(first, end - first, _DONTNEED)
 
     def _place(self, start: int, length: int) -> int | None:
-        """The number of the mapping that has these bytes."""
+        """Return the number of the mapping that has these bytes."""
         place = bisect_right(self._starts, start) - 1
         return place if length > 0 and place >= 0 and start + length <= self._ends[place] else None
 
@@ -292,7 +292,7 @@ def give_memory_back() -> None:
 
 
 def _free_memory() -> float:
-    """Bytes that a process may take, the pages of files that can be given back included."""
+    """Return the bytes that a process may take, including pages of files that can be given back."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

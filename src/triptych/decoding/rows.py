@@ -51,7 +51,7 @@ class RowCounts(NamedTuple):
     is_whole: bool = False  # whether large numbers have been compared, too
 
     def pieces(self, rows: int) -> list[int]:
-        """Numbers that add up to `rows`; the last may be less than the fewest."""
+        """Split `rows` into numbers that add up to it; the last may be below the minimum."""
         found = list[int]()
         for size in (*self.sizes, self.most):
             found += [size] * (rows // size)
@@ -68,7 +68,7 @@ _LAYOUTS: dict[tuple[ProductShape, int], int] = {}
 
 
 def row_counts(shape: ProductShape, rows: int, make: MakeProduct) -> RowCounts:
-    """The numbers of rows of a shape that are alike, as far as a product of `rows` needs to know."""
+    """Find the numbers of rows of a shape that are alike, as far as a product of `rows` needs to know."""
     key = shape, torch.get_num_threads()
     if key not in _FOUND:
         _FOUND[key] = alike(compared(shape, _FEW, make))
@@ -89,7 +89,7 @@ def _with_many(few: RowCounts, shape: ProductShape, make: MakeProduct) -> RowCou
 
 
 def best_layout(shape: ProductShape, layouts: Sequence[int], make: MakeProduct) -> int:
-    """The first layout whose products are alike for few and many rows; the last one if there is none."""
+    """Find the first layout whose products are alike for few and many rows, or else return the last one."""
     key = shape, torch.get_num_threads()
     if key not in _LAYOUTS:
         for layout in layouts:
@@ -103,7 +103,7 @@ def best_layout(shape: ProductShape, layouts: Sequence[int], make: MakeProduct) 
 def compared(
     shape: ProductShape, counts: Sequence[int], make: MakeProduct
 ) -> list[tuple[int, Float[Tensor, " d_out"] | None]]:
-    """A row of the product for each number of rows; None where its equal rows have other bits.
+    """Compute a row of the product for each number of rows; None where its equal rows have other bits.
 
     All sums are 0 exactly. What is left is their rounding, so that another order shows in any dtype.
     """
@@ -124,7 +124,7 @@ def compared(
 
 
 def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
-    """The most numbers in a row that are alike, from as few rows as there can be."""
+    """Find the largest range of row counts that are alike, with the lowest possible start."""
     best = list[int]()
     for start, (_, sign) in enumerate(signs):
         run = [count for count, other in takewhile(lambda one: _same(one[1], sign), signs[start:])]  # noqa: B023
@@ -138,7 +138,7 @@ def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
 
 
 def found_here() -> dict[ProductShape, RowCounts]:
-    """What was found for the present number of threads."""
+    """Return the results for the present number of threads."""
     threads = torch.get_num_threads()
     return {shape: counts for (shape, of), counts in _FOUND.items() if of == threads}
 

@@ -23,7 +23,7 @@ class TokenRules:
     ends: tuple[int, ...] = ()  # the tokens that end a text
 
     def forbidden(self, ids: Sequence[int], num_prompt: int) -> set[int]:
-        """The tokens that may not come after a text that began with a prompt of `num_prompt` tokens."""
+        """Return the tokens that may not come after a text whose prompt has `num_prompt` tokens."""
         found = {*self.never}
         if len(ids) == num_prompt:
             found |= {*self.never_first}
@@ -36,7 +36,7 @@ class TokenRules:
         return found | self._repeated(ids)
 
     def _repeated(self, ids: Sequence[int]) -> set[int]:
-        """The tokens that would end n tokens in a row that the text has already."""
+        """Return the tokens that would end n tokens in a row that the text has already."""
         size = self.no_repeat_ngram_size
         if not size or len(ids) + 1 < size:
             return set()

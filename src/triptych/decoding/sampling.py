@@ -96,7 +96,7 @@ def keep_min_p(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "
 
 
 def keep_typical(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "rows vocab"]:
-    """The tokens nearest to the mean information whose probabilities sum to p or more."""
+    """Keep the tokens nearest to the mean information whose probabilities sum to p or more."""
     log_probs = logits.log_softmax(dim=-1)
     probabilities = log_probs.exp()
     mean = -(log_probs * probabilities).nansum(dim=-1, keepdim=True)
@@ -108,7 +108,7 @@ def keep_typical(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor,
 
 
 def filtered(logits: Float[Tensor, "rows vocab"], options: SamplingOptions) -> Float[Tensor, "rows vocab"]:
-    """Logits over the temperature, after top-k, top-p, min-p and typical-p."""
+    """Divide logits by the temperature and apply top-k, top-p, min-p and typical-p."""
     logits = logits / options.temperature
     if options.top_k is not None:
         logits = keep_top_k(logits, options.top_k)
@@ -149,7 +149,7 @@ class RowState:
 def allowed(
     logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
 ) -> Float[Tensor, "rows vocab"]:
-    """Logits after the penalty of repeats, without the tokens that may not come next."""
+    """Penalise repeats, and remove the tokens that may not come next."""
     if options.repetition_penalty != 1:
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for place, row in enumerate(rows):
@@ -172,7 +172,7 @@ def allowed(
 def choose(
     logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
 ) -> Int[Tensor, " rows"]:
-    """A token of every row."""
+    """Choose a token for every row."""
     logits = allowed(logits, options, rows)
     if options.is_greedy:
         tokens = logits.argmax(dim=-1)

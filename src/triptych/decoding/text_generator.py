@@ -110,14 +110,14 @@ class TextGenerator:
     def encode(
         self, prompt: Text, *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
     ) -> list[int]:
-        """The token ids of a prompt; an empty one is the token that begins a text."""
+        """Encode a prompt; an empty one becomes the token that begins a text."""
         (ids,) = self.encode_prompts([prompt], chat=chat, special_tokens=special_tokens)
         return ids
 
     def encode_prompts(
         self, prompts: Sequence[Text], *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
     ) -> list[list[int]]:
-        """The token ids of prompts; see `encode`."""
+        """Encode prompts; see `encode`."""
         if chat:
             return [self._chat_ids(prompt, special_tokens) for prompt in prompts]
         found = encode_texts(

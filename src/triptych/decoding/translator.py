@@ -156,7 +156,7 @@ class Translator:
         return own
 
     def with_special_tokens(self, special_tokens: SpecialTokens) -> "Translator":
-        """The same translator, which reads special tokens that a sentence spells out in another way."""
+        """Return the same translator with another way to read special tokens in a sentence."""
         own = copy(self)
         own._special_tokens = special_tokens
         return own

@@ -115,7 +115,7 @@ class HeadTap:
 
     @property
     def has_patches(self) -> bool:
-        """Whether some of the edits take values of another run."""
+        """True if some of the edits take values of another run."""
         return bool(self._patches)
 
     def require_lengths(self, queries: int | None, keys: int) -> None:
@@ -140,7 +140,7 @@ class HeadTap:
 
 
 def _checked(name: Activation, old: Tensor, new: object) -> Tensor:
-    """What an edit gave in the place of a value, if it can take that place."""
+    """Check that the result of an edit can take the place of the value."""
     if not isinstance(new, Tensor):
         raise UsageError(
             f"the edit of {name} gave a {type(new).__name__}: return a tensor of shape {list(old.shape)}"
@@ -210,7 +210,7 @@ class PositionsOff(Change):
 
 
 def without_positions(weights: AttentionWeights) -> AttentionWeights:
-    """The layer without positions of its own."""
+    """Return the layer without positions of its own."""
     return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
 
 
@@ -231,7 +231,7 @@ def changed_copy(
 
 
 def is_patched(model: LanguageModel | EncoderDecoder) -> bool:
-    """Whether some layer takes values of another run, which texts of one length have."""
+    """Return True if some layer takes values of another run, which fit texts of one length only."""
     taps = [site.layer.tap for site in attention_sites(model)]
     return any(isinstance(tap, HeadTap) and tap.has_patches for tap in taps)
 
@@ -378,7 +378,7 @@ class Patch:
 
     @property
     def of_keys(self) -> bool:
-        """Whether its rows are the tokens that are looked at."""
+        """True if its rows are the tokens that are looked at."""
         return self.what in ("k", "v")
 
     def require_lengths(self, queries: int | None, keys: int) -> None:

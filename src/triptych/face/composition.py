@@ -121,7 +121,7 @@ def _stacked(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def _without_mean(written: Tensor) -> Tensor:
-    """`[heads, d_model, d_v]`: what heads write, without the mean over the stream's channels."""
+    """Remove the mean over the stream's channels from what heads write, `[heads, d_model, d_v]`."""
     left: Tensor = written - written.mean(dim=1, keepdim=True)
     return left
 

@@ -539,7 +539,7 @@ def evaluate_text(
 def _logits_of_whole_texts(
     model: LanguageModel, read: Int[Tensor, "rows length"]
 ) -> Float[Tensor, "rows length vocab"]:
-    """Logits of a causal model that reads texts of the length of a run alone.
+    """Compute logits of a causal model that can only read texts of the length of a run.
 
     What is scored is read without its last token. Any token takes its place: none before it looks at it.
     """

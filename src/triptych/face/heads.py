@@ -479,13 +479,13 @@ class Stack:
 
 
 def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
-    """One head of a layer, its tensors views of the layer's."""
+    """Select one head of a layer; its tensors are views of the layer's."""
     alone = weights.select_copies(lambda copies: [number * copies // weights.num_heads], 1)
     return replace(alone, o_bias=None)
 
 
 def _without_gain(norm: Norm | None) -> Norm | None:
-    """A norm whose gain is in the maps that read it."""
+    """Remove gain and shift from a norm, as the maps that read it have them."""
     return None if norm is None else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
 
 

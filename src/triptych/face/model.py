@@ -520,7 +520,7 @@ class Model(RunnableModel):
         return convert(self.opened, Path(path), to, quantization)
 
     def _require_own_maps(self, number: int, names: Iterable[str]) -> None:
-        """A layer has the maps that are to change, and does not borrow them."""
+        """Check that a layer has the maps that are to change, and does not borrow them."""
         layer = self.layers[number]
         borrowed = [name for name in names if name in _OF_KEYS]
         if borrowed and layer.borrows is not None:
@@ -529,7 +529,7 @@ class Model(RunnableModel):
             )
 
     def _sharing(self, numbers: Collection[int]) -> tuple[list[int], str]:
-        """Layers with all that share their weights, by their numbers in order; and words on the others."""
+        """Add all layers that share weights with the given ones; also return words on the added ones."""
         layers = self._opened.attention.layers
         sites = {layers[number].site for number in numbers}
         found = [number for number, layer in enumerate(layers) if layer.site in sites]

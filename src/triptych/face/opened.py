@@ -52,7 +52,7 @@ class Opened:
             weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
 
     def named(self, name: str, *, is_mapped: bool) -> "Opened":
-        """The same source, and the module if it was built, under another name in records and messages."""
+        """Rename the source, and the module if it was built, in records and messages."""
         source = None if self.source is None else self.source.named(name)
         made = replace(self, name=name, source=source, temporary=None, is_mapped=is_mapped)
         made.__dict__["named_after"] = self  # whose temporary folder goes when nobody has it any more
@@ -61,7 +61,7 @@ class Opened:
         return made
 
     def reopened(self) -> "Opened":
-        """What is now where the source was found."""
+        """Open again the place where the source was found."""
         if self.source is None or self.source.is_in_memory:
             raise UsageError(f"{self.name} is in memory: it has no files that could be opened anew")
         others = tuple(one.reopened() for one in self.options.ensemble)
@@ -259,7 +259,7 @@ class ChangedSource(AttentionSource):
 
 
 def _still_together(source: AttentionSource, site: Site, changes: Sequence[Change]) -> list[list[int]]:
-    """The layers with some weights, by their numbers in order, grouped by what the changes make of them."""
+    """Group the layers with some weights by the result of the changes; their numbers in order."""
     found: dict[tuple[object, ...], list[int]] = {}
     for layer, place in enumerate(source.layers):
         if place.site == site:
@@ -268,7 +268,7 @@ def _still_together(source: AttentionSource, site: Site, changes: Sequence[Chang
 
 
 def why_not_saved(change: Change, source: AttentionSource) -> str:
-    """Why a change cannot be written into the weights of a source; "" if it can."""
+    """Return the reason why a change cannot be written into the weights of a source; "" if it can."""
     if change.unsayable:
         return change.unsayable
     for site in source.sites:

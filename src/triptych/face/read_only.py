@@ -25,7 +25,7 @@ class ReadOnlyTensor(Tensor):
 
     @classmethod
     def of(cls, value: Tensor) -> "ReadOnlyTensor":
-        """The same numbers, in the same memory."""
+        """Wrap a tensor as read-only; the memory is shared."""
         return value.detach().as_subclass(cls)
 
     @classmethod
@@ -44,7 +44,7 @@ class ReadOnlyTensor(Tensor):
             return _as_given(func(*args, **given), [value for value in args if isinstance(value, cls)])
 
     def plain(self) -> Tensor:
-        """The same memory as a tensor that can be written: for what only reads it."""
+        """Return a writable tensor with the same memory, for code that only reads it."""
         with torch._C.DisableTorchFunctionSubclass():
             plain: Tensor = self.as_subclass(Tensor)
         return plain
@@ -68,7 +68,7 @@ class ReadOnlyTensor(Tensor):
 
 
 def _writes(func: Any) -> bool:
-    """Whether an operation writes into its first argument."""
+    """Return True if an operation writes into its first argument."""
     schema = getattr(func, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)
@@ -95,7 +95,7 @@ def _refuse() -> NoReturn:
 
 
 def _as_given(found: Any, read: list[Tensor]) -> Any:
-    """What an operation gave, read-only where it lies in the memory of what is read."""
+    """Return the result of an operation, read-only where it shares memory with a read-only tensor."""
     if type(found) in (tuple, list):
         return type(found)(_as_given(one, read) for one in found)
     if isinstance(found, numpy.ndarray):
@@ -110,7 +110,7 @@ def _as_given(found: Any, read: list[Tensor]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where the numbers lie; 0 for none."""
+    """Return the address of the numbers; 0 if there are none."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()

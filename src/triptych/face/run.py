@@ -49,7 +49,7 @@ class Activations:
         frame: Residual,
         head: int | None = None,
     ) -> None:
-        """Activations of a layer in its residual frame, or of one of its heads."""
+        """Hold activations of a layer in its residual frame, or of one of its heads."""
         self.name, self.steps = name, steps
         self._weights, self._frame, self._head = weights, frame, head
         for what in ACTIVATIONS:

@@ -90,7 +90,7 @@ class InspectedLayer:
 
 
 def as_read(layer: AttentionLayer) -> AttentionWeights:
-    """The maps of a layer without what a LayerNorm before or after it removes."""
+    """Return the maps of a layer without what a LayerNorm before or after it removes."""
     return centred(layer.weights, layer.inputs.x, layer.inputs.memory, keys=layer.borrows is None)
 
 

@@ -101,7 +101,7 @@ class Residual(nn.Module):
     def part_added(
         self, part: Float[Tensor, "*rows d_model"], total: Float[Tensor, "*rows d_model"]
     ) -> Float[Tensor, "*rows d_model"]:
-        """What a part of a sub-layer's output adds to the stream.
+        """Compute what a part of a sub-layer's output adds to the stream.
 
         A norm after the sub-layer divides by the size of the whole output. So parts that sum to the total add
         up to what the total adds, without the bias of such a norm.

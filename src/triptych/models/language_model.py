@@ -211,7 +211,7 @@ class LanguageModel(nn.Module):
         memory_mask: Tensor | None = None,
         given: Float[Tensor, "rows length blocks width"] | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """`hidden` from the stream that the block of a number reads; `given` are the blocks' inputs."""
+        """Compute `hidden` from the stream that block `number` reads; `given` has the blocks' inputs."""
         causal, lent = self.causal if causal is None else causal, dict[int, Kept]()
         uses = self.architecture.uses
         for place in range(first, len(uses)):

@@ -40,13 +40,13 @@ def require_finite_values(
 def require_finite_logits(
     model: EncoderDecoder | LanguageModel, logits: Tensor, again: Callable[[], object] | None = None
 ) -> None:
-    """The same of logits, of which those of tokens that are never wanted may be −inf."""
+    """Check logits in the same way, except that tokens that are never wanted may have −inf."""
     if not are_finite(logits) and not _are_scores(logits):
         raise overflow(model, "" if again is None else _first_place(model, again))
 
 
 def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersOverflowError:
-    """The error, which names the place where numbers overflow."""
+    """Make the error, which names the place where numbers overflow."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     wider = "float32 or bfloat16" if dtype == "float16" else "float64"
     by = f"{place} of the model" if place else "the model"
@@ -57,13 +57,13 @@ def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersO
 
 
 def _are_scores(logits: Tensor) -> bool:
-    """Whether there is no NaN and no +inf, and something else than −inf in each row."""
+    """Return True if there is no NaN and no +inf, and each row has something other than −inf."""
     rows = logits.detach().amax(dim=-1)  # NaN where there is one in the row
     return are_finite(rows)
 
 
 def _first_place(model: EncoderDecoder | LanguageModel, again: Callable[[], object]) -> str:
-    """The first part of a model that puts out what is no number, in words; "" if none does."""
+    """Find the first part of a model whose output is not finite, in words; "" if there is none."""
     found = list[str]()
 
     def look(module: nn.Module, given: Any, result: Any, *, words: str) -> None:
@@ -78,7 +78,7 @@ def _first_place(model: EncoderDecoder | LanguageModel, again: Callable[[], obje
 
 
 def _parts(model: EncoderDecoder | LanguageModel) -> Iterator[tuple[str, nn.Module]]:
-    """What a model is made of, with its words; what is within a part comes before it in a run."""
+    """Yield the parts of a model with their names; inner parts come before the part that holds them."""
     for name, stack in model.stacks.items():
         of = f"{name}." if len(model.stacks) > 1 else ""
         yield "the embeddings", stack.embeddings
@@ -94,7 +94,7 @@ def _parts(model: EncoderDecoder | LanguageModel) -> Iterator[tuple[str, nn.Modu
 
 
 def _tensors_of(result: Any) -> Iterator[Tensor]:
-    """The numbers that a part of a model puts out; of an attention layer its output alone."""
+    """Yield the tensors in the output of a part of a model; of an attention layer its output alone."""
     if isinstance(result, Tensor):
         if result.is_floating_point():
             yield result

@@ -178,7 +178,7 @@ def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> Non
 
 
 def _has_pairs(name: str, weights: AttentionWeights) -> bool:
-    """Whether heads stand in the pairs of a parameterisation; a pair that lost one head is refused."""
+    """Return True if heads form the pairs of a parameterisation; a pair that lost one head is refused."""
     gate = weights.semantics.gate
     assert gate is not None
     if gate.whole != (True, False) * (len(gate.whole) // 2):

@@ -75,7 +75,7 @@ class GenerationConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationConfig":
-        """The file of a folder; without one nothing is set."""
+        """Read the file of a folder; without one nothing is set."""
         path = folder / FILE
         if not path.exists():
             return cls()
@@ -97,7 +97,7 @@ class GenerationConfig:
         return tuple(found) if isinstance(found, list | tuple) else (found,)
 
     def sampling(self, asked: Asked) -> SamplingOptions:
-        """How each token is chosen: what is asked, and else what the file says."""
+        """Return the options for choosing tokens: the arguments, or else the file's settings."""
         given = {name: getattr(asked, name, None) for name in _DRAWING}
         draws = asked.beam_size == 1 and bool(
             asked.temperature if asked.temperature is not None else self.settings.get("do_sample")
@@ -128,7 +128,7 @@ class GenerationConfig:
         )
 
     def lengths(self, asked: Asked) -> dict[str, Any]:
-        """The longest continuation, and the longest text where the file says that, as `GenerationOptions`."""
+        """Return the longest continuation, and the longest text if the file sets it, by option."""
         if asked.max_new_tokens is not None:
             return {"max_new_tokens": asked.max_new_tokens}
         if (most := self.settings.get("max_new_tokens")) is not None:
@@ -176,7 +176,7 @@ class GenerationConfig:
 
 
 def _matters(name: str, value: Any) -> bool:
-    """Whether a setting can change a text."""
+    """Return True if a setting can change a text."""
     if value is None or value == [] or value is False:
         return False
     if name in _NOT_FOLLOWED:

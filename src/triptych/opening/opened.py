@@ -120,7 +120,7 @@ class OpenedModel:
         return self.model
 
     def named(self, name: str) -> "OpenedModel":
-        """The same under another name, which records and messages have."""
+        """Rename the model in records and messages."""
         changed = copy.copy(self)
         changed.name = name
         return changed
@@ -131,7 +131,7 @@ class OpenedModel:
         return changed
 
     def without_tokenizer(self, why: TriptychError) -> "OpenedModel":
-        """The same, which reads token ids alone; `why` is said of texts."""
+        """Return the same model reading token ids alone; `why` is the error that texts get."""
         changed = copy.copy(self)
         changed._tokenizers = _numbered(self.model, why)
         return changed
@@ -426,7 +426,7 @@ def _begin_id(generation: GenerationConfig, config: Mapping[str, Any], vocab_siz
 
 
 def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """What `config.json` says of the end of a text."""
+    """Read the tokens that end a text from `config.json`."""
     match config.get("eos_token_id"):
         case int(one):
             return (one,)

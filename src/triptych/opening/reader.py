@@ -211,7 +211,7 @@ class Reader(TextModel):
         max_tokens: int | None = None,
         special_tokens: SpecialTokens = "tokens",
     ) -> list[TextIds]:
-        """What the model reads of texts, which may be token ids already."""
+        """Encode texts, which may be token ids already."""
         if not texts:
             raise UsageError("there is no text: give at least one")
         if isinstance(self.model, EncoderDecoder):
@@ -362,7 +362,7 @@ class Reader(TextModel):
         return [there.layer for there in self.layers_of(site)]
 
     def layers_of(self, site: Site) -> list[AttentionSite]:
-        """The layers of the model that have some weights; a model of one stack has its own word for that."""
+        """Return the layers of the model that have some weights; a model of one stack names it otherwise."""
         stack = "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
         return [
             there
@@ -389,7 +389,7 @@ class Reader(TextModel):
         return Window(inputs, torch.tensor([*start[1:], *tgt, tokenizers.target.eos_id]))
 
     def _hidden(self, texts: Sequence[TextIds]) -> Float[Tensor, "batch length d_model"]:
-        """The stream after the last norm."""
+        """Compute the stream after the last norm."""
         model = self.model
         device = next(model.parameters()).device
         if isinstance(model, EncoderDecoder):

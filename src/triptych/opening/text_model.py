@@ -88,7 +88,7 @@ class TextModel(ABC):
 
     @abstractmethod
     def attention_modules(self, site: Site) -> Sequence[nn.Module]:
-        """The modules of the attention layers that have some weights."""
+        """Return the modules of the attention layers that have some weights."""
 
     def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
         """The outputs of attention layers with their names, in the order in which they run."""

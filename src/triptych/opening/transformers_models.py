@@ -123,7 +123,7 @@ class TransformersModel(TextModel):
         return result
 
     def _compared_part(self, found: Any) -> Tensor:
-        """What a class gives: logits, of a head for spans both sides, or else the last hidden state."""
+        """Return the part of an output to compare: logits (for spans both sides), or the last states."""
         if found.get("start_logits") is not None:
             return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)
         for name in ("logits", "prediction_logits", "last_hidden_state"):
@@ -166,7 +166,7 @@ class TransformersModel(TextModel):
         return found
 
     def attention_modules(self, site: Site) -> Sequence[nn.Module]:
-        """The module whose name in memory is closest to the layer's name in the file, which runs them all."""
+        """Find the module whose name in memory is closest to the layer's name in the file."""
         return [self._module(site.module)]
 
     def _module(self, name: str) -> nn.Module:

@@ -85,7 +85,7 @@ def _require_run(model: TextModel, sites: Sequence[Site]) -> None:
 def measure_head_losses(
     files: Source | Path, sites: Sequence[Site], text: Path
 ) -> dict[str, tuple[float, ...]]:
-    """How much the loss of the original model rises without each head of layers, in nats per token.
+    """Measure how much the original model's loss rises without each head, in nats per token.
 
     Layers that share their weights lose a head at once.
     """

@@ -381,7 +381,7 @@ def shown_rewrite(
 
 
 def said_layers(layers: Sequence[LayerRecord]) -> str:
-    """How many attention layers a model has, and of how many the weights are, where they share them."""
+    """Describe the number of attention layers, and of their weights where layers share them."""
     count = sum(layer.count for layer in layers)
     shared = f" with the weights of {len(layers)}, each rewritten once" if count > len(layers) else ""
     return f"{count} attention layer{'s' * (count != 1)}{shared}"
@@ -506,7 +506,7 @@ def _said_costs(what: str, before: Cost, after: Cost) -> str:
 
 
 def renumbered(layers: Sequence[LayerRecord]) -> str:
-    """Which heads have other numbers than before, in words; "" if none has."""
+    """Describe which heads have new numbers; "" if none has."""
     moved = [layer for layer in layers if layer.heads is not None]
     if not moved:
         return ""

@@ -100,7 +100,7 @@ class Driver:
 
 
 def applies_to(step: Rewrite, layers: Collection[int]) -> bool:
-    """Whether a rewrite is of weights that the layers with these numbers have."""
+    """Return True if a rewrite applies to the weights that the layers with these numbers have."""
     return step.layers is None or not {*layers}.isdisjoint(step.layers)
 
 

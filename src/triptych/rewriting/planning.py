@@ -290,7 +290,7 @@ class Rewriting:
 
 
 def _other_numbers(kept: tuple[int, ...] | None, before: int, written: int) -> tuple[int, ...] | None:
-    """The heads of a layer as it is written, by the numbers that they had; None if all have those still.
+    """Return the former number of each head of a layer as it is written; None if no number changed.
 
     A format of fixed sizes has the heads that are left in their old places.
     """

@@ -104,7 +104,7 @@ async def chat(server: Server, request: Request) -> Response:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, each with one text: parts that are texts are joined."""
+    """Read the messages of a conversation, each with one text: its text parts are joined."""
     if not isinstance(given, list) or not given:
         raise RequestError(400, "messages: give a list of objects with role and content")
     found = list[dict[str, Any]]()
@@ -119,7 +119,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _content(given: Any, where: str) -> str:
-    """What a message says: a text, or parts that are texts, one behind the other."""
+    """Read the text of a message: a string, or text parts that are joined."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not given:
@@ -232,7 +232,7 @@ def _usage(asked: _Wanted, new: int) -> dict[str, int]:
 def _completion(
     asked: _Wanted, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
-    """A choice of a completion."""
+    """Make a choice of a completion."""
     tokenizer = asked.model.generator.tokenizer
     prompt = tokenizer.decode([ids])[0] if asked.echo else ""
     text = prompt + ("" if one is None else one.text)
@@ -250,7 +250,7 @@ def _completion(
 def _answer(
     asked: _Wanted, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
-    """A choice of a chat."""
+    """Make a choice of a chat."""
     text = "" if one is None else one.text
     logprobs = None
     if asked.logprobs is not None and one is not None:

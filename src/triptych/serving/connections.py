@@ -12,7 +12,7 @@ from triptych.serving.limits import Limits
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits, **options: Any) -> uvicorn.Config:
-    """The configuration of uvicorn with such connections."""
+    """Make the configuration of uvicorn with such connections."""
     made: Any = partial(Connection, limits=limits, waiting={})
     quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
     return uvicorn.Config(app, http=made, ws="none", **quiet, **options)
@@ -28,7 +28,7 @@ class Connection(H11Protocol):
     def __init__(
         self, *arguments: Any, limits: Limits, waiting: "dict[Connection, None]", **options: Any
     ) -> None:
-        """`waiting` are the connections without a request, the oldest first."""
+        """Make a connection; `waiting` has the connections without a request, the oldest first."""
         super().__init__(*arguments, **options)
         self._limits = limits
         self._waiting = waiting

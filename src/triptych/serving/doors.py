@@ -49,7 +49,7 @@ class Keys:
 
 
 def _key_in(request: Request) -> str | None:
-    """The key in the headers; None if there is none."""
+    """Find the key in the headers; None if there is none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -83,12 +83,12 @@ def check_origin(request: Request) -> None:
 
 
 def content_type(request: Request) -> str:
-    """The type of a request's body, without its parameters."""
+    """Return the type of a request's body, without its parameters."""
     return request.headers.get("content-type", _NO_TYPE).partition(";")[0].strip().lower()
 
 
 def is_form(request: Request) -> bool:
-    """Whether the body is a form."""
+    """Return True if the body is a form."""
     return content_type(request) in _FORMS
 
 
@@ -97,7 +97,7 @@ def _is_json(kind: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own: nobody can make an address lead elsewhere."""
+    """Return True if a name or an address always leads to this machine."""
     if host == "localhost":
         return True
     try:

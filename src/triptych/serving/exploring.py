@@ -222,7 +222,7 @@ class Explorer:
         }
 
     def compare(self, changes: tuple[str, ...], parts: int) -> dict[str, Any]:
-        """What changes do to the loss on the held-out text, once all of its parts are read.
+        """Measure how changes change the loss on the held-out text, once all of its parts are read.
 
         Reading takes longer than an answer may: who asks for one part more each time waits for one part.
         """
@@ -346,7 +346,7 @@ class Explorer:
         return float(losses.mean()) if len(losses) else None
 
     def _losses(self, text: str, run: Run) -> Tensor:
-        """What `_loss` is the mean of."""
+        """Compute the losses whose mean is `_loss`."""
         losses = run.losses
         if not self.reads_pairs:
             losses = losses[: max(1, len(self.model.reader.encode([text])[0].ids) - 1)]

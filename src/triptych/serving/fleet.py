@@ -77,7 +77,7 @@ class Fleet:
             process.start()
 
     def reopened(self) -> "Fleet":
-        """The same models, opened anew from where they were found, and started."""
+        """Open the same models anew from where they were found, and start them."""
         models, limits, workers, page, page_only = self._given
         fresh = {name: reopened(model) for name, model in models.items()}
         fleet = Fleet(fresh, limits, workers=workers, page=page, page_only=page_only)
@@ -100,7 +100,7 @@ class Fleet:
 
     @property
     def num_workers(self) -> int:
-        """Processes that compute."""
+        """Number of processes that compute."""
         return min(len(model.queue.lanes) for model in self.models.values())
 
 
@@ -115,7 +115,7 @@ def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> N
 
 
 def _pickled(models: Mapping[str, Model], limits: Limits) -> bytes:
-    """What other processes open the models from."""
+    """Pickle the models for other processes."""
     try:
         return pickle.dumps((dict(models), limits))
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:

@@ -35,7 +35,7 @@ def told_tokens(
     log_probs: Sequence[float | None],
     tops: Sequence[Top],
 ) -> list[ToldToken]:
-    """The tokens of a text that stands behind others, without the token that ended it."""
+    """Return the tokens of a text after the prompt, without the token that ended it."""
     decoder = StreamDecoder(tokenizer)
     for token in before[-_BEFORE:]:
         decoder.push(token)
@@ -52,7 +52,7 @@ def told_tokens(
 
 
 def _named(tokenizer: Tokenizer, own: int, log_probs: dict[int, float]) -> dict[int, NamedToken]:
-    """Tokens by their ids, the most probable first; where two have one name, its number is the other's."""
+    """Name tokens by their ids, the most probable first. A name that is taken becomes `token_id:N`."""
     taken = {readable(tokenizer.pieces([own])[0]): own}
     found = dict[int, NamedToken]()
     for token, log_prob in sorted(log_probs.items(), key=lambda item: -item[1]):
@@ -65,7 +65,7 @@ def _named(tokenizer: Tokenizer, own: int, log_probs: dict[int, float]) -> dict[
 
 
 def as_completion_logprobs(told: Sequence[ToldToken], length: int) -> dict[str, Any]:
-    """The field `logprobs` of a completion whose text has so many characters."""
+    """Return the field `logprobs` of a completion whose text has that many characters."""
     return {
         "tokens": [one.token.name for one in told],
         "token_logprobs": [one.token.log_prob for one in told],
@@ -75,7 +75,7 @@ def as_completion_logprobs(told: Sequence[ToldToken], length: int) -> dict[str, 
 
 
 def as_chat_logprobs(told: Sequence[ToldToken], count: int) -> list[dict[str, Any]]:
-    """The field `content` of the log-probabilities of a chat completion, with so many tokens in a place."""
+    """Return the field `content` of a chat completion's log-probabilities, with that many tokens a place."""
     return [
         {**_record(one.token), "top_logprobs": [_record(top) for top in one.tops[:count]]} for one in told
     ]

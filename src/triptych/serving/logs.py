@@ -89,7 +89,7 @@ def flush_log() -> None:
 
 
 def num_lost() -> int:
-    """Lines of the log that could not be written."""
+    """Count the lines of the log that could not be written."""
     return _LOG.num_lost
 
 

@@ -92,7 +92,7 @@ class TextRun:
         return found
 
     def _elements_at(self, places: Sequence[float]) -> list[tuple[int, ...]]:
-        """The elements, outer ones first, that hold each place; places are in order."""
+        """Find the elements that hold each place, outer ones first; places are in order."""
         found, open_, upcoming = list[tuple[int, ...]](), list[int](), 0
         for place in places:
             while upcoming < len(self.elements) and self.elements[upcoming].start <= place:
@@ -103,7 +103,7 @@ class TextRun:
         return found
 
     def _elements_of(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """The elements, outer ones first, that each span lies in for the most part; spans are in order."""
+        """Find the elements that hold most of each span, outer ones first; spans are in order."""
         found, open_, upcoming = list[tuple[int, ...]](), list[int](), 0
         for start, stop in spans:
             while upcoming < len(self.elements) and self.elements[upcoming].start < stop:
@@ -294,7 +294,7 @@ class Markup:
 
 
 def _end_of(document: str, start: int, data: str) -> int:
-    """Where text ends that begins at a place: the tokenizer gives it with line ends of one kind."""
+    """Find the end of the text that begins at a place; the tokenizer gives it with line ends of one kind."""
     if "\r" not in document[start : start + len(data) + 1]:
         return start + len(data)
     ends = (found.end() for found in _CHARACTER.finditer(document, start))
@@ -312,7 +312,7 @@ class _Pair:
 
 
 def _paired_tags(tokens: Sequence[str | _Tag]) -> set[int]:
-    """Places of the tags of pairs that hold text, where all tags inside are in such pairs too."""
+    """Find the tags of pairs that hold text and hold only such pairs; return their places."""
     found, begun = set[int](), list[_Pair]()
     names = Counter[str]()
     for place, token in enumerate(tokens):

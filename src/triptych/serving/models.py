@@ -62,7 +62,7 @@ class FileMark(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "FileMark":
-        """The mark of a file as it is now; of one that is gone, none."""
+        """Return the mark of a file as it is now; the mark of a missing file is empty."""
         try:
             found = path.stat()
         except OSError:
@@ -158,7 +158,7 @@ class ServedModel:
             )
 
     def own_weights(self) -> None:
-        """Have the weights themselves in memory, and not only what an engine made of them.
+        """Copy the model's own weights into memory, next to what an engine made of them.
 
         An engine has its own. The model itself lies in its file until something looks at it.
         """
@@ -190,7 +190,7 @@ class ServedModel:
         item.result.result()
 
     def compare_batches(self) -> None:
-        """See `check_batches`; it is computed where all else is."""
+        """Compare texts for `check_batches`, in the thread that decodes."""
         job: Translating | Continuing
         if not {"translate", "generate"} & {*self.can}:
             self.own_weights()  # without an engine
@@ -225,7 +225,7 @@ class ModelJob(QueuedJob):
 
     @property
     def queue(self) -> Queue:
-        """Where its items wait."""
+        """The queue in which its items wait."""
         return self.model.queue
 
     @property
@@ -364,7 +364,7 @@ class Asking(ModelJob):
 
 
 def files_of(model: Model) -> tuple[FileMark, ...]:
-    """The files of a model's weights, as they are now."""
+    """Return the marks of a model's weight files as they are now."""
     folder = model.opened.folder
     paths = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS) if folder.is_dir() else []
     return tuple(FileMark.of(path) for path in paths)

@@ -76,7 +76,7 @@ def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
 
 
 def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """A field that is true or false."""
+    """Read a field that is true or false."""
     found = fields.get(name)
     if found is not None and not isinstance(found, bool):
         raise RequestError(400, f"{name}: give true or false")

@@ -72,7 +72,7 @@ class Serving(uvicorn.Server):
 
 
 def _log_of_uvicorn() -> None:
-    """Warnings of uvicorn are lines of the log."""
+    """Write warnings of uvicorn as lines of the log."""
     own = logging.getLogger("uvicorn")
     own.handlers = [LogHandler()]
     own.propagate = False

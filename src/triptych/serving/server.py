@@ -124,7 +124,7 @@ class Server:
 
     @property
     def num_requests(self) -> int:
-        """Requests that are being answered, streams included."""
+        """Number of requests that are being answered, including streams."""
         return len(self._in_flight)
 
     def _num_in(self, stage: Stage) -> int:
@@ -171,7 +171,7 @@ class Server:
         self.new_tokens.inc(new)
 
     async def fields(self, request: Request) -> Fields:
-        """The fields of a request's body, whose key is checked: in the headers, before the body is read.
+        """Read the fields of a request's body; a key in the headers is checked before the body is read.
 
         A body that is still coming takes no place among the requests that are answered.
         """

@@ -84,7 +84,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
 
 
 async def _documents(server: Server, texts: Sequence[str]) -> list[Markup]:
-    """The documents that texts of HTML are, read apart from the event loop."""
+    """Parse texts of HTML as documents, outside the event loop."""
     most = server.limits.max_tags
     return await asyncio.to_thread(lambda: [Markup(text, most) for text in texts])
 
@@ -94,7 +94,7 @@ def _with_elements(
     ranked: Sequence[Sequence[str]],
     words: Mapping[tuple[int, int], AlignedWords | None],
 ) -> list[list[str]]:
-    """Translations of all ranks as HTML, with the elements of their runs."""
+    """Write translations of all ranks as HTML, with the elements of their runs."""
     return [
         [
             run.html(text, words.get((number, rank)) if run.needs_words else None)

@@ -38,7 +38,7 @@ class QueuedJob(ABC):
 
     @property
     def repeats(self) -> bool:
-        """Whether an item has the same result when it is computed again with other items."""
+        """True if an item gets the same result when it is computed again with other items."""
         return True
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Item:
 
     @property
     def can_be_repeated(self) -> bool:
-        """Whether to compute it again gives what it gave, as far as anybody has seen it."""
+        """True if computing it again gives everything that anybody has seen of its result."""
         return not self.told or self.job.repeats
 
     def say(self, sample: int, text: str) -> None:
@@ -109,7 +109,7 @@ class Item:
             raise RequestError(GONE, "the client has gone away, or its time is over")
 
     def begin_again(self) -> None:
-        """It is computed from its beginning."""
+        """Start the item from its beginning."""
         self._computed.clear()
 
     def leave(self) -> None:
@@ -336,7 +336,7 @@ class Worker:
         return True
 
     def _new_group(self, job: Decoding, *, is_open: bool) -> _Group | None:
-        """A group for jobs of a class; None where they are computed in batches."""
+        """Make a group for jobs of a class; None where they are computed in batches."""
         loop = job.loop()
         if loop is None:
             return None

@@ -239,7 +239,7 @@ def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
 
 
 def _said(known: str, method: object) -> str:
-    """The method by its tensors, and as the configuration spells it where that is another word."""
+    """Name the method by its tensors, and as the configuration spells it where that differs."""
     same = not isinstance(method, str) or method.lower() in known.lower()
     return known if same else f"{known} (quant_method {shown(method)})"
 

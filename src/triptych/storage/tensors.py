@@ -353,7 +353,7 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _within(found: Mapping[Any, Any]) -> str:
-    """How to get at weights that lie within another record, as a state of training has them."""
+    """Return advice on weights that lie inside another record, such as a state of training."""
     for name, held in found.items():
         are_tensors = isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values())
         if are_tensors and held and isinstance(name, str):

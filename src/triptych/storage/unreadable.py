@@ -111,7 +111,7 @@ _MARKS = (".lora_A", ".lora_B", ".lora_embedding_", ".base_layer.", ".ia3_", ".l
 
 
 def what_is(path: Path) -> str:
-    """What a folder or file is that holds no readable checkpoint, and what to do; "" if that is unknown."""
+    """Describe a folder or file without a readable checkpoint, and what to do; "" if it is unknown."""
     if path.is_file():
         kind = next((kind for kind in KINDS if any(path.match(name) for name in kind.names)), None)
         if kind is None or path.suffix in _SUFFIXES:
@@ -156,7 +156,7 @@ def refuse_adapters(name: str, tensors: Mapping[str, Any]) -> None:
 
 
 def quantisation_of(tensors: Mapping[str, Any]) -> tuple[str, str] | None:
-    """A tensor of quantised maps that are not read, and the method; None where there is none."""
+    """Find a tensor of quantised maps that are not read, and its method; None if there is none."""
     for name in tensors:
         for end, method in _QUANTISED:
             if name.endswith(end):

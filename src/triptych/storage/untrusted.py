@@ -53,7 +53,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> "Stamp":
-        """The stamp of a file's status."""
+        """Make the stamp from a file's status."""
         return cls(found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino)
 
 

@@ -159,7 +159,7 @@ def compare_study(
 
 
 def _without_bits(study: Study, results: Mapping[str, Mapping[int, Result]]) -> list[str]:
-    """Variants with runs that have no bits per byte, where the study asks for them."""
+    """Find variants with runs that have no bits per byte, where the study asks for them."""
     if "bits_per_byte" not in study.metrics:
         return []
     return [

@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether `exact` is of drawn sign flips, and not of all."""
+        """True if `exact` is computed from drawn sign flips, not from all."""
         return len(self.differences) > MOST_EXACT
 
     @property
@@ -163,7 +163,7 @@ def too_few(seeds: int, num_tests: int) -> str:
 
 
 def _exact_share(sample: Float[np.ndarray, " count"]) -> float:
-    """The share of all sign flips whose sum is as far from 0 as the sample's own.
+    """Compute the share of all sign flips whose sum is at least as far from 0 as the sample's.
 
     The sums are those of one half of the sample plus those of the other: of 40 differences 2²⁰ each.
     """
@@ -180,26 +180,26 @@ def _exact_share(sample: Float[np.ndarray, " count"]) -> float:
 def _share_as_far(
     samples: Float[np.ndarray, "count studies"], flips: Float[np.ndarray, "flips count"]
 ) -> Float[np.ndarray, " studies"]:
-    """The share of some sign flips whose sum is as far from 0 as the column's own, for each column."""
+    """Compute, for each column, the share of the given flips whose sum is at least as far from 0."""
     shares: Float[np.ndarray, " studies"] = (np.abs(flips @ samples) >= _far_enough(samples)).mean(axis=0)
     return shares
 
 
 def _far_enough(samples: Float[np.ndarray, "count *studies"]) -> Any:
-    """How far from 0 the sum of signs is to be; sums that are equal on paper differ by rounding."""
+    """Return the least distance from 0 that counts; sums that are equal on paper differ by rounding."""
     return np.maximum(np.abs(samples.sum(axis=0)) - 1e-12 * np.abs(samples).sum(axis=0), 0.0)
 
 
 @lru_cache(maxsize=4)
 def _all_flips(count: int) -> Float[np.ndarray, "flips count"]:
-    """All ways to flip signs; the first changes none."""
+    """Make all ways to flip signs; the first changes none."""
     ways = np.arange(2**count)[:, None]
     return 1.0 - 2.0 * (ways >> np.arange(count) & 1)
 
 
 @lru_cache(maxsize=4)
 def _drawn_flips(count: int) -> Float[np.ndarray, "flips count"]:
-    """Ways to flip signs, drawn; the first changes none."""
+    """Draw ways to flip signs; the first changes none."""
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(_DRAWN_FLIPS, count))
     signs[0] = 1.0
     return signs

@@ -44,7 +44,7 @@ class OwnText(str):
     _own: bytes  # for each character 1, or 0
 
     def __new__(cls, text: str = "", own: bytes | None = None) -> "OwnText":
-        """Text of these characters; without `own`, none of them is the template's."""
+        """Make text of these characters; without `own`, none of them is the template's."""
         made = super().__new__(cls, text)
         made._own = bytes(len(text)) if own is None else own
         assert len(made._own) == len(text)
@@ -93,7 +93,7 @@ class OwnText(str):
         return self._alike(str.title(self))
 
     def _alike(self, text: str) -> str:
-        """The same characters in another form, where each became one."""
+        """Return the same characters in another form, if each became one."""
         return OwnText(text, self._own) if len(text) == len(self) else text
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
@@ -116,7 +116,7 @@ class OwnText(str):
         return first, middle, last
 
     def _found(self, parts: Sequence[str], between: int = 0) -> list[str]:
-        """Parts of the text in their order, at most white space or `between` characters apart."""
+        """Find parts of the text in order, with at most white space or `between` characters between them."""
         found = list[str]()
         end = 0
         for number, part in enumerate(parts):
@@ -138,7 +138,7 @@ class OwnText(str):
         return joined(found)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Where the template's own characters begin and end."""
+        """Return the begin and end of each range of the template's own characters."""
         found = list[tuple[int, int]]()
         end = 0
         for is_own, run in groupby(self._own):
@@ -153,12 +153,12 @@ def _as_own(text: str) -> OwnText:
 
 
 def own(text: str) -> OwnText:
-    """Text that the template wrote."""
+    """Mark a text as written by the template."""
     return OwnText(text, b"\1" * len(text))
 
 
 def joined(parts: Iterable[object]) -> OwnText:
-    """Parts one behind the other, as `"".join` and `~` have them."""
+    """Join parts as `"".join` and `~` do."""
     found = [_as_own(str(part)) for part in parts]
     return OwnText("".join(found), b"".join(part._own for part in found))
 
@@ -167,7 +167,7 @@ def joined(parts: Iterable[object]) -> OwnText:
 def _join(
     environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None
 ) -> OwnText:
-    """The filter `join`."""
+    """Apply the filter `join`."""
     parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
     return _as_own(d).join(map(str, parts))
 
@@ -250,7 +250,7 @@ def render_template(template: str, variables: Mapping[str, Any], tokens: Mapping
 
 
 def _with_own_role(message: Any) -> Any:
-    """A message whose role is one of the words that templates spell in tokens of their own."""
+    """Mark a message's role as the template's if it is a word that templates spell in tokens of their own."""
     if isinstance(message, dict) and message.get("role") in _ROLES:
         return message | {"role": own(message["role"])}
     return message

@@ -58,14 +58,14 @@ def require_ids(ids: Sequence[int], vocab_size: int, which: str) -> None:
 
 
 def _plain(given: Any) -> Any:
-    """The list that a tensor, an array or a column of a table holds; anything else as it is."""
+    """Convert a tensor, an array or a column of a table to a list; return anything else as it is."""
     if isinstance(given, str | bytes | Sequence) or not hasattr(given, "tolist"):
         return given
     return given.tolist()
 
 
 def _are_ids(given: Any) -> bool:
-    """Whether something is a list of numbers, at least one."""
+    """Return True if something is a list of at least one number."""
     return (
         isinstance(given, Sequence)
         and not isinstance(given, str | bytes | bytearray)
@@ -82,7 +82,7 @@ def _items(given: Any, what: str) -> Iterable[Any]:
 
 
 def which_of(what: str, number: int, items: Sequence[Any]) -> str:
-    """A text's name in a message."""
+    """Name a text in a message."""
     return f"{what} {number}" if len(items) > 1 else f"the {what}"
 
 

@@ -16,7 +16,7 @@ class NumberedTokens(Tokenizer):
     special_ids = frozenset[int]()
 
     def __init__(self, vocab_size: int, why: TriptychError) -> None:
-        """Number so many tokens; `why` says why there is no tokenizer."""
+        """Number that many tokens; `why` is the reason why there is no tokenizer."""
         self.vocab_size, self.why = vocab_size, why
 
     @property
@@ -30,11 +30,11 @@ class NumberedTokens(Tokenizer):
         self._refuse()
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """The numbers of each sequence, with spaces between them."""
+        """Write the numbers of each sequence, with spaces between them."""
         return [" ".join(self.pieces(some)) for some in ids]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token as its number."""
+        """Name each token by its number."""
         return [str(int(token)) for token in ids]
 
     def chat(

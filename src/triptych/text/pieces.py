@@ -9,7 +9,7 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def piece_of(raw: bytes) -> str:
-    """A token of a byte-level vocabulary in readable form.
+    """Write a token of a byte-level vocabulary in readable form.
 
     A space is shown as "▁", and each byte that is part of an incomplete character as `<0xF0>`, as
     SentencePiece names its tokens of single bytes. Tokens of different bytes have different names.
@@ -18,7 +18,7 @@ def piece_of(raw: bytes) -> str:
 
 
 def bytes_of(piece: str) -> bytes:
-    """The bytes of a token in readable form."""
+    """Return the bytes of a token in readable form."""
     found = b""
     end = 0
     for byte in _BYTE.finditer(piece):

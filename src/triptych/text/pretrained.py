@@ -100,7 +100,7 @@ class PretrainedTokenizer(Tokenizer):
         return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
+        """Write each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
         found = []
         for token in ids:
             text = self._token_of.get(int(token), f"<unused {token}>")
@@ -121,7 +121,7 @@ class PretrainedTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         special_tokens: SpecialTokens = "text",
     ) -> list[int]:
-        """Token ids of a conversation; see `Tokenizer.chat_ids`."""
+        """Encode a conversation; see `Tokenizer.chat_ids`."""
         written = self._written(messages, add_generation_prompt)
         if special_tokens == "tokens":
             return self.encode([written.text], parse_special=True)[0]
@@ -260,7 +260,7 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
 
 
 def _harmless(value: Any, name: str = "") -> Any:
-    """A message that says nothing, of the same form."""
+    """Make a message of the same form with harmless text."""
     match value:
         case dict():
             return {key: _harmless(one, key) for key, one in value.items()}

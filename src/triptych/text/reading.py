@@ -14,7 +14,7 @@ def encode_texts(
     vocab_size: int | None = None,
     begin_id: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of texts as a model reads them, with the special tokens that belong around each.
+    """Encode texts as a model reads them, with the special tokens that belong around each.
 
     An empty string becomes the token that begins a text, where there is one (`begin_id`, or else the
     tokenizer's). Token ids stay as they are, and are below `vocab_size`, or else the tokenizer's.

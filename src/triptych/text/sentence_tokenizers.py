@@ -73,7 +73,7 @@ class ByteLevelTokenizer(SentenceTokenizer):
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
+        """Write each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
         found = []
         for token in map(int, ids):
             if token in self.special_ids:

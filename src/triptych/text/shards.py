@@ -78,7 +78,7 @@ class TokenShards:
         return self.num_bytes / self.num_tokens
 
     def share_of(self, token: int | None, most: int = 1 << 24) -> float:
-        """How often a token comes among the first ones, at most this many; 0 for None."""
+        """Return the share of a token among the first ones, at most this many; 0 for None."""
         count, seen = 0, min(self.num_tokens, most)
         for start in range(0, 0 if token is None else seen, _COUNTED_AT_A_TIME):
             part = self.tokens(start, min(start + _COUNTED_AT_A_TIME, seen))

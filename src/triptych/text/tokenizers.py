@@ -57,14 +57,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token in readable form, for pictures; spaces are shown as "▁", single bytes as `<0xF0>`."""
+        """Write each token in readable form, for pictures: spaces as "▁", single bytes as `<0xF0>`."""
 
     def opening(self, text: str) -> str:
         """What every part of a text has to begin with when it is translated in parts; "" for nothing."""
         return ""
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, as the checkpoint's chat template writes it; see `chat_ids`."""
+        """Write a conversation with the checkpoint's chat template; see `chat_ids`."""
         raise UsageError("the tokenizer has no chat template: give a plain prompt")
 
     def chat_ids(
@@ -74,7 +74,7 @@ class Tokenizer(ABC):
         add_generation_prompt: bool = True,
         special_tokens: SpecialTokens = "text",
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Encode a conversation.
 
         The special tokens that the template writes are tokens. With "text", those that a message spells out
         are text, so that nobody can end a turn; with "tokens" they are tokens too, as in `transformers`.
@@ -113,7 +113,7 @@ class SentenceTokenizer(Tokenizer):
     reads_special = False
 
     def sentence_ids(self, text: Text, special_tokens: SpecialTokens = "tokens") -> list[int]:
-        """Token ids of a sentence without its end; of token ids, the same without their end."""
+        """Encode a sentence without its end; take the end off token ids."""
         if isinstance(text, str):
             parse_special = self.reads_special and special_tokens == "tokens"
             return self.encode([text.strip()], parse_special=parse_special)[0]
@@ -192,14 +192,14 @@ class TextEncoder:
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool, parse_special: bool
     ) -> list[list[int]]:
-        """Token ids of each text; see `Tokenizer.encode`."""
+        """Encode each text; see `Tokenizer.encode`."""
         lines = as_lines(texts)
         if not parse_special and (other := self._of_plain_text) is not None:
             return [found.ids for found in other.encode_batch_fast(lines, add_special_tokens=add_special)]
         return self._encode(lines, add_special=add_special, parse_special=parse_special)
 
     def encode_apart(self, text: str, own: Sequence[tuple[int, int]]) -> list[int] | None:
-        """Token ids of a text in which special tokens are read as such in some ranges of characters only.
+        """Encode a text in which special tokens are read as such in some ranges of characters only.
 
         None if it spells some elsewhere: see `encode_pieces`.
         """
@@ -210,7 +210,7 @@ class TextEncoder:
         return [token for token, *_ in found]
 
     def encode_pieces(self, text: str, own: Sequence[tuple[int, int]]) -> list[int]:
-        """As `encode_apart`: the text between the special tokens of `own` is encoded piece by piece."""
+        """Encode as `encode_apart`, with the text between the special tokens of `own` piece by piece."""
         ids = list[int]()
         begin = 0
         for first, last in own:
@@ -229,14 +229,14 @@ class TextEncoder:
         return self.encode([text], add_special=False, parse_special=False)[0]
 
     def _with_places(self, text: str) -> list[tuple[int, int, int]]:
-        """Token ids, special tokens read as such, each with the characters that it comes from."""
+        """Encode a text with special tokens read as such; each id comes with its range of characters."""
         with _ENCODING:
             self._inner.encode_special_tokens = False
             found = self._inner.encode(text, add_special_tokens=False)
         return [(token, *place) for token, place in zip(found.ids, found.offsets, strict=True)]
 
     def _is_spelled(self, token: int, text: str) -> bool:
-        """Whether a token is a special one that the text spells out; unknown characters have one too."""
+        """Return True if a token is a special one that the text spells out, or an unknown character."""
         name = self._special.get(token)
         return name is not None and (token != self._unknown or text.strip() == name)
 
@@ -282,7 +282,7 @@ class TextEncoder:
 
 
 def _is_within(text: str, start: int, end: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether a range of characters, without white space at its ends, lies in one of others."""
+    """Return True if a range, without white space at its ends, lies in one of the given ranges."""
     name = text[start:end]
     start += len(name) - len(name.lstrip())
     end -= len(name) - len(name.rstrip())
@@ -301,7 +301,7 @@ def _never_prepends(part: dict[str, Any] | None) -> bool:
 
 
 def _unknown_of(model: Mapping[str, Any]) -> str | None:
-    """The token of what is not in a vocabulary."""
+    """Return the token for text that is not in a vocabulary."""
     if model["type"] != "Unigram":
         name = model.get("unk_token")
         return None if name is None else str(name)
@@ -309,7 +309,7 @@ def _unknown_of(model: Mapping[str, Any]) -> str | None:
 
 
 def _without(record: dict[str, Any], names: Sequence[str]) -> tokenizers.Tokenizer:
-    """A tokenizer whose pieces of these names no text has."""
+    """Return a tokenizer that never produces the pieces of these names."""
     # A space before a piece is in no text that is cut at spaces, or whose spaces are written as marks.
     renamed = {name: f" {name}" for name in names}
     model = record["model"]

@@ -11,13 +11,13 @@ MOST_UNKNOWN = 0.001
 
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
-    """The token that stands for what is unknown; None without, or where it has another use, as GPT-2's."""
+    """Return the token for unknown text; None if there is none, or if it has another use, as in GPT-2."""
     others = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
     return None if tokenizer.unk_id in others else tokenizer.unk_id
 
 
 def count_unknown(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> int:
-    """How many characters of a text its tokens do not tell, at least.
+    """Count the characters of a text that its tokens do not represent, at least.
 
     A token may stand for several, which are missing when the other tokens are decoded.
     """
@@ -30,7 +30,7 @@ def count_unknown(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> int:
 
 
 def why_no_bits(share: float, what: str = "characters") -> str:
-    """Why bits per byte are not given for a text of which this share is unknown; "" if they are."""
+    """Return the reason why a text with this unknown share has no bits per byte; "" if it has."""
     if share <= MOST_UNKNOWN:
         return ""
     return (

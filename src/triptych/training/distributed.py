@@ -170,7 +170,7 @@ def _tied(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _of_same_parameters(blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Blocks in groups, each of those that have the same parameters."""
+    """Group blocks that have the same parameters."""
     found: dict[tuple[int, ...], list[nn.Module]] = {}
     for block in blocks:
         found.setdefault(tuple(id(parameter) for parameter in block.parameters()), []).append(block)

@@ -14,19 +14,19 @@ _MOST_CHARACTERS = 1 << 20
 
 
 def validation_pairs(recipe: Recipe, base: Path) -> ParallelCorpus:
-    """The sentence pairs that a run is validated on; paths of the recipe are from `base`."""
+    """Read the sentence pairs that a run is validated on; paths of the recipe are relative to `base`."""
     data = recipe.data
     pairs = read_parallel(data.valid or data.train, max_line_chars=data.max_line_chars, base=base)
     return pairs if data.valid is not None else pairs.split(data.valid_share)[1]
 
 
 def validation_parts(recipe: TextRecipe, base: Path) -> Iterator[TextPart]:
-    """The text that a run is validated on, in parts; paths of the recipe are from `base`."""
+    """Yield the text that a run is validated on, in parts; paths of the recipe are relative to `base`."""
     return TextOfRun(recipe, base).validation()
 
 
 def validation_text(recipe: AnyRecipe, base: Path) -> tuple[list[str], list[str] | None]:
-    """The beginning of that text: documents, or sentences with their translations."""
+    """Return the beginning of that text: documents, or sentences with their translations."""
     if isinstance(recipe, Recipe):
         pairs = validation_pairs(recipe, base)
         return pairs.source, pairs.target

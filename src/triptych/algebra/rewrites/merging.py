@@ -184,7 +184,7 @@ def _equal_copies(link: Link, groups: int) -> bool:
 
 
 def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> AttentionWeights:
-    """The layer with one norm of the keys, or values, for each group, where their heads have their own."""
+    """Give each group one norm of its keys, or values, where their heads have their own."""
     side = _common_side(form)
     name = f"{side}_norm"
     norm: HeadNorm | None = getattr(plain.semantics, name)

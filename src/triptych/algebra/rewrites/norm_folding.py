@@ -125,12 +125,12 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
 
 
 def _inner_norms(chain: Chain) -> list[Link]:
-    """What norms between the maps of a chain do last, as maps."""
+    """Return gain and shift of the norms between the maps of a chain, as maps."""
     return [found for link in chain[:-1] if (found := link.norm_map) is not None]
 
 
 def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
-    """Gain and shift of norms between maps in the maps behind them; what was shared is shared still."""
+    """Fold gain and shift of norms between maps into the maps after them. Shared maps stay shared."""
     # A map by itself and those before it, and whether one comes behind it.
     links: dict[tuple[Chain, bool], Link] = {}
     chains: dict[Chain, Chain] = {}

@@ -169,7 +169,7 @@ def prune_heads(
 
 
 def _normed_together(weights: AttentionWeights) -> list[str]:
-    """The sides of which one norm reads what the maps of several heads make."""
+    """Return the sides on which one norm reads the outputs of several heads' maps."""
     semantics, found = weights.semantics, list[str]()
     sides: tuple[tuple[Side, HeadNorm | None], ...] = (
         ("q", semantics.q_norm),
@@ -249,7 +249,7 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
 
 
 def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: list[int]) -> Move:
-    """The same of some heads whose values a norm makes, and the rest of their channels leaves alone."""
+    """Compute the same for heads whose values a norm makes, one that leaves their other channels alone."""
     norm, bias, width = weights.semantics.v_norm, weights.head_bias("v"), W_O.shape[1]
     assert norm is not None
     made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)

@@ -147,7 +147,7 @@ class Projections(nn.Module):
     def values(
         self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route
     ) -> Float[Tensor, "batch num_heads query_len d_v"]:
-        """What heads mixed, as values: heads of the absorbed route are not yet."""
+        """Return the mixed values of the heads; the absorbed route still has to map its heads to values."""
         if route != "absorbed":
             return heads
         assert self._ups is not None
@@ -158,7 +158,7 @@ class Projections(nn.Module):
     def output(
         self, heads: Float[Tensor, "batch num_heads query_len d_v"]
     ) -> Float[Tensor, "batch query_len d_model"]:
-        """`Σ_i head_i W_i^O`, as one product."""
+        """Compute `Σ_i head_i W_i^O` as one product."""
         return self._through(self._chains["o"], heads)[:, 0]
 
     def weights(self) -> AttentionWeights:
