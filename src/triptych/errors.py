@@ -58,11 +58,11 @@ class EngineNote(UserWarning):
 
 
 class SourceNote(UserWarning):
-    """Bytes of a model were taken as they came, without a comparison with a hash."""
+    """A note that bytes of a model were read without a comparison with a hash."""
 
 
 class GenerationNote(UserWarning):
-    """Which settings of a checkpoint's `generation_config.json` a text is continued with."""
+    """A note on the settings of a checkpoint's `generation_config.json` that a continuation follows."""
 
 
 def first_line(error: BaseException) -> str:

@@ -36,8 +36,9 @@ def centred(
 ) -> AttentionWeights:
     """Take out of the maps what norms before and after the layer remove, in float32 at least.
 
-    Queries read the output of `norm`, and keys and values too; those of cross-attention that of
-    `memory_norm`. Without `keys`, keys and values are made of what another layer reads, and stay as they are.
+    Queries, keys and values read the output of `norm`; in cross-attention, keys and values read the
+    output of `memory_norm`. Without `keys`, keys and values come from another layer's input and stay
+    unchanged.
     """
     of_memory = memory_norm if weights.semantics.kind == "cross" else norm
     read = {"q": norm, "k": of_memory if keys else None, "v": of_memory if keys else None}

@@ -93,7 +93,7 @@ def measure_heads(
 ) -> HeadMeasures:
     """Measure every head of a layer, a few at a time on each of torch's threads.
 
-    `num_removed` directions of their input are not in the maps (`centring`): chance is that of the others.
+    `num_removed` directions of the input are not in the maps (`centring`); chance counts the others only.
     """
     itself, pairs = weights.semantics.kind != "cross", comparable(weights)
     chunks = list(_chunks(weights))

@@ -33,8 +33,9 @@ class MapSimilarity(NamedTuple):
     def excess(self) -> Float[Tensor, " heads"]:
         """The overlap above its chance level, as a share of the most that it can be above it.
 
-        0 is chance and 1 the same subspace whatever the sizes are, while the most that `times_chance` can be
-        is the width of the input over that of the larger map. NaN where a map reads the whole input.
+        0 is chance and 1 the same subspace, whatever the sizes are. The largest `times_chance` depends on
+        them: the width of the input divided by the width of the larger map. NaN where a map reads the whole
+        input.
         """
         left = 1 - self.chance
         return ((self.overlap - self.chance) / left).where(left > 0, torch.nan)

@@ -28,7 +28,7 @@ _TOKENS_OF_A_PART = 512
 @final
 @dataclass(frozen=True)
 class LossChange:
-    """What a change does to the loss on a text, in nats per token."""
+    """The loss on a text before and after a change, in nats per token."""
 
     before: float
     after: float

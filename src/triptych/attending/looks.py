@@ -27,7 +27,7 @@ class Look(NamedTuple):
 
 @final
 class Looks(Sequence[Look]):
-    """Looks, the strongest first; printed and in a notebook a table of the first of them."""
+    """Looks, the strongest first. Printed, or in a notebook, they are a table of the first ones."""
 
     def __init__(self, looks: Iterable[Look]) -> None:
         self._looks = tuple(looks)

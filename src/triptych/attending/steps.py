@@ -124,8 +124,8 @@ class HeadSteps:
         shares: what each key contributes, its weight times its value (times the gate), `[keys, d_v]`.
         z: their sum, which W_O reads, `[d_v]`.
         projected: `z W_O`, `[d_model]`.
-        output: what of it is added to the residual stream, `[d_model]`: the same, or where a norm or a
-            multiplier follows the layer, its part of what becomes of the sum of all heads.
+        output: what the head adds to the residual stream, `[d_model]`: `projected`, or its share of the
+            result if a norm or a multiplier follows the layer.
         layer_projected: `z W_O` of all heads, and the output bias, `[d_model]`.
     """
 

@@ -108,8 +108,8 @@ def measure_worth(
 ) -> Worth:
     """Leave every head of a model out in turn, and measure the loss on a text.
 
-    Layers of a stack that stand together, by their names in order, lose a head at once: what is measured then
-    is of the first, and `added` is a mean over them. Each stands alone if None.
+    `together` has groups of layers of a stack, by their names in order. The layers of a group lose a head at
+    once: the first one is measured, and `added` is a mean over the group. Each layer is a group if None.
     """
     require_worth(reader)
     model = reader.model

@@ -30,7 +30,7 @@ class Source:
         where: the file of the configuration, for messages.
         found: where the files are.
         family: the family file that was given for it; None where its configuration tells.
-        tokenizer: the folder of a tokenizer that was given for it; None for that of the files.
+        tokenizer: the folder of a tokenizer that was given for it; None for the files' own.
         strict: whether what `transformers` does not follow of the configuration is an error, not a warning.
     """
 

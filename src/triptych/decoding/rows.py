@@ -1,4 +1,4 @@
-"""How many rows a product may have so that a row's bits do not depend on the others.
+"""Numbers of rows with which a row of a product has the same bits, whatever the others are.
 
 A library sums a product in another order for other numbers of rows, and which numbers these are depends on
 the shape, the dtype, the processor and the number of threads. So nothing is assumed: products of each shape
@@ -30,7 +30,7 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ProductShape:
-    """What the order of a product's sums may depend on, besides its rows and the number of threads."""
+    """Properties on which the order of a product's sums may depend, except for rows and threads."""
 
     d_in: int
     d_out: int

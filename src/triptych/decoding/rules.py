@@ -12,7 +12,7 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class TokenRules:
-    """What may not come next."""
+    """Rules on the tokens that may not come next."""
 
     no_repeat_ngram_size: int = 0  # no n tokens in a row come twice, the prompt's included; 0 for no rule
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens in a row that never come

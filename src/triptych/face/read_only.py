@@ -18,7 +18,7 @@ _HARMLESS = {"requires_grad_", "__invert__", "__index__", "__int__", "__iter__",
 
 @final
 class ReadOnlyTensor(Tensor):
-    """A matrix of a model. Views of it are read-only too; what else is computed of it is a plain tensor.
+    """A matrix of a model that cannot be written. Views are read-only too; other results are plain tensors.
 
     Writing raises a `UsageError`: `model.replace` gives a model with another matrix, `clone()` a copy.
     """

@@ -38,7 +38,7 @@ class Activations:
         z: what W_O reads, `[heads, queries, d_v]`.
         projected: `z W_O`, `[queries, d_model]`: of a layer the sum over its heads and the output bias.
         output: what is added to the residual stream, `[queries, d_model]`: `projected`, after a norm or a
-            multiplier that follows the layer (Gemma 2, OLMo 2, Granite). Of a head its part of that.
+            multiplier that follows the layer (Gemma 2, OLMo 2, Granite). For a head, its share of the sum.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be continued: its `generation_config.json`, as `transformers` 5.23 follows it."""
+"""Settings of a checkpoint for continuing texts: `generation_config.json`, as in `transformers` 5.23."""
 
 import math
 import warnings
@@ -53,7 +53,7 @@ _RULES = (
 @final
 @dataclass(frozen=True)
 class Asked:
-    """What a person asks of a continuation; None leaves it to the file, and then to what is usual here."""
+    """Arguments of a continuation; None takes the value of the file, or else the default."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None

@@ -1,4 +1,4 @@
-"""Connections: one that sends no request in time is closed, and so is the oldest of too many."""
+"""Connections that are closed if no request comes in time, or if they are the oldest of too many."""
 
 import asyncio
 from functools import partial

@@ -1,4 +1,4 @@
-"""Who may ask: keys, hosts, origins, and how long somebody without a key is listened to."""
+"""Checks of who may ask: keys, hosts, origins, and limits for clients without a key."""
 
 import hmac
 import ipaddress

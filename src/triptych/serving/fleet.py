@@ -1,4 +1,4 @@
-"""The models of a server with what computes them: a thread for each here, and other processes."""
+"""The models of a server and their workers: a thread for each model here, and other processes."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ class Fleet:
         page: PageTexts = NO_TEXTS,
         page_only: bool = False,
     ) -> None:
-        """Make models ready; `start` lets them compute. The arguments are those of `serve`."""
+        """Prepare models; `start` lets them compute. The arguments are as in `serve`."""
         self._given = dict(models), limits, workers, page, page_only
         arguments = _pickled(models, limits) if workers > 1 else b""  # as their files, before they are built
         self.models = {name: ServedModel(name, model, limits) for name, model in models.items()}

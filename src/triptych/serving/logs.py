@@ -95,7 +95,7 @@ def num_lost() -> int:
 
 @final
 class LogHandler(logging.Handler):
-    """What a library logs, as lines of the log."""
+    """A handler that writes what a library logs as lines of the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         found: dict[str, Any] = {record.levelname.lower(): record.getMessage()}

@@ -52,7 +52,7 @@ def served_here(name: str) -> "ServedModel":
 
 
 class FileMark(NamedTuple):
-    """What changes when a file is written again or another takes its place."""
+    """Figures that change when a file is written again or replaced."""
 
     name: str
     device: int
@@ -341,7 +341,7 @@ class Checking(ModelJob):
 @final
 @dataclass(frozen=True)
 class Asking(ModelJob):
-    """Anything else: what an item holds is called with the model that is served, and with the item."""
+    """Any other job: the function that an item holds is called with the served model and the item."""
 
     travels: ClassVar[bool] = False
 

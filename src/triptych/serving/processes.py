@@ -30,7 +30,7 @@ _PING = "ping"
 
 
 class _FailedToOpenError(Exception):
-    """What a process said when it opened the models."""
+    """A failure to open the models, in the words of another process."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""What requests wait for, and a thread per model that decodes it side by side or computes it in batches.
+"""Jobs of requests, and a thread per model that decodes them side by side or computes them in batches.
 
 Whatever fails in a batch is computed again in halves, until what fails is alone: it fails its own request.
 The others go on unchanged, as an item is a function of its job and of what it was given. Text that was told

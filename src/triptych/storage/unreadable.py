@@ -146,7 +146,7 @@ def _base_of_adapter(path: Path) -> str:
 
 
 def refuse_adapters(name: str, tensors: Mapping[str, Any]) -> None:
-    """Refuse weights with those of an adapter among them."""
+    """Refuse weights that include weights of an adapter."""
     found = next((tensor for tensor in tensors if any(mark in f".{tensor}" for mark in _MARKS)), None)
     if found is not None:
         raise DataError(

@@ -44,7 +44,7 @@ def require_regular(path: Path, most: int | None = None) -> int:
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is written again or another takes its place."""
+    """Figures that change when a file is written again or replaced."""
 
     size: int
     modified: int  # in nanoseconds

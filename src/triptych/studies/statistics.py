@@ -165,7 +165,7 @@ def too_few(seeds: int, num_tests: int) -> str:
 def _exact_share(sample: Float[np.ndarray, " count"]) -> float:
     """Compute the share of all sign flips whose sum is at least as far from 0 as the sample's.
 
-    The sums are those of one half of the sample plus those of the other: of 40 differences 2²⁰ each.
+    The sums of both halves of the sample are added in pairs: for 40 differences each half has 2²⁰.
     """
     middle = len(sample) // 2
     one, other = (_all_flips(len(half)) @ half for half in (sample[:middle], sample[middle:]))

@@ -35,7 +35,7 @@ _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 
 @final
 class OwnText(str):
-    """Text of which it is known what the template wrote itself: its special tokens are meant as such.
+    """A string that tracks which of its characters the template wrote: special tokens there are tokens.
 
     Everything else came from the messages, and is text whatever it spells. What an operation loses track of
     counts as theirs too, so that a message cannot pass for the template.
@@ -173,7 +173,7 @@ def _join(
 
 
 class _Writer(CodeGenerator):
-    """Writes the program of a template, in which its own text is marked as such."""
+    """A writer of the program of a template that marks the template's own text."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         value = node.as_const(frame.eval_ctx)

@@ -1,4 +1,4 @@
-"""What people give as texts: strings, or token ids. What is neither is refused here, in one line."""
+"""Texts as people give them: strings, or token ids. Anything else is refused here, in one line."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

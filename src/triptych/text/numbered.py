@@ -10,7 +10,7 @@ from triptych.text.tokenizers import Tokenizer
 
 @final
 class NumberedTokens(Tokenizer):
-    """Stands for the tokenizer of a model that has none: tokens are shown by their ids, and texts refused."""
+    """A replacement for a missing tokenizer: tokens are shown by their ids, and texts are refused."""
 
     pad_id = bos_id = eos_id = None
     special_ids = frozenset[int]()

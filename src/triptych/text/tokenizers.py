@@ -184,7 +184,7 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
 
 @final
 class TextEncoder:
-    """Encodes texts with a tokenizer of the tokenizers library."""
+    """An encoder of texts with a tokenizer of the tokenizers library."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner

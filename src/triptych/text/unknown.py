@@ -1,4 +1,4 @@
-"""Characters that a tokenizer does not know: what stands for them cannot be told apart any more."""
+"""Characters that a tokenizer does not know. They all become one token, and cannot be recovered."""
 
 from collections.abc import Sequence
 
