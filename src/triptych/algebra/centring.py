@@ -18,7 +18,7 @@ from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm
 def removed_directions(norm: Norm) -> Float[Tensor, "d_model count"] | None:
     """Return orthonormal directions along which the output of a norm is constant, or None.
 
-    It is one direction, 1/γ; of a gain with zeros the channels that have them.
+    This is the direction 1/γ. If the gain γ has zeros, these are the channels of the zeros instead.
     """
     if not norm.centred:
         return None

@@ -408,7 +408,7 @@ class Semantics:
     def select_heads(self, kept: Sequence[int]) -> "Semantics":
         """Select heads, in the order given, for queries, keys and values that were computed already.
 
-        Norms, which come before that, stay as they are.
+        Norms stay as they are, since they are applied earlier.
         """
         order = list(kept)
         found = {
@@ -423,7 +423,7 @@ class Semantics:
     ) -> "Semantics":
         """Select heads, with everything that each of them has of its own.
 
-        `sides` has how many copies of queries, keys and values there are, and how wide each is.
+        `sides` has the number and the width of the copies of queries, keys and values.
         """
         found: dict[str, Any] = {}
         for name, part in self._parts_of_heads().items():

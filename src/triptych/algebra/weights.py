@@ -89,7 +89,7 @@ class Link:
     def select_copies(self, left: CopiesLeft) -> "Link":
         """Select copies in the order given, with the norm of each.
 
-        A fixed map of which not all is left in place is fixed no longer.
+        A fixed map is no longer fixed if copies are left out or moved.
         """
         if self.copies == 1:
             return self
@@ -405,8 +405,8 @@ class AttentionWeights:
     def select_copies(self, left: CopiesLeft, num_heads: int) -> "AttentionWeights":
         """Select `num_heads` of the layer's heads, in the order given, with everything of their own.
 
-        `left` says of a map in several copies which are left, in which order; of one in as many copies as
-        there are heads, which heads.
+        `left` gives the copies to select, in order, for a number of copies. For a map with one copy per head,
+        they are the heads.
         """
         semantics = self.semantics.select_copies(left, self.num_heads, self._head_sides)
         return self.each_link(lambda link: link.select_copies(left), num_heads=num_heads, semantics=semantics)

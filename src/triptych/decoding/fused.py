@@ -375,7 +375,7 @@ def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
 def evaluating_copy(model: ModelT) -> ModelT:
     """Copy a model's modules, in evaluation mode, with the model's own parameters.
 
-    Uses of one block are one module in it, so that what is made of their maps is held once.
+    All uses of one block become one module, so that its fused maps are stored once.
     """
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
     for stack in copied.stacks.values():

@@ -541,7 +541,8 @@ def _logits_of_whole_texts(
 ) -> Float[Tensor, "rows length vocab"]:
     """Compute logits of a causal model that can only read texts of the length of a run.
 
-    What is scored is read without its last token. Any token takes its place: none before it looks at it.
+    A scored text is read without its last token. Any token may take its place, because no earlier one
+    attends to it.
     """
     length = read.shape[1] + 1
     require_lengths(model, {"decoder": (length, length)})

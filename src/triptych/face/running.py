@@ -491,8 +491,8 @@ class RunnableModel(ReadableModel):
                 as plain "text".
 
         Raises:
-            UsageError: an empty text, one past the model's positions, or something that the model does not
-                do.
+            UsageError: a text past the model's positions, an empty one where no token begins a text, or
+                something that the model does not do.
         """
         texts = refuse_file_name(text)
         return attend(self.reader, texts, target, max_new_tokens, max_tokens, special_tokens)
@@ -588,7 +588,7 @@ class RunnableModel(ReadableModel):
                 as plain "text".
 
         Raises:
-            UsageError: an empty text, or one past the model's positions.
+            UsageError: a text past the model's positions, or an empty one where no token begins a text.
         """
         given = as_texts(refuse_file_name(text))
         targets = None if target is None else as_texts(target, "target").texts

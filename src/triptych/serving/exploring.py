@@ -224,7 +224,8 @@ class Explorer:
     def compare(self, changes: tuple[str, ...], parts: int) -> dict[str, Any]:
         """Measure how changes change the loss on the held-out text, once all of its parts are read.
 
-        Reading takes longer than an answer may: who asks for one part more each time waits for one part.
+        Reading all parts can take longer than one request may. Parts are kept, so a caller that asks for one
+        more each time waits for one part only.
         """
         text = self.held_out
         if text is None:

@@ -160,7 +160,7 @@ class ServedModel:
     def own_weights(self) -> None:
         """Copy the model's own weights into memory, next to what an engine made of them.
 
-        An engine has its own. The model itself lies in its file until something looks at it.
+        The model itself stays in its mapped file until something looks at it.
         """
         if self._owns_weights:
             return

@@ -173,7 +173,7 @@ class Server:
     async def fields(self, request: Request) -> Fields:
         """Read the fields of a request's body; a key in the headers is checked before the body is read.
 
-        A body that is still coming takes no place among the requests that are answered.
+        A body that is still arriving does not count as a request that is answered.
         """
         visit: Visit = request.scope[_VISIT]
         most = self.limits.max_requests

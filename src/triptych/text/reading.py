@@ -17,7 +17,7 @@ def encode_texts(
     """Encode texts as a model reads them, with the special tokens that belong around each.
 
     An empty string becomes the token that begins a text, where there is one (`begin_id`, or else the
-    tokenizer's). Token ids stay as they are, and are below `vocab_size`, or else the tokenizer's.
+    tokenizer's). Token ids stay as they are; they must be below `vocab_size`, or else the tokenizer's.
     """
     strings = [text for text in texts if isinstance(text, str)]
     encoded = iter(

@@ -201,7 +201,7 @@ class TextEncoder:
     def encode_apart(self, text: str, own: Sequence[tuple[int, int]]) -> list[int] | None:
         """Encode a text in which special tokens are read as such in some ranges of characters only.
 
-        None if it spells some elsewhere: see `encode_pieces`.
+        Returns None if special tokens are spelled elsewhere: see `encode_pieces`.
         """
         found = self._with_places(text)
         for token, start, end in found:

@@ -19,7 +19,7 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 def count_unknown(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> int:
     """Count the characters of a text that its tokens do not represent, at least.
 
-    A token may stand for several, which are missing when the other tokens are decoded.
+    One token may replace several characters; they are missing when the other tokens are decoded.
     """
     unknown = unknown_token(tokenizer)
     count = 0 if unknown is None else list(ids).count(unknown)
