@@ -28,11 +28,16 @@ _TOKENS_OF_A_PART = 512
 @final
 @dataclass(frozen=True)
 class LossChange:
-    """The loss on a text before and after a change, in nats per token."""
+    """The loss on a text before and after a change, in nats per token.
+
+    Attributes:
+        before: the loss without the change.
+        after: the loss on the same tokens with it.
+        interval: 95 % interval of `after` − `before`; None if the text has a single window.
+    """
 
     before: float
     after: float
-    # 95 % interval of `after` − `before`, which have the same tokens; None where the text has one window
     interval: tuple[float, float] | None
 
     @property
@@ -47,13 +52,13 @@ class HeldOutText:
         text = HeldOutText(model.reader, Path("valid.txt"))
         text.compare(model.tie("*", "W_Q", "W_K").reader)  # the loss before and after, with an interval
 
-    A few kB that the model did not learn from will do; the loss on a sentence tells nothing of a change.
+    A few kB that the model did not learn from will do; the loss on one sentence is too noisy.
 
     Attributes:
         name: of its file; "" without one.
         num_parts: how many parts it is read in.
         num_tokens: how many tokens are predicted.
-        units: what intervals are drawn over: documents, or of a single one its windows.
+        units: the units that intervals are drawn over: documents, or the windows of a single document.
     """
 
     def __init__(
