@@ -574,3 +574,8 @@ def renamed(model: Model, name: str, *, is_mapped: bool = True) -> Model:
 def reopened(model: Model) -> Model:
     """Open the model that is now where one was found, with the same options and changes."""
     return Model(model._opened.reopened(), model._changes)
+
+
+def require_same_files(model: Model) -> None:
+    """Check that a model's files are those that it was opened from; `DataError` if one was changed."""
+    model._opened.require_same()
