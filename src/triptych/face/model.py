@@ -479,6 +479,7 @@ class Model(RunnableModel):
         """Write the model in the format that it came from; returns the folder.
 
         A rewritten model is written with its certificate. Changes that weights can say are written into them.
+        A tokenizer that the model was loaded with takes the place of that of the files.
 
         Args:
             path: the folder to make.
