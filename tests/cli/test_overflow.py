@@ -11,9 +11,12 @@ from torch import Tensor
 
 import triptych as library
 from command import Command
+from face.tiny import write_checkpoint
 from served import Served
 from small_checkpoints import bert_that_runs, gpt2_that_runs
 from triptych.models.overflow import NumbersOverflowError
+from triptych.serving.limits import Limits
+from triptych.serving.models import Scoring, ServedModel
 
 TEXT = "w1 w2 w3 w4 w5 w6"
 
@@ -43,6 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CALLS: dict[str, Callable[[library.Model], object]] = {
     "run": lambda model: model.run(TEXT),
     "run with gradients": lambda model: model.run(TEXT, grad=True),
+    "generate": lambda model: model.generate(TEXT, max_new_tokens=2),
+    "generate with a beam": lambda model: model.generate(TEXT, max_new_tokens=2, beam_size=2),
     "score": lambda model: model.score(TEXT),
     "evaluate": lambda model: model.evaluate(TEXT),
     "attend": lambda model: model.attend(TEXT),
@@ -91,6 +96,36 @@ def test_the_command_says_so_and_writes_nothing(
     assert "not finite" in answer.err
     assert answer.out == ""
     assert not out.exists()
+
+
+def test_a_server_gives_no_log_probabilities_that_are_no_numbers(folder: Path) -> None:
+    place = r"layer 1 of the model computed numbers that are not finite .*float16"
+    served = ServedModel("gpt", library.load(folder), Limits())
+    try:
+        with pytest.raises(NumbersOverflowError, match=place):
+            Scoring(served, 2).of([3, 4, 5])
+    finally:
+        served.close()
+    with pytest.raises(NumbersOverflowError, match=place), Served({"gpt": library.load(folder)}):
+        pass
+
+
+def test_a_server_gives_no_embeddings_that_are_no_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint("bert", folder)
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.half().clone() for name, tensor in load_file(path).items()}
+    (large,) = [name for name in tensors if name.endswith("layer.1.output.dense.weight")]
+    tensors[large] = tensors[large].sign() * 6e4
+    path.unlink()
+    save_file(tensors, path, {"format": "pt"})
+    with Served({"bert": library.load(folder, dtype="float16")}) as served:
+        answer = served.ask("/v1/embeddings", {"input": "hear me speak"})
+        assert answer.status == 400
+        assert "layer 1 of the model computed numbers that are not finite" in answer.body["error"]["message"]
+    with Served({"bert": library.load(folder, dtype="float32")}) as served:
+        (found,) = served.ask("/v1/embeddings", {"input": "hear me speak"}).body["data"]
+        assert torch.tensor(found["embedding"]).norm() == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_bias_that_hides_tokens_is_no_overflow(tmp_path: Path) -> None:

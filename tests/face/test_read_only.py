@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -242,6 +243,22 @@ def test_a_folder_that_changes_while_it_is_open_is_noticed(
         again = load(folder, device="cpu")
         assert again.run(TEXT).logits.shape == logits.shape
         assert torch.equal(again[1, 1].W_Q, matrix) == (change in (in_another_order, other_settings))
+
+
+def test_weights_that_come_in_front_of_others_are_noticed_and_others_may_come(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint("llama", folder)
+    tensors = load_file(folder / "model.safetensors")
+    shutil.move(folder / "model.safetensors", folder / "first.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "first.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = load(folder, device="cpu")
+    (folder / "directions.safetensors").write_bytes(b"of somebody else")
+    assert model.run(TEXT).logits.isfinite().all()
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    for use in (lambda: model[0, 1].W_Q, lambda: model.rewrite("fold_value_bias")):
+        with pytest.raises(DataError, match=r"model\.safetensors was not there when the model was opened"):
+            use()
 
 
 def test_a_run_that_is_trained_on_is_noticed(tmp_path: Path) -> None:

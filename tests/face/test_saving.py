@@ -4,11 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
 from face.tiny import write_checkpoint
-from triptych import Model, TriptychError, load
+from triptych import Model, TriptychError, UsageError, load
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -108,3 +109,26 @@ def test_a_second_rewrite_names_what_it_was_given(folders: dict[str, Path]) -> N
     twice = once.rewrite("gauge_fix", compare=False)
     assert twice.certificate is not None
     assert twice.certificate.source == f"{folders['gpt2']}, rewritten"
+
+
+def test_the_tokenizer_that_was_given_is_saved(folders: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    words = {word: number for number, word in enumerate(("<unk>", "<end>", *TEXT.split(), *TARGET.split()))}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", eos_token="<end>"
+    ).save_pretrained(other)
+    model = load(folders["gpt2"], tokenizer=other, device="cpu")
+    expected = model.run(TEXT)
+    assert len(expected.tokens) == len(TEXT.split())
+    for number, one in enumerate((model, model.ablate("1.1"))):
+        saved = one.save(tmp_path / f"saved {number}")
+        again = load(saved, device="cpu").run(TEXT)
+        assert again.tokens == expected.tokens
+        assert torch.equal(again.logits, one.run(TEXT).logits)
+        theirs = transformers.AutoTokenizer.from_pretrained(saved)
+        assert theirs(TEXT)["input_ids"] == [words[word] for word in TEXT.split()]
+    rewritten = model.rewrite("fold_value_bias")
+    with pytest.raises(UsageError, match="certificate is of the files with their own tokenizer"):
+        rewritten.save(tmp_path / "rewritten")

@@ -234,6 +234,34 @@ def test_every_entry_of_a_certificate_and_of_a_step_is_forged_here_or_elsewhere(
     assert Certificate.model_fields.keys() | StepRecord.model_fields.keys() <= forged | elsewhere
 
 
+@pytest.fixture(scope="module")
+def renumbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `source`, a GPT-2, and `out`, whose heads have other numbers."""
+    folder = tmp_path_factory.mktemp("renumbered")
+    tiny("gpt2", folder / "source")
+    recipe = RewriteRecipe(step=(SortHeads(),))
+    rewrite_checkpoint(str(folder / "source"), folder / "out", recipe, compare=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda heads: (heads[1], heads[0], *heads[2:]), lambda heads: (*heads[:-1], 7), lambda heads: None],
+    ids=["two of them exchanged", "one that there is not", "left out"],
+)
+def test_numbers_that_heads_did_not_have_are_noticed(
+    change: Callable[[tuple[int, ...]], tuple[int, ...] | None], renumbered: Path, tmp_path: Path
+) -> None:
+    certificate = read_certificate(renumbered / "out")
+    heads = certificate.layers[0].heads
+    assert heads is not None
+    assert not failed(verify(renumbered / "out", renumbered / "source"))
+    shutil.copytree(renumbered / "out", tmp_path / "out")
+    forged = in_layers(heads=change(heads))(certificate)
+    sealed(tmp_path / "out", certificate.model_copy(update=forged))
+    assert failed(verify(tmp_path / "out", renumbered / "source")) == [RECIPE]
+
+
 def test_a_bound_that_is_a_thousandth_smaller_is_noticed(honest: Path, tmp_path: Path) -> None:
     shutil.copytree(honest / "out", tmp_path / "out")
     certificate = read_certificate(tmp_path / "out")

@@ -1,6 +1,7 @@
 """Files under a server: a change of them ends nothing and changes no answer until the models are reloaded."""
 
 import os
+import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 import transformers
 from torch import nn
 
+from face.tiny import write_run
 from served import Served
 from small_checkpoints import byte_tokenizer
 from triptych.decoding.maps import MappedFiles, own_memory
-from triptych.face import load
+from triptych.errors import DataError
+from triptych.face import load, require_same_files
 from triptych.storage.tensors import open_tensors
 
 WIDTH, NUM_TOKENS = 256, 30
@@ -60,6 +63,27 @@ def test_what_shared_a_mapped_file_shares_memory_of_its_own_afterwards(folders: 
     assert not MappedFiles().hold(one.weight)
     assert one.weight.data_ptr() == other.weight.data_ptr() != weight.data_ptr()
     assert torch.equal(one.weight, before)
+
+
+def test_another_process_opens_the_files_that_the_first_one_opened(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    theirs = pickle.dumps(load(folder))  # as a process is started with it
+    require_same_files(pickle.loads(theirs))
+    shutil.copy(folders[1] / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(DataError, match="written anew while it was open"):
+        require_same_files(pickle.loads(theirs))
+
+
+def test_every_model_of_an_ensemble_is_looked_at(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_run("run of an encoder-decoder", tmp_path / name)
+    model = load(tmp_path / "first", ensemble=[tmp_path / "second"])
+    require_same_files(model)
+    os.utime(tmp_path / "second" / "model.safetensors", (1, 1))
+    with pytest.raises(DataError, match=r"second/model\.safetensors was written anew"):
+        require_same_files(model)
 
 
 def test_a_model_is_replaced_by_a_reload_and_a_stream_ends_on_the_model_that_it_began_with(

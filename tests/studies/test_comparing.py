@@ -264,6 +264,35 @@ def test_a_missing_test_text_is_said_before_anything_is_made(place: Path, stand_
     assert not (place / "out").exists()
 
 
+def test_bits_per_byte_of_a_text_with_unknown_characters_are_refused_before_a_run_is_made(
+    place: Path, stand_in: Path
+) -> None:
+    asked = 'seeds = 3\nmetrics = ["loss", "bits_per_byte"]'
+    change(place, "seeds = 3", asked)
+    # The tokenizer is made of the training text, which comes first.
+    (place / "text.txt").write_text("the cat sat on the mat.\n" * 40 + "日本語の猫 sat.\n" * 3)
+    with pytest.raises(UsageError, match=r"sharing: metrics: .*more than 0\.1% of the validation text"):
+        made(place)
+    assert not (place / "out").exists()
+    change(place, asked, "seeds = 3")
+    assert made(place).results.keys() == {"factored", NOISE, "shared"}
+
+
+@pytest.mark.parametrize(("count", "has_bits"), [(1, True), (2, False)])
+def test_bits_per_byte_are_given_up_to_a_thousandth_of_unknown_characters(
+    count: int, has_bits: bool, place: Path, stand_in: Path
+) -> None:
+    change(place, "seeds = 3", 'seeds = 3\nmetrics = ["loss", "bits_per_byte"]')
+    recipe = (place / "base.toml").read_text()
+    (place / "base.toml").write_text(recipe + '[data.valid]\nfiles = ["valid.txt"]\n')
+    (place / "valid.txt").write_text("the cat sat on the mat.\n" * 50 + "猫" * count)
+    if has_bits:
+        assert made(place).values("bits_per_byte").keys() == {"factored", NOISE, "shared"}
+    else:
+        with pytest.raises(UsageError, match="no bits per byte"):
+            made(place)
+
+
 def test_runs_at_a_time_have_a_gpu_each(place: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.write_text(
         stand_in.read_text().replace(

@@ -15,7 +15,7 @@ from torch import nn
 from triptych.checkpoints.family import Family
 from triptych.errors import DataError, UsageError, near_path
 from triptych.storage.hub import Repository, is_hub_id, open_hub
-from triptych.storage.tensors import SAFETENSORS, InMemory, Tensors, of_one, open_tensors
+from triptych.storage.tensors import INDEX_AND_WHOLE, SAFETENSORS, InMemory, Tensors, of_one, open_tensors
 from triptych.storage.unreadable import what_is
 from triptych.storage.untrusted import Stamps, read_json
 
@@ -68,6 +68,8 @@ class Source:
         elif self.is_own:  # a run's folder has the state of its training besides
             yield folder / SAFETENSORS
         else:
+            # One that comes later may be read in the place of those that are there.
+            yield from (folder / name for pair in INDEX_AND_WHOLE for name in pair)
             for pattern in ("*.safetensors", "*.bin", "*.index.json"):
                 yield from sorted(folder.glob(pattern))
 

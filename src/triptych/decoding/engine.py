@@ -5,6 +5,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -26,6 +27,7 @@ from triptych.decoding.maps import (
 )
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.experts import Experts
+from triptych.models.overflow import NumbersOverflowError, overflow_again
 from triptych.models.sites import blocks_of
 
 # The vocabulary is looked through in groups of this many tokens: first the best of each group, then
@@ -54,6 +56,14 @@ class DecodingEngine(ABC):
     @abstractmethod
     def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row."""
+
+    def overflow(self, ids: Sequence[int]) -> NumbersOverflowError:
+        """The error of numbers that are not finite after these tokens were read."""
+        del ids
+        return NumbersOverflowError(
+            "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
+            "overflow; try another dtype or precision"
+        )
 
 
 @final
@@ -91,6 +101,8 @@ class Engine(DecodingEngine):
             raise ValueError("the model has no output table: it predicts no tokens")
         if reason := unsupported_precision(precision, table.device):
             raise ValueError(reason)
+        # Its layers can be looked at, where they are still there: those of the copy call each other directly.
+        self._original = weakref.ref(model)
         self.device, self.precision, self.num_choices = table.device, precision, num_choices
         self.max_tokens, self.context, self.rotary_limit = (
             decoder.max_tokens,
@@ -237,6 +249,15 @@ class Engine(DecodingEngine):
         )
         cache.advance()
         return x
+
+    def overflow(self, ids: Sequence[int]) -> NumbersOverflowError:
+        model = self._original()
+        if model is None or not ids:
+            return super().overflow(ids)
+        read = torch.tensor([[*ids]], device=self.device)
+        return overflow_again(
+            model, partial(model if isinstance(model, LanguageModel) else model.encode, read)
+        )
 
     def _logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         logits = self._head(hidden)

@@ -172,6 +172,11 @@ class Sample(Text):
         self._left = limit_of_prompt(len(self.given), left, self._engine.context)
         self.kind = SampleKind(self._options.sampling, _closed(self._engine, self.given, left))
 
+    @property
+    def read(self) -> Sequence[int]:
+        context = self._engine.context
+        return self._ids if context is None else self._ids[-context:]
+
     def batch(self, engine: Engine) -> "Samples":
         return Samples(engine, self.kind)
 
@@ -235,7 +240,7 @@ class Samples(DecodingBatch[Sample]):
         logits = self.logits if len(places) == len(self.texts) else self.logits[places]
         # By row: a `logsumexp` of all rows has other bits in each of them.
         of_all = logits.log_softmax(dim=-1)
-        require_finite_best(of_all.amax(dim=-1))
+        require_finite_best(of_all.amax(dim=-1), self.engine, open_)
         chosen = choose(logits[:, : self.engine.num_choices], self._sampling, [text.draws for text in open_])
         log_probs = of_all.gather(1, chosen[:, None])[:, 0]
         self.tokens = chosen.new_zeros(len(self.texts))

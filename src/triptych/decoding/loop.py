@@ -8,21 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from triptych import thresholds
-from triptych.errors import DataError
 
 ResultT = TypeVar("ResultT")
-
-
-def require_finite_best(best: Tensor) -> None:
-    """Check that the model still computes numbers: a search over NaN has no end."""
-    if bool((best.isnan() | (best == torch.inf)).any()):
-        raise DataError(
-            "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
-            "overflow; try another dtype or precision"
-        )
 
 
 class Text(ABC):
@@ -34,9 +25,22 @@ class Text(ABC):
     num_rows = 1  # rows of a batch that it takes
     is_over = False  # no more tokens are wanted, because it is done or because nobody waits for it
 
+    @property
+    def read(self) -> Sequence[int]:
+        """The tokens that the model has read by now, at least those before the first step."""
+        return self.given
+
     @abstractmethod
     def batch(self, engine: Any) -> "DecodingBatch[Any]":
         """A batch for texts of this kind."""
+
+
+def require_finite_best(best: Float[Tensor, " texts"], engine: Any, texts: Sequence[Text | None]) -> None:
+    """Check that the model still computes numbers: a search over NaN has no end."""
+    broken = best.isnan() | (best == torch.inf)
+    if bool(broken.any()):
+        text = texts[int(broken.nonzero()[0])]
+        raise engine.overflow(() if text is None else text.read)
 
 
 @final

@@ -311,7 +311,7 @@ class Beams(DecodingBatch[BeamText]):
         own = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
         within = own + totals.gather(1, rows)[:, :, None]
         values, places = within.flatten(1).topk(min(count, within.shape[1] * GROUP), dim=1)
-        require_finite_best(values[:, 0])
+        require_finite_best(values[:, 0], self.engine, self.texts)
         group = chosen.gather(1, places // GROUP)
         tokens = group % groups * GROUP + places % GROUP
         if self.cache.columns is not None:

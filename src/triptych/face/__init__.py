@@ -9,7 +9,7 @@ change gives a new `Model`. Start with `model.py`.
 from triptych.face.changes import Change
 from triptych.face.composition import Composition
 from triptych.face.heads import Head, Layer, Layers, RotaryForm, Stack
-from triptych.face.model import Model, load, renamed, reopened
+from triptych.face.model import Model, load, renamed, reopened, require_same_files
 from triptych.face.run import Activations, Run
 from triptych.face.sweep import Sweep
 
@@ -28,4 +28,5 @@ __all__ = [
     "load",
     "renamed",
     "reopened",
+    "require_same_files",
 ]

@@ -479,6 +479,7 @@ class Model(RunnableModel):
         """Write the model in the format that it came from; returns the folder.
 
         A rewritten model is written with its certificate. Changes that weights can say are written into them.
+        A tokenizer that the model was loaded with takes the place of that of the files.
 
         Args:
             path: the folder to make.
@@ -574,3 +575,8 @@ def renamed(model: Model, name: str, *, is_mapped: bool = True) -> Model:
 def reopened(model: Model) -> Model:
     """Open the model that is now where one was found, with the same options and changes."""
     return Model(model._opened.reopened(), model._changes)
+
+
+def require_same_files(model: Model) -> None:
+    """Check that a model's files are those that it was opened from; `DataError` if one was changed."""
+    model._opened.require_same()

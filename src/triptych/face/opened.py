@@ -82,6 +82,13 @@ class Opened:
         self.source.require_same()
         return self.source
 
+    def require_same(self) -> None:
+        """Check that all files are those that were found."""
+        if self.source is not None:
+            self.source.require_same()
+        for other in self.options.ensemble:
+            other.require_same()
+
     @property
     def where(self) -> str:
         """Where it was found."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel
 from triptych.checkpoints.layer import AttentionSource
 from triptych.checkpoints.models import changed_tensors
+from triptych.checkpoints.source import Source
 from triptych.errors import UsageError
 from triptych.face.changes import Change, Steering, changed_copy
 from triptych.face.opened import Opened
@@ -21,6 +22,7 @@ from triptych.models.sites import attention_sites, with_attention
 from triptych.rewriting.checkpoint import copy_run, leave_out_certificate
 from triptych.rewriting.formats import FolderFormat
 from triptych.storage.copying import CERTIFICATE, FolderCopy, require_new_folder
+from triptych.text.pretrained import copy_tokenizer
 
 
 def save_unchanged(opened: Opened, target: Path) -> None:
@@ -43,12 +45,19 @@ def save_unchanged(opened: Opened, target: Path) -> None:
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
 
-    if source.is_own or (source.folder / CERTIFICATE).is_file():
+    is_certified = (source.folder / CERTIFICATE).is_file()
+    if is_certified and source.tokenizer is not None:
+        raise UsageError(
+            f"{opened.name} was rewritten, and its certificate is of the files with their own tokenizer: "
+            "save a model that was loaded without tokenizer="
+        )
+    if source.is_own or is_certified:
         write_folder(target, copy)
         return
     with FolderCopy(source.path, target) as made:
         made.write_shards(lambda name: None)
         made.write_beside({})
+        _write_tokenizer(source, made.folder)
         made.finish()
 
 
@@ -99,5 +108,12 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
     with torch.no_grad(), FolderCopy(opened.files.path, target) as copy:
         copy.write_shards(tensors.get)
         copy.write_beside(settings)
+        _write_tokenizer(opened.files, copy.folder)
         leave_out_certificate(copy.folder)
         copy.finish()
+
+
+def _write_tokenizer(source: Source, folder: Path) -> None:
+    """Put the tokenizer that a model was loaded with, if one was given, in the place of that of the files."""
+    if source.tokenizer is not None:
+        copy_tokenizer(source.tokenizer, folder)

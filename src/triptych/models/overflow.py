@@ -45,6 +45,13 @@ def require_finite_logits(
         raise overflow(model, "" if again is None else _first_place(model, again))
 
 
+def overflow_again(
+    model: EncoderDecoder | LanguageModel, again: Callable[[], object]
+) -> NumbersOverflowError:
+    """The error of what was computed in another way; `again` computes it by the model itself."""
+    return overflow(model, _first_place(model, again))
+
+
 def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersOverflowError:
     """Make the error, which names the place where numbers overflow."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")

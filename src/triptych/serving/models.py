@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
 import torch
@@ -26,8 +25,8 @@ from triptych.decoding import (
     Translator,
 )
 from triptych.decoding.maps import give_memory_back, own_memory
-from triptych.errors import UsageError
-from triptych.face import Model, renamed
+from triptych.errors import DataError, UsageError
+from triptych.face import Model, renamed, require_same_files
 from triptych.models.overflow import require_finite_logits
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits, RequestError
@@ -36,7 +35,6 @@ from triptych.text import NumberedTokens
 
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_WEIGHTS = frozenset({".safetensors", ".bin"})
 # What the page asked last is kept so long.
 SECONDS_KEPT = 60.0
 # Translators with other numbers of alternatives that are kept ready.
@@ -53,25 +51,6 @@ def served_here(name: str) -> "ServedModel":
     return SERVED_HERE[name]
 
 
-class FileMark(NamedTuple):
-    """Figures that change when a file is written again or replaced."""
-
-    name: str
-    device: int
-    number: int
-    size: int
-    modified: int
-
-    @classmethod
-    def of(cls, path: Path) -> "FileMark":
-        """Return the mark of a file as it is now; the mark of a missing file is empty."""
-        try:
-            found = path.stat()
-        except OSError:
-            return cls(path.name, 0, 0, 0, 0)
-        return cls(path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
 @final
 class ServedModel:
     """A model with a worker.
@@ -85,7 +64,6 @@ class ServedModel:
         worker: computes the items.
         desk: the questions that wait for it: what looks at the model itself takes no time of its texts.
         clerk: answers them one by one.
-        files: its weights' files, as they were when it was opened.
         explorer: answers the page at `/`.
         is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
             and for a model that neither translates nor generates.
@@ -103,7 +81,6 @@ class ServedModel:
         self.model = renamed(model, name, is_mapped=False)
         if self.model.why_not_run:
             raise UsageError(f"{name} cannot be served: {self.model.why_not_run}")
-        self.files = files_of(self.model)
         self._owns_weights = False
         self.can = self.model.can
         found = _LANGUAGES.search(name) if "translate" in self.can else None
@@ -152,12 +129,14 @@ class ServedModel:
 
     def require_same_files(self) -> None:
         """Check that the files are those that the model was opened from."""
-        if files_of(self.model) != self.files:
+        try:
+            require_same_files(self.model)
+        except DataError as error:
             raise RequestError(
                 503,
                 f"the files of {self.name} were changed after it was opened: POST /admin/reload or SIGHUP "
                 "opens them anew",
-            )
+            ) from error
 
     def own_weights(self) -> None:
         """Copy the model's own weights into memory, next to what an engine made of them.
@@ -309,9 +288,9 @@ class Scoring(JobOfEach):
             return Scored((), ())
         model = self.model.generator.model.eval()
         read = torch.tensor([list(given[:-1])], device=model.embeddings.table.weight.device)
-        logits = model(read).logits[0]
+        logits: Tensor = model(read).logits[0]
         require_finite_logits(model, logits, partial(model, read))
-        log_probs: Tensor = logits.float().log_softmax(dim=-1)
+        log_probs = logits.float().log_softmax(dim=-1)
         own = log_probs.gather(1, torch.tensor(given[1:], device=read.device)[:, None])[:, 0]
         best = log_probs.topk(min(self.count, log_probs.shape[1]), dim=-1)
         tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
@@ -365,13 +344,6 @@ class Asking(ModelJob):
             self.model.forget_soon()
         self.model.require_same_files()
         return found
-
-
-def files_of(model: Model) -> tuple[FileMark, ...]:
-    """Return the marks of a model's weight files as they are now."""
-    folder = model.opened.folder
-    paths = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS) if folder.is_dir() else []
-    return tuple(FileMark.of(path) for path in paths)
 
 
 class Scored(NamedTuple):

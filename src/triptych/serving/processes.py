@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any, final
 
 from triptych.decoding.workers import Helper
-from triptych.errors import DataError, TriptychError
-from triptych.face import Model
+from triptych.errors import TriptychError
+from triptych.face import Model, require_same_files
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.logs import log
 from triptych.serving.models import SERVED_HERE, ModelJob, ServedModel
@@ -93,10 +93,7 @@ class ServingProcess:
         if isinstance(found, Exception):
             raise _FailedToOpenError(repr(found)) from found
         for model in self._served:
-            is_invariant, alone, files = found[model.name]
-            if files != model.files:
-                why = DataError(f"the files of {model.name} were changed after it was opened: reload them")
-                raise _FailedToOpenError(str(why)) from why
+            is_invariant, alone = found[model.name]
             if model.is_batch_invariant is not None:
                 model.is_batch_invariant &= is_invariant and alone == model.alone
                 if not (is_invariant and alone == model.alone):
@@ -211,6 +208,7 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
         served[name] = SERVED_HERE[name] = ServedModel(name, model, limits)
         served[name].queue.patience = 0.0  # the items have waited where they come from
         served[name].check_batches()
+        require_same_files(model)  # else it has other numbers than the first process
 
     def say(*message: object) -> None:
         with lock, contextlib.suppress(OSError):  # nobody is there any more
@@ -229,7 +227,7 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
         else:
             say(number, "error", error if isinstance(error, TriptychError) else RuntimeError(repr(error)))
 
-    connection.send({name: (m.is_batch_invariant, m.alone, m.files) for name, m in served.items()})
+    connection.send({name: (m.is_batch_invariant, m.alone) for name, m in served.items()})
     with contextlib.suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
             if message == _PING:

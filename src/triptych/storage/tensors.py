@@ -60,6 +60,8 @@ _LONGEST_HEADER = 100_000_000
 _MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# In the order in which Hugging Face's library looks; of a pair, the whole file first.
+INDEX_AND_WHOLE = ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED))
 
 
 @final
@@ -295,8 +297,7 @@ def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
         raise DataError(f"{path}: there is no such file or folder")
     if not path.is_dir():
         return of_one(_open_file(path, mapped))
-    # In the order in which Hugging Face's library looks.
-    for index, whole in ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED)):
+    for index, whole in INDEX_AND_WHOLE:
         if (path / whole).exists():
             return of_one(_open_file(path / whole, mapped))
         if (path / index).exists():

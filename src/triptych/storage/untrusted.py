@@ -68,19 +68,26 @@ class Stamps:
     """Files as they were at one time, so that a change is noticed and old and new numbers never mix."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Note regular files as they are now."""
-        self._found = {path: Stamp.of(path.stat()) for path in paths if path.is_file()}
+        """Note files as they are now, and those that are not there."""
+        self._found = {path: Stamp.of(path.stat()) if path.is_file() else None for path in paths}
 
     def require_same(self) -> None:
-        """Check that every file is as it was."""
+        """Check that every file is as it was, and that none has come."""
         for path, before in self._found.items():
             try:
                 found = path.stat()
             except OSError as error:
+                if before is None:
+                    continue
                 raise DataError(
                     f"{path} was there when the model was opened, and is gone ({error.strerror}): open the "
                     "model again"
                 ) from None
+            if before is None:
+                raise DataError(
+                    f"{path} was not there when the model was opened, and is read first now: open the model "
+                    "again"
+                )
             require_same(path, before, found)
 
 

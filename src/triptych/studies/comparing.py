@@ -24,6 +24,7 @@ from triptych.studies.statistics import too_few
 from triptych.studies.study import Study, recipes_of, rewrites_of
 from triptych.text import read_parallel
 from triptych.text.documents import read_documents, require_documents
+from triptych.text.unknown import MOST_UNKNOWN
 from triptych.threads import num_cores
 from triptych.toml import read_toml
 from triptych.training.metrics import read_metrics
@@ -125,7 +126,7 @@ def compare_study(
                 raise UsageError(f"study {study.name}: [test]: {error}") from None
         if study.test_text is not None:
             next(require_documents(read_documents(study.test_text), study.test_text.describe()))
-        vocabulary, filled = _prepared(base)
+        vocabulary, filled = _prepared(study, base)
         return (vocabulary.source, vocabulary.target), filled.model_dump(mode="json", exclude_unset=True)
 
     sizes, choices = world.on_first(begin, patiently=True)
@@ -149,24 +150,7 @@ def compare_study(
     for name in rewrites:
         parent = by_name[study.parent_of(name)]
         by_name[name] = Variant(name, parent.recipe, flops=parent.flops)
-    if without := _without_bits(study, results):
-        raise UsageError(
-            f"study {study.name}: {', '.join(without)}: there are no bits per byte, because too much of the "
-            "validation text is unknown to the tokenizer (<unk>): take bits_per_byte out of metrics, which "
-            "needs no run to be made again, or give the tokenizer a larger vocab_size"
-        )
     return Outcome(study, folder, by_name, results, failed, runner.sweep_seconds)
-
-
-def _without_bits(study: Study, results: Mapping[str, Mapping[int, Result]]) -> list[str]:
-    """Find variants with runs that have no bits per byte, where the study asks for them."""
-    if "bits_per_byte" not in study.metrics:
-        return []
-    return [
-        name
-        for name, of_seeds in results.items()
-        if any("bits_per_byte" not in one.figures for one in of_seeds.values())
-    ]
 
 
 def _make_runs(
@@ -215,11 +199,18 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
     write_text(place, study.model_dump_json(indent=2) + "\n")
 
 
-def _prepared(recipe: AnyRecipe) -> tuple[VocabularySizes, AnyRecipe]:
+def _prepared(study: Study, recipe: AnyRecipe) -> tuple[VocabularySizes, AnyRecipe]:
     """The vocabulary that all variants share, and the base with what it leaves out chosen for its text."""
     prepared = prepare(recipe, Path.cwd(), SilentDisplay())
     with torch.random.fork_rng(devices=[]):
-        model = prepared.objective().model
+        objective = prepared.objective()
+    if "bits_per_byte" in study.metrics and objective.bytes_per_token is None:
+        raise UsageError(
+            f"study {study.name}: metrics: there are no bits per byte, because more than {MOST_UNKNOWN:.1%} "
+            "of the validation text is unknown to the tokenizer (<unk>): take bits_per_byte out, or give "
+            "the tokenizer a larger vocab_size"
+        )
+    model = objective.model
     if isinstance(recipe, Recipe):
         return VocabularySizes(model.src_vocab_size, model.tgt_vocab_size), prepared.recipe
     return VocabularySizes(model.vocab_size, model.vocab_size), prepared.recipe

@@ -1,6 +1,7 @@
 """Tokenizers of others' checkpoints."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,15 @@ from triptych.text.tokenizers import (
     read_saved,
     token_ids_in,
 )
-from triptych.text.vocabularies import convert_vocabulary, find_vocabulary
+from triptych.text.vocabularies import VOCABULARIES, convert_vocabulary, find_vocabulary
 
 _FORMAT_START = '{"format":"triptych pretrained'
 _FETCH_AGAIN = "; fetch it again"
+# All files of a tokenizer.
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "merges.txt", *VOCABULARIES),
+)
 
 
 @final
@@ -185,6 +191,14 @@ def read_tokenizer(path: Path) -> Tokenizer:
     if text.startswith(_FORMAT_START):
         return PretrainedTokenizer.from_json(text, str(path))
     return read_sentence_tokenizer(path)
+
+
+def copy_tokenizer(folder: Path, target: Path) -> None:
+    """Put the files of one tokenizer in Hugging Face's format in the place of another's."""
+    for name in _FILES:
+        (target / name).unlink(missing_ok=True)
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
 
 
 def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:

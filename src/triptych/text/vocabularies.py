@@ -16,7 +16,8 @@ from triptych.text.tokenizer_classes import CLASSES, class_of
 from triptych.text.tokenizer_making import LARGEST_ID, Kind, require_added
 from triptych.text.tokenizer_settings import Token, TokenizerSettings
 
-_FILES = (
+# Files that a vocabulary may be in.
+VOCABULARIES = (
     "vocab.json",
     "vocab.txt",
     "tokenizer.model",
@@ -28,12 +29,12 @@ _FILES = (
 
 def find_vocabulary(folder: Path) -> Path:
     """The vocabulary file of a checkpoint that has no `tokenizer.json`."""
-    for name in _FILES:
+    for name in VOCABULARIES:
         if (folder / name).exists() and (name != "vocab.json" or (folder / "merges.txt").exists()):
             return folder / name
     raise DataError(
         f"{folder} has no tokenizer: none of tokenizer.json, vocab.json with merges.txt, "
-        f"{', '.join(_FILES[1:])}; copy it from where the checkpoint comes from"
+        f"{', '.join(VOCABULARIES[1:])}; copy it from where the checkpoint comes from"
     )
 
 
