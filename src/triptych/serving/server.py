@@ -28,8 +28,9 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 Endpoint = Callable[["Server", Request], Awaitable[Response]]
 
 
-# How far a request is: its head has come, or that of one without a key, or all of it.
-Stage = Literal["begun", "stranger", "read"]
+# How far a request is: it takes no place as nothing is computed for it (yet, or any more); its body comes,
+# with a key in the head, or without one; all of it has come.
+Stage = Literal["open", "begun", "stranger", "read"]
 _VISIT = "triptych.visit"
 
 
@@ -44,7 +45,7 @@ class Visit:
     """
 
     deadline: float
-    stage: Stage = "begun"
+    stage: Stage = "open"
 
 
 def _crowded(way: str = "") -> RequestError:
@@ -112,13 +113,13 @@ class Server:
         return self.keys.are_needed
 
     @contextmanager
-    def answering(self, request: Request) -> Iterator[None]:
+    def answering(self, request: Request) -> Iterator[Visit]:
         """Answer a request inside the block: the models that it may have taken stay until its end."""
         visit = Visit(asyncio.get_running_loop().time() + self.limits.seconds)
         request.scope[_VISIT] = visit
         self._in_flight.add(visit)
         try:
-            yield
+            yield visit
         finally:
             self._in_flight.discard(visit)
 
@@ -178,6 +179,7 @@ class Server:
         visit: Visit = request.scope[_VISIT]
         most = self.limits.max_requests
         if self.keys.check_head(request):
+            visit.stage = "begun"
             if self._num_in("begun") > most:
                 raise _crowded()
             found = await self._read(request, self.limits.body_seconds)
