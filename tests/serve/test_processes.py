@@ -1,10 +1,12 @@
 """Processes that die or stop answering: requests get their answers, and others take their places."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +23,13 @@ STREAM = {"model": "gpt", "prompt": ["The cat"] * 6, "max_tokens": 40, "temperat
 
 
 @pytest.fixture(scope="module")
-def served(translator: Model, language_model: Model) -> Iterator[Served]:
-    models = {"en-de": load(translator.name), "gpt": load(language_model.name)}
+def folder(language_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(language_model.name, tmp_path_factory.mktemp("own") / "gpt"))
+
+
+@pytest.fixture(scope="module")
+def served(translator: Model, folder: Path) -> Iterator[Served]:
+    models = {"en-de": load(translator.name), "gpt": load(folder)}
     with torch_threads(1), Served(models, num_processes=2) as running:
         yield running
 
@@ -83,6 +90,21 @@ def text_of(events: list[dict[str, object]]) -> list[str]:
         assert isinstance(choices, list)
         found[choices[0]["index"]] += choices[0]["text"]
     return found
+
+
+def test_what_another_process_refuses_is_refused_as_here(served: Served, folder: Path) -> None:
+    wait_for_two(served)
+    fields = {"model": "gpt", "prompt": ["The cat"] * 8, "max_tokens": 0, "echo": True, "logprobs": 2}
+    file = folder / "model.safetensors"
+    before = file.stat()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # as after an overwrite
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda _: served.ask("/v1/completions", fields), range(8))]
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert {one.status for one in found} == {503}
+    assert {one.body["error"]["message"].partition(":")[0] for one in found} == {
+        "the files of gpt were changed after it was opened"
+    }
 
 
 class Waiting(QueuedJob):

@@ -227,7 +227,8 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
         elif (error := result.exception()) is None:
             say(number, "result", result.result())
         else:
-            say(number, "error", error if isinstance(error, TriptychError) else RuntimeError(repr(error)))
+            is_told = isinstance(error, TriptychError | RequestError)
+            say(number, "error", error if is_told else RuntimeError(repr(error)))
 
     connection.send({name: (m.is_batch_invariant, m.alone, m.files) for name, m in served.items()})
     with contextlib.suppress(EOFError, OSError):
