@@ -13,7 +13,7 @@ import pytest
 from served import Served
 from triptych.face import Model, load
 from triptych.serving import processes
-from triptych.serving.limits import RequestError
+from triptych.serving.limits import Limits, RequestError
 from triptych.serving.processes import ServingProcess
 from triptych.serving.worker import Item, QueuedJob
 from triptych.threads import torch_threads
@@ -105,6 +105,41 @@ def test_what_another_process_refuses_is_refused_as_here(served: Served, folder:
     assert {one.body["error"]["message"].partition(":")[0] for one in found} == {
         "the files of gpt were changed after it was opened"
     }
+
+
+def test_a_process_that_fails_is_started_again(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    wait_for_two(served)
+    process = process_of(served)
+    pid = process.pid
+    process._send(process._helper, "no message of ours")
+    until = time.monotonic() + 120
+    while process.pid == pid:
+        assert time.monotonic() < until, "it is believed to be there"
+        time.sleep(0.05)
+    wait_for_two(served)
+    assert served.ask("/translate", FIELDS).status == 200
+    assert f"process {pid} has failed: ValueError" in capfd.readouterr().err
+
+
+def test_a_signal_to_all_processes_ends_none_but_the_first(served: Served) -> None:
+    wait_for_two(served)
+    pid = process_of(served).pid
+    assert pid is not None
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        os.kill(pid, number)
+    assert served.ask("/v1/completions", {**STREAM, "prompt": ["a"] * 20}).status == 200
+    assert process_of(served).pid == pid
+
+
+def test_few_places_to_wait_are_few_for_all_processes_together(folder: Path) -> None:
+    fields = {**STREAM, "prompt": ["The cat", "a"]}
+    models = {"gpt": load(folder)}
+    limits = Limits(max_waiting=2, seconds=20.0)
+    with torch_threads(1), Served(models, limits, num_processes=2) as served, ThreadPoolExecutor(12) as pool:
+        pid = process_of(served).pid
+        statuses = {*pool.map(lambda _: served.ask("/v1/completions", fields).status, range(120))}
+        assert statuses <= {200, 429}
+        assert process_of(served).pid == pid
 
 
 class Waiting(QueuedJob):

@@ -4,9 +4,11 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
@@ -130,6 +132,9 @@ class ServingProcess:
             if connection.poll(SECONDS_BETWEEN_PINGS):
                 message = connection.recv()
                 heard = time.monotonic()
+                if isinstance(message, Exception):
+                    log({"error": f"process {self.pid} has failed: {message!r}"[:500]})
+                    return
                 if message != _PING:
                     self._receive(*message)
             elif time.monotonic() - heard > SECONDS_SILENT:
@@ -205,8 +210,10 @@ class ServingProcess:
 
 def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) -> None:
     """What the process does: compute what comes, until the other end is closed or says so."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process that asked finishes its requests first
+    for number in (signal.SIGTERM, signal.SIGHUP):  # which the process that asked follows for all
+        signal.signal(number, signal.SIG_IGN)
     served, items, lock = dict[str, ServedModel](), dict[int, Item](), threading.Lock()
+    limits = replace(limits, max_waiting=sys.maxsize)  # the items have been let in where they come from
     for name, model in models.items():
         served[name] = SERVED_HERE[name] = ServedModel(name, model, limits)
         served[name].queue.patience = 0.0  # the items have waited where they come from
