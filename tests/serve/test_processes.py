@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from served import Served
+from served import Served, ServedCommand
 from triptych.face import Model, load
 from triptych.serving import processes
 from triptych.serving.limits import Limits, RequestError
@@ -140,6 +140,14 @@ def test_few_places_to_wait_are_few_for_all_processes_together(folder: Path) -> 
         statuses = {*pool.map(lambda _: served.ask("/v1/completions", fields).status, range(120))}
         assert statuses <= {200, 429}
         assert process_of(served).pid == pid
+
+
+def test_a_server_that_is_told_to_stop_while_it_opens_its_models_anew_ends(folder: Path) -> None:
+    with ServedCommand(f"gpt={folder}", "--workers", 2) as served:
+        served.process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(100) == 0
 
 
 class Waiting(QueuedJob):

@@ -67,6 +67,7 @@ class Server:
     def __init__(self, fleet: Fleet, limits: Limits, keys: Sequence[str]) -> None:
         """Put a server together."""
         self.fleet = fleet
+        self._fleets = [fleet]  # all that are not closed
         self.limits = limits
         self.keys = Keys(keys)
         self.is_stopping = False
@@ -152,7 +153,7 @@ class Server:
 
     async def _reload(self) -> list[str]:
         started = time.perf_counter()
-        before, fresh = self.fleet, await asyncio.to_thread(self.fleet.reopened)
+        before, fresh = self.fleet, await asyncio.to_thread(self._reopened)
         self.fleet = fresh
         log({"reloaded": [*fresh.models], "seconds": round(time.perf_counter() - started, 3)})
         retiring = asyncio.ensure_future(self._retire(before, {*self._in_flight}))
@@ -160,11 +161,22 @@ class Server:
         retiring.add_done_callback(self._retiring.discard)
         return [*fresh.models]
 
+    def _reopened(self) -> Fleet:
+        fresh = self.fleet.reopened()
+        self._fleets.append(fresh)  # here, where nobody may wait for it any more
+        return fresh
+
     async def _retire(self, fleet: Fleet, requests: set[Visit]) -> None:
         """End a fleet when the requests that may have taken its models are over."""
         while requests & self._in_flight:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         await asyncio.to_thread(fleet.close)
+        self._fleets.remove(fleet)
+
+    def close(self) -> None:
+        """End when everything that was submitted is computed; also what a reload made, or has not ended."""
+        for fleet in self._fleets:
+            fleet.close()
 
     def count_tokens(self, read: int, new: int) -> None:
         """Add to the figures."""
