@@ -141,6 +141,6 @@ def test_texts_to_stop_at_are_a_few_texts(served: Served, stop: Any, status: int
 @pytest.mark.parametrize("path", ["/v1/attend", "/v1/steps", "/v1/inspect"])
 @pytest.mark.parametrize("name", ["text", "target"])
 @pytest.mark.parametrize("given", [5, True, [1], {"a": 1}])
-def test_a_text_that_is_none_is_refused_or_left_aside(served: Served, path: str, name: str, given: Any) -> None:
+def test_what_is_no_text_is_refused_or_left_aside(served: Served, path: str, name: str, given: Any) -> None:
     fields = {"model": "gpt", "text": "a cat", **LOOKS.get(path, {}), name: given}
     assert served.ask(path, fields).status in (200, 400)

@@ -60,7 +60,7 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self._stop_waiting()
-            self.cycle.scope[CUT_OFF] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+            self.cycle.scope[CUT_OFF] = self.transport.abort  # type: ignore[literal-required]
 
     def on_response_complete(self) -> None:
         answered = self.cycle
@@ -95,7 +95,7 @@ class Connection(H11Protocol):
         self._look = self.loop.call_later(self._limits.stranger_seconds, look)
 
     def _cut_off_if_unread(self, before: int | None) -> None:
-        """End a closed connection of whose answer nothing was read since the last look (None: it was open)."""
+        """End a closed connection if nothing was read since the last look (None: it was open)."""
         unread = self.transport.get_write_buffer_size() if self.transport.is_closing() else None
         if unread is not None and before is not None and unread >= before:
             self.transport.abort()
