@@ -104,7 +104,7 @@ class Served(Asking):
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
         self.thread.join()
-        self.state.fleet.close()
+        self.state.close()
 
 
 class ServedCommand(Asking):

@@ -15,6 +15,7 @@ from served import Served
 from triptych.attending.alignment import AlignedWords, Word
 from triptych.errors import DataError
 from triptych.face import Model
+from triptych.serving import application
 from triptych.serving.limits import Limits
 from triptych.serving.serve import serve
 from triptych.serving.translation import _links
@@ -152,6 +153,7 @@ def test_a_page_of_another_origin_makes_nothing_compute(open_server: Served, loc
     for headers, status in (
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
         ({"Origin": "http://127.0.0.1:1"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Content-Type": "text/plain"}, 415),
@@ -196,3 +198,45 @@ def test_words_of_unknown_characters_are_aligned(open_server: Served, text: str,
 def test_a_line_all_of_whose_tokens_are_unknown_has_no_words_to_align() -> None:
     words = AlignedWords((), (Word("Ein", 0, 1), Word(".", 1, 2)), torch.zeros(2, 0))
     assert _links(words) == []
+
+
+def unread(served: Served, num_requests: int) -> socket.socket:
+    """A client without a key that asks for many pages and reads none."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", served.port))
+    connection.setblocking(False)
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * num_requests)
+    return connection
+
+
+def test_clients_that_read_no_answer_keep_nobody_out_and_are_cut_off(
+    locked: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "_SECONDS_TO_SEND", 1.0)
+    with ExitStack() as stack:
+        for _ in range(LIMITS.max_requests + 2):
+            stack.enter_context(closing(unread(locked, 300)))
+        until = time.monotonic() + 60
+        while locked.state.num_requests < LIMITS.max_requests + 2:  # until what the system keeps is full
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert locked.ask("/translate", FIELDS, Authorization="Bearer k").status == 200
+        while locked.server.server_state.connections:
+            assert time.monotonic() < until, "connections are kept for ever"
+            time.sleep(0.05)
+
+
+def test_a_request_that_came_with_its_connection_is_answered_in_a_flood_of_connections(
+    locked: Served,
+) -> None:
+    loop = locked.server.servers[0].get_loop()
+    with ExitStack() as stack:
+        loop.call_soon_threadsafe(time.sleep, 0.5)  # so that all connections wait at once
+        time.sleep(0.1)
+        honest = stack.enter_context(closing(socket.create_connection(("127.0.0.1", locked.port), 30)))
+        honest.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for _ in range(5 * LIMITS.max_connections):
+            idle = socket.create_connection(("127.0.0.1", locked.port), 30)
+            stack.enter_context(closing(idle))
+        assert status_of(honest) == 200

@@ -120,3 +120,27 @@ def test_what_the_page_kept_is_given_back_when_it_asks_no_more(
     while explorer._attention.cache_info().currsize:
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("stop", "status"),
+    [
+        ([f"x{number}" for number in range(10_000)], 413),  # each is looked for at every token
+        (["a" * 30, "b" * 30], 413),
+        ({"a": 1}, 400),
+        ([None], 400),
+        (5, 400),
+        ([f"x{number}" for number in range(9)], 200),
+    ],
+)
+def test_texts_to_stop_at_are_a_few_texts(served: Served, stop: Any, status: int) -> None:
+    fields = {"model": "gpt", "prompt": "The cat", "max_tokens": 4, "stop": stop}
+    assert served.ask("/v1/completions", fields).status == status
+
+
+@pytest.mark.parametrize("path", ["/v1/attend", "/v1/steps", "/v1/inspect"])
+@pytest.mark.parametrize("name", ["text", "target"])
+@pytest.mark.parametrize("given", [5, True, [1], {"a": 1}])
+def test_what_is_no_text_is_refused_or_left_aside(served: Served, path: str, name: str, given: Any) -> None:
+    fields = {"model": "gpt", "text": "a cat", **LOOKS.get(path, {}), name: given}
+    assert served.ask(path, fields).status in (200, 400)

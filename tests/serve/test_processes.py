@@ -1,17 +1,19 @@
 """Processes that die or stop answering: requests get their answers, and others take their places."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from served import Served
+from served import Served, ServedCommand
 from triptych.face import Model, load
 from triptych.serving import processes
-from triptych.serving.limits import RequestError
+from triptych.serving.limits import Limits, RequestError
 from triptych.serving.processes import ServingProcess
 from triptych.serving.worker import Item, QueuedJob
 from triptych.threads import torch_threads
@@ -21,8 +23,13 @@ STREAM = {"model": "gpt", "prompt": ["The cat"] * 6, "max_tokens": 40, "temperat
 
 
 @pytest.fixture(scope="module")
-def served(translator: Model, language_model: Model) -> Iterator[Served]:
-    models = {"en-de": load(translator.name), "gpt": load(language_model.name)}
+def folder(language_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(language_model.name, tmp_path_factory.mktemp("own") / "gpt"))
+
+
+@pytest.fixture(scope="module")
+def served(translator: Model, folder: Path) -> Iterator[Served]:
+    models = {"en-de": load(translator.name), "gpt": load(folder)}
     with torch_threads(1), Served(models, num_processes=2) as running:
         yield running
 
@@ -83,6 +90,64 @@ def text_of(events: list[dict[str, object]]) -> list[str]:
         assert isinstance(choices, list)
         found[choices[0]["index"]] += choices[0]["text"]
     return found
+
+
+def test_what_another_process_refuses_is_refused_as_here(served: Served, folder: Path) -> None:
+    wait_for_two(served)
+    fields = {"model": "gpt", "prompt": ["The cat"] * 8, "max_tokens": 0, "echo": True, "logprobs": 2}
+    file = folder / "model.safetensors"
+    before = file.stat()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # as after an overwrite
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda _: served.ask("/v1/completions", fields), range(8))]
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert {one.status for one in found} == {503}
+    assert {one.body["error"]["message"].partition(":")[0] for one in found} == {
+        "the files of gpt were changed after it was opened"
+    }
+
+
+def test_a_process_that_fails_is_started_again(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
+    wait_for_two(served)
+    process = process_of(served)
+    pid = process.pid
+    process._send(process._helper, "no message of ours")
+    until = time.monotonic() + 120
+    while process.pid == pid:
+        assert time.monotonic() < until, "it is believed to be there"
+        time.sleep(0.05)
+    wait_for_two(served)
+    assert served.ask("/translate", FIELDS).status == 200
+    assert f"process {pid} has failed: ValueError" in capfd.readouterr().err
+
+
+def test_a_signal_to_all_processes_ends_none_but_the_first(served: Served) -> None:
+    wait_for_two(served)
+    pid = process_of(served).pid
+    assert pid is not None
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        os.kill(pid, number)
+    assert served.ask("/v1/completions", {**STREAM, "prompt": ["a"] * 20}).status == 200
+    assert process_of(served).pid == pid
+
+
+def test_few_places_to_wait_are_few_for_all_processes_together(folder: Path) -> None:
+    fields = {**STREAM, "prompt": ["The cat", "a"]}
+    models = {"gpt": load(folder)}
+    limits = Limits(max_waiting=2, seconds=20.0)
+    with torch_threads(1), Served(models, limits, num_processes=2) as served, ThreadPoolExecutor(12) as pool:
+        pid = process_of(served).pid
+        statuses = {*pool.map(lambda _: served.ask("/v1/completions", fields).status, range(120))}
+        assert statuses <= {200, 429}
+        assert process_of(served).pid == pid
+
+
+def test_a_server_that_is_told_to_stop_while_it_opens_its_models_anew_ends(folder: Path) -> None:
+    with ServedCommand(f"gpt={folder}", "--workers", 2) as served:
+        served.process.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(100) == 0
 
 
 class Waiting(QueuedJob):

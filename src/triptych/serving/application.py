@@ -16,13 +16,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from triptych.serving import completions, embeddings, page, records, translation
+from triptych.serving.connections import CUT_OFF
 from triptych.serving.doors import KEY_NEEDED, check_host, check_origin
 from triptych.serving.limits import RequestError
 from triptych.serving.logs import log
 from triptych.serving.server import Endpoint, Server
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# For a client to read the rest of its answer.
+# For a client to read the rest of its answer, or one that took nothing to compute.
 _SECONDS_TO_SEND = 10.0
 # What needs no key.
 _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
@@ -60,14 +61,19 @@ class Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        with self._server.answering(request):
+        with self._server.answering(request) as visit:
             response = await self._answer(request)
+            if response.status_code >= 400:
+                visit.stage = "open"
+            computed = self._server.limits.seconds if visit.stage == "read" else 0.0
             try:
                 # What is computed ends in time (`Server.compute`); a client that does not read ends here.
-                async with asyncio.timeout(self._server.limits.seconds + _SECONDS_TO_SEND):
+                async with asyncio.timeout(computed + _SECONDS_TO_SEND):
                     await response(scope, receive, send)
             except TimeoutError:
                 log({"cut off": self._path, "because": "the client does not read its answer"})
+                if CUT_OFF in scope:
+                    scope[CUT_OFF]()
 
     async def _answer(self, request: Request) -> Response:
         server, path = self._server, self._path

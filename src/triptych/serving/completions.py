@@ -172,7 +172,7 @@ def _asked(
     if of_stream and not (stream and isinstance(of_stream, dict)):
         raise RequestError(400, "stream_options goes with stream: true, and is an object")
     counts_usage = flag(of_stream, "include_usage")
-    stop = fields.get("stop") or ()
+    stops = _stop_texts(server, fields)
 
     def given(name: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
         return default if fields.get(name) is None else kind(fields[name])
@@ -184,13 +184,22 @@ def _asked(
         # Without a seed every request draws its own; greedy requests draw nothing and are computed together.
         drawn = given("seed", int, random.SystemRandom().getrandbits(31))
         seed, num_samples = (0, 1) if sampling.is_greedy else (drawn, samples)
-        stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
         options = GenerationOptions(
             max(most, 1), sampling, seed, num_samples, stop_texts=stops, num_top=logprobs or 0
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError(400, str(error)) from None
     return _Wanted(model, prompts, options if most else None, echo, logprobs, stream, counts_usage, samples)
+
+
+def _stop_texts(server: Server, fields: Fields) -> tuple[str, ...]:
+    """The texts that a completion ends before: each is looked for at every token."""
+    stop = fields.get("stop") or []
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
+        raise RequestError(400, "stop: give a text, or a list of texts")
+    server.check_texts(stops)
+    return tuple(stops)
 
 
 async def _choices(

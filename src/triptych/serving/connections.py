@@ -1,4 +1,7 @@
-"""Connections that are closed if no request comes in time, or if they are the oldest of too many."""
+"""Connections that are closed if no request comes in time, or if they are the oldest of too many.
+
+One that is closed and whose client does not read the rest of its answer is cut off.
+"""
 
 import asyncio
 from functools import partial
@@ -9,6 +12,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from triptych.serving.limits import Limits
+
+# In the scope of a request: ends its connection without waiting for the client to read.
+CUT_OFF = "triptych.cut_off"
+# What a client sent with its connection is read before the connection makes room for others.
+_SECONDS_TO_SPEAK = 0.1
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits, **options: Any) -> uvicorn.Config:
@@ -22,7 +30,8 @@ def uvicorn_config(app: ASGIApp, limits: Limits, **options: Any) -> uvicorn.Conf
 class Connection(H11Protocol):
     """A connection of uvicorn that is closed when the head of a request does not come.
 
-    uvicorn itself waits for ever before the first request, and for the rest of a head.
+    uvicorn itself waits for ever before the first request, for the rest of a head, and at the end until all
+    of an answer is read.
     """
 
     def __init__(
@@ -33,13 +42,17 @@ class Connection(H11Protocol):
         self._limits = limits
         self._waiting = waiting
         self._timer: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
+        self._look_soon(unread=None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._look is not None:
+            self._look.cancel()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -47,6 +60,7 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not before:
             self._stop_waiting()
+            self.cycle.scope[CUT_OFF] = self.transport.abort  # type: ignore[literal-required]
 
     def on_response_complete(self) -> None:
         answered = self.cycle
@@ -60,6 +74,10 @@ class Connection(H11Protocol):
         self._waiting[self] = None
         self._timer = self.loop.call_later(self._limits.stranger_seconds, self._end)
         if len(self._waiting) > self._limits.max_connections:
+            self.loop.call_later(_SECONDS_TO_SPEAK, self._make_room)
+
+    def _make_room(self) -> None:
+        if len(self._waiting) > self._limits.max_connections:
             next(iter(self._waiting))._end()
 
     def _stop_waiting(self) -> None:
@@ -71,3 +89,15 @@ class Connection(H11Protocol):
     def _end(self) -> None:
         self._stop_waiting()
         self.transport.close()
+
+    def _look_soon(self, unread: int | None) -> None:
+        look = partial(self._cut_off_if_unread, unread)
+        self._look = self.loop.call_later(self._limits.stranger_seconds, look)
+
+    def _cut_off_if_unread(self, before: int | None) -> None:
+        """End a closed connection if nothing was read since the last look (None: it was open)."""
+        unread = self.transport.get_write_buffer_size() if self.transport.is_closing() else None
+        if unread is not None and before is not None and unread >= before:
+            self.transport.abort()
+        else:
+            self._look_soon(unread)

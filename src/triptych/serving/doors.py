@@ -73,13 +73,21 @@ def check_origin(request: Request) -> None:
     """
     origin = request.headers.get("origin")
     host = request.headers.get("host", "")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and _netloc(origin) != host:
         raise RequestError(403, f"Origin: {origin} may not ask: start the server with keys for other pages")
     if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise RequestError(403, "a page of another origin may not ask: start the server with keys for it")
     kind = content_type(request)
     if request.method == "POST" and kind not in (_NO_TYPE, *_FORMS) and not _is_json(kind):
         raise RequestError(415, f"Content-Type: {kind} is none of application/json and {', '.join(_FORMS)}")
+
+
+def _netloc(origin: str) -> str | None:
+    """The host and port of an origin; None of what is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def content_type(request: Request) -> str:

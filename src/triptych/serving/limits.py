@@ -1,6 +1,7 @@
 """The limits of requests, and the error of a request that is refused."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from triptych.errors import UsageError
 
@@ -63,3 +64,7 @@ class RequestError(Exception):
     def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.retry_after = status, message, retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process may refuse a request (`processes.py`)."""
+        return RequestError, (self.status, self.message, self.retry_after)

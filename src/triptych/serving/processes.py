@@ -4,9 +4,11 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
@@ -127,6 +129,9 @@ class ServingProcess:
             if connection.poll(SECONDS_BETWEEN_PINGS):
                 message = connection.recv()
                 heard = time.monotonic()
+                if isinstance(message, Exception):
+                    log({"error": f"process {self.pid} has failed: {message!r}"[:500]})
+                    return
                 if message != _PING:
                     self._receive(*message)
             elif time.monotonic() - heard > SECONDS_SILENT:
@@ -202,8 +207,10 @@ class ServingProcess:
 
 def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) -> None:
     """What the process does: compute what comes, until the other end is closed or says so."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the process that asked finishes its requests first
+    for number in (signal.SIGTERM, signal.SIGHUP):  # which the process that asked follows for all
+        signal.signal(number, signal.SIG_IGN)
     served, items, lock = dict[str, ServedModel](), dict[int, Item](), threading.Lock()
+    limits = replace(limits, max_waiting=sys.maxsize)  # the items have been let in where they come from
     for name, model in models.items():
         served[name] = SERVED_HERE[name] = ServedModel(name, model, limits)
         served[name].queue.patience = 0.0  # the items have waited where they come from
@@ -225,7 +232,8 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
         elif (error := result.exception()) is None:
             say(number, "result", result.result())
         else:
-            say(number, "error", error if isinstance(error, TriptychError) else RuntimeError(repr(error)))
+            is_told = isinstance(error, TriptychError | RequestError)
+            say(number, "error", error if is_told else RuntimeError(repr(error)))
 
     connection.send({name: (m.is_batch_invariant, m.alone) for name, m in served.items()})
     with contextlib.suppress(EOFError, OSError):

@@ -77,7 +77,8 @@ async def _answered(
     server: Server, request: Request, fields: Fields, can: str, ask: Callable[[Model, Item], str]
 ) -> Response:
     served = server.model(fields.get("model"), can)
-    server.check_texts([fields.get(name) or "" for name in ("text", "target")])
+    texts = [fields.get(name) for name in ("text", "target")]  # what is none is refused where it is read
+    server.check_texts([text for text in texts if isinstance(text, str)])
     (found,) = await server.compute(request, Asking(served), [lambda of, item: ask(of.model, item)])
     return Response(found, media_type="application/json")
 

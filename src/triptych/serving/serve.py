@@ -88,7 +88,7 @@ def serve(
         fleet = running.Fleet(models, limits or Limits(), workers=workers, page=page, page_only=page_only)
         server = running.Server(fleet, limits or Limits(), keys)
         stack.callback(flush_log)
-        stack.callback(lambda: server.fleet.close())
+        stack.callback(server.close)
         listening = stack.enter_context(_listening(host, port))
         fleet.start()
         for model in fleet.models.values():

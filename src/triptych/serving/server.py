@@ -28,8 +28,9 @@ _SECONDS_BETWEEN_LOOKS = 0.05
 Endpoint = Callable[["Server", Request], Awaitable[Response]]
 
 
-# How far a request is: its head has come, or that of one without a key, or all of it.
-Stage = Literal["begun", "stranger", "read"]
+# How far a request is: it takes no place as nothing is computed for it (yet, or any more); its body comes,
+# with a key in the head, or without one; all of it has come.
+Stage = Literal["open", "begun", "stranger", "read"]
 _VISIT = "triptych.visit"
 
 
@@ -44,7 +45,7 @@ class Visit:
     """
 
     deadline: float
-    stage: Stage = "begun"
+    stage: Stage = "open"
 
 
 def _crowded(way: str = "") -> RequestError:
@@ -66,6 +67,7 @@ class Server:
     def __init__(self, fleet: Fleet, limits: Limits, keys: Sequence[str]) -> None:
         """Put a server together."""
         self.fleet = fleet
+        self._fleets = [fleet]  # all that are not closed
         self.limits = limits
         self.keys = Keys(keys)
         self.is_stopping = False
@@ -112,13 +114,13 @@ class Server:
         return self.keys.are_needed
 
     @contextmanager
-    def answering(self, request: Request) -> Iterator[None]:
+    def answering(self, request: Request) -> Iterator[Visit]:
         """Answer a request inside the block: the models that it may have taken stay until its end."""
         visit = Visit(asyncio.get_running_loop().time() + self.limits.seconds)
         request.scope[_VISIT] = visit
         self._in_flight.add(visit)
         try:
-            yield
+            yield visit
         finally:
             self._in_flight.discard(visit)
 
@@ -151,7 +153,7 @@ class Server:
 
     async def _reload(self) -> list[str]:
         started = time.perf_counter()
-        before, fresh = self.fleet, await asyncio.to_thread(self.fleet.reopened)
+        before, fresh = self.fleet, await asyncio.to_thread(self._reopened)
         self.fleet = fresh
         log({"reloaded": [*fresh.models], "seconds": round(time.perf_counter() - started, 3)})
         retiring = asyncio.ensure_future(self._retire(before, {*self._in_flight}))
@@ -159,11 +161,22 @@ class Server:
         retiring.add_done_callback(self._retiring.discard)
         return [*fresh.models]
 
+    def _reopened(self) -> Fleet:
+        fresh = self.fleet.reopened()
+        self._fleets.append(fresh)  # here, where nobody may wait for it any more
+        return fresh
+
     async def _retire(self, fleet: Fleet, requests: set[Visit]) -> None:
         """End a fleet when the requests that may have taken its models are over."""
         while requests & self._in_flight:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         await asyncio.to_thread(fleet.close)
+        self._fleets.remove(fleet)
+
+    def close(self) -> None:
+        """End when everything that was submitted is computed; also what a reload made, or has not ended."""
+        for fleet in self._fleets:
+            fleet.close()
 
     def count_tokens(self, read: int, new: int) -> None:
         """Add to the figures."""
@@ -178,6 +191,7 @@ class Server:
         visit: Visit = request.scope[_VISIT]
         most = self.limits.max_requests
         if self.keys.check_head(request):
+            visit.stage = "begun"
             if self._num_in("begun") > most:
                 raise _crowded()
             found = await self._read(request, self.limits.body_seconds)
