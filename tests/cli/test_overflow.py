@@ -7,26 +7,37 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import triptych as library
 from command import Command
-from small_checkpoints import gpt2_that_runs
+from served import Served
+from small_checkpoints import bert_that_runs, gpt2_that_runs
 from triptych.models.overflow import NumbersOverflowError
 
 TEXT = "w1 w2 w3 w4 w5 w6"
+
+
+def in_float16(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """The same checkpoint in float16, its tensors changed."""
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.half().clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    path.unlink()
+    save_file(tensors, path, {"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 in float16 whose second feed-forward layer is too large for that."""
     found = gpt2_that_runs(tmp_path_factory.mktemp("overflow") / "model")
-    path = found / "model.safetensors"
-    tensors = {name: tensor.half().clone() for name, tensor in load_file(path).items()}
-    (large,) = [name for name in tensors if name.endswith("h.1.mlp.c_proj.weight")]
-    tensors[large] = tensors[large].sign() * 6e4
-    path.unlink()
-    save_file(tensors, path, {"format": "pt"})
-    return found
+
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        (large,) = [name for name in tensors if name.endswith("h.1.mlp.c_proj.weight")]
+        tensors[large] = tensors[large].sign() * 6e4
+
+    return in_float16(found, enlarge)
 
 
 CALLS: dict[str, Callable[[library.Model], object]] = {
@@ -91,3 +102,33 @@ def test_a_bias_that_hides_tokens_is_no_overflow(tmp_path: Path) -> None:
     language.head.output.bias = torch.nn.Parameter(hidden)
     assert model.run("w1 w2").logits[:, 3].isinf().all()
     assert json.dumps(model.evaluate("w1 w2 w4").figures(), allow_nan=False)
+
+
+def test_a_server_answers_log_probabilities_that_overflow_with_one_line(tmp_path: Path) -> None:
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        # Of the token w from the 46th place on, the sum is too large.
+        tensors["transformer.wpe.weight"][45:] = 65_000
+        tensors["transformer.wte.weight"][letter] = 900
+
+    folder = gpt2_that_runs(tmp_path / "gpt2")
+    (letter,) = library.load(folder).opened.tokenizer.encode(["w"])[0]
+    in_float16(folder, enlarge)
+    asked = {"max_tokens": 0, "echo": True, "logprobs": 2}
+    with Served({"m": library.load(folder)}) as served:
+        short = served.ask("/v1/completions", asked | {"prompt": "w" * 10})
+        long = served.ask("/v1/completions", asked | {"prompt": "w" * 50})
+    assert short.status == 200
+    assert long.status == 400
+    assert "not finite" in long.body["error"]["message"]
+
+
+def test_a_server_answers_vectors_that_overflow_with_one_line(tmp_path: Path) -> None:
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        large = "encoder.layer.1.output.dense.weight"
+        tensors[large] = tensors[large].sign() * 6e4
+
+    folder = in_float16(bert_that_runs(tmp_path / "bert"), enlarge)
+    with Served({"m": library.load(folder)}) as served:
+        answer = served.ask("/v1/embeddings", {"input": TEXT})
+    assert answer.status == 400
+    assert "not finite" in answer.body["error"]["message"]

@@ -191,7 +191,7 @@ def test_what_is_given_wins_and_a_line_says_what_is_taken_from_the_file(folder: 
         ({"forced_bos_token_id": 0}, "forced_bos_token_id is 0"),
         ({"exponential_decay_length_penalty": [2, 1.1]}, "exponential_decay_length_penalty"),
         ({"epsilon_cutoff": 1e-3, "do_sample": True}, "epsilon_cutoff is 0.001"),
-        ({"eta_cutoff": 1e-3}, "eta_cutoff is 0.001"),
+        ({"eta_cutoff": 1e-3, "do_sample": True}, "eta_cutoff is 0.001"),
         ({"stop_strings": ["."]}, "stop_strings is"),
         ({"num_return_sequences": 2}, "num_return_sequences is 2"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha is 0.6"),
@@ -218,8 +218,8 @@ def test_settings_that_a_beam_does_not_follow_are_refused_with_one(folder: Path)
     ("settings", "said"),
     [
         ({"temperature": 0.0, "do_sample": True}, "temperature is 0.0: it must be a number above 0"),
-        ({"top_p": 1.5}, "top_p is 1.5: it must be above 0 and at most 1"),
-        ({"top_k": "many"}, "top_k is .*many.*: it must be a whole number"),
+        ({"top_p": 1.5, "do_sample": True}, "top_p is 1.5: it must be above 0 and at most 1"),
+        ({"top_k": "many", "do_sample": True}, "top_k is .*many.*: it must be a whole number"),
         ({"bad_words_ids": [5]}, "bad_words_ids is .*: it must be a list of lists of token ids"),
         ({"eos_token_id": "</s>"}, "eos_token_id is .*: it must be a token id, or a list of them"),
         ({"do_sample": "yes"}, "do_sample is .*: it must be true or false"),
@@ -228,6 +228,34 @@ def test_settings_that_a_beam_does_not_follow_are_refused_with_one(folder: Path)
 def test_a_setting_of_another_kind_is_one_line(folder: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         with_settings(folder, **settings).generate(TEXT)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": -1.0},
+        {"eta_cutoff": 0.1},
+        {"top_h": 0.1},
+    ],
+    ids=str,
+)
+def test_a_setting_of_drawing_that_is_not_followed_stops_nobody_who_draws_nothing(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    model = with_settings(folder, **settings)
+    ours = model.generate(TEXT, max_new_tokens=8)
+    assert [*ours.ids] == theirs(folder, model.run(TEXT).ids, max_new_tokens=8)
+    assert model.generate(TEXT, max_new_tokens=2, beam_size=2).ids
+    assert model.run(TEXT).loss > 0
+    (name,) = settings
+    drawing = with_settings(folder, **settings, do_sample=True)
+    with pytest.raises((DataError, UsageError), match=f"{name} is .*--generation-config ignore"):
+        drawing.generate(TEXT, max_new_tokens=2)
+    assert drawing.generate(TEXT, max_new_tokens=2, generation_config="ignore").ids
 
 
 def test_every_setting_of_transformers_is_followed_refused_or_changes_no_text() -> None:

@@ -39,6 +39,9 @@ _NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "token_healing": (False,),
 }
+# Those of them that count only where tokens are drawn.
+_OF_DRAWS = ("epsilon_cutoff", "eta_cutoff", "top_h")
+_ENDS = "eos_token_id"
 _DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _RULES = (
     "no_repeat_ngram_size",
@@ -72,36 +75,45 @@ class GenerationConfig:
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     begin_id: int | None = None  # the token that begins a text
+    unfit: Mapping[str, str] = field(
+        default_factory=dict
+    )  # settings that are none, each with what it must be
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationConfig":
-        """Read the file of a folder; without one nothing is set."""
+        """Read the file of a folder; without one nothing is set.
+
+        A value that cannot be followed matters to a text that is continued by it, and to nothing else.
+        """
         path = folder / FILE
         if not path.exists():
             return cls()
         record = read_json(path)
-        for name, (check, what) in _KINDS.items():
-            if record.get(name) is not None and not check(record[name]):
-                raise DataError(f"{path}: {name} is {shown(record[name])}: it must be {what}")
+        unfit = {
+            name: f"{path}: {name} is {shown(record[name])}: it must be {what}"
+            for name, (check, what) in _KINDS.items()
+            if record.get(name) is not None and not check(record[name])
+        }
+        if _ENDS in unfit:  # which counts for every reader
+            raise DataError(unfit[_ENDS])
         begins = record.get("bos_token_id")
         return cls(
             str(path),
-            {name: value for name, value in record.items() if _matters(name, value)},
+            {name: value for name, value in record.items() if name not in unfit and _matters(name, value)},
             begins if isinstance(begins, int) else None,
+            unfit,
         )
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end a text; none where the file names none."""
-        found = self.settings.get("eos_token_id", ())
+        found = self.settings.get(_ENDS, ())
         return tuple(found) if isinstance(found, list | tuple) else (found,)
 
     def sampling(self, asked: Asked) -> SamplingOptions:
         """Return the options for choosing tokens: the arguments, or else the file's settings."""
         given = {name: getattr(asked, name, None) for name in _DRAWING}
-        draws = asked.beam_size == 1 and bool(
-            asked.temperature if asked.temperature is not None else self.settings.get("do_sample")
-        )
+        draws = self._draws(asked)
         drawn: dict[str, Any] = {}
         if draws:
             usual: dict[str, Any] = {"temperature": 1.0}
@@ -113,6 +125,12 @@ class GenerationConfig:
         penalty = asked.repetition_penalty
         penalty = self.settings.get("repetition_penalty", 1.0) if penalty is None else penalty
         return SamplingOptions(repetition_penalty=penalty, rules=self._rules(), **drawn)
+
+    def _draws(self, asked: Asked) -> bool:
+        """Whether tokens are drawn."""
+        if asked.beam_size > 1:
+            return False
+        return bool(asked.temperature if asked.temperature is not None else self.settings.get("do_sample"))
 
     def _rules(self) -> TokenRules:
         found = {name: self.settings[name] for name in _RULES if name in self.settings}
@@ -138,8 +156,12 @@ class GenerationConfig:
         return {"max_new_tokens": GenerationOptions.max_new_tokens}
 
     def require_followed(self, asked: Asked) -> None:
-        """Refuse settings that nothing here corresponds to."""
+        """Refuse settings that nothing here corresponds to, and those that are none, where they would count."""
+        for name, message in self.unfit.items():
+            if getattr(asked, name, None) is None and (name not in _DRAWING or self._draws(asked)):
+                raise DataError(f"{message} (--generation-config ignore leaves out the file's settings)")
         refused = [name for name in _NOT_FOLLOWED if name in self.settings]
+        refused = [name for name in refused if name not in _OF_DRAWS or self._draws(asked)]
         if asked.beam_size > 1:
             refused = [name for name in refused if name != "num_beams"]
             rules = [name for name in (*_RULES, "repetition_penalty") if name in self.settings]

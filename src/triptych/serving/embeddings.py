@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from torch.nn import functional as F
 
 from triptych.decoding.batches import LONGEST_SHOWN, check_length
+from triptych.models.overflow import require_finite_values
 from triptych.serving.completions import read_token_ids
 from triptych.serving.limits import RequestError
 from triptych.serving.models import JobOfEach
@@ -62,7 +64,9 @@ class Embedding(JobOfEach):
     def of(self, given: Sequence[int]) -> list[float]:
         model = self.model.model.opened.language_model.eval()
         read = torch.tensor([list(given)], device=model.embeddings.table.weight.device)
-        found: list[float] = F.normalize(model.hidden(read)[0].float().mean(dim=0), dim=0).tolist()
+        hidden = model.hidden(read)[0]
+        require_finite_values(model, hidden, partial(model.hidden, read))
+        found: list[float] = F.normalize(hidden.float().mean(dim=0), dim=0).tolist()
         return found
 
 

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, final
 
@@ -27,6 +28,7 @@ from triptych.decoding import (
 from triptych.decoding.maps import give_memory_back, own_memory
 from triptych.errors import UsageError
 from triptych.face import Model, renamed
+from triptych.models.overflow import require_finite_logits
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
@@ -307,7 +309,9 @@ class Scoring(JobOfEach):
             return Scored((), ())
         model = self.model.generator.model.eval()
         read = torch.tensor([list(given[:-1])], device=model.embeddings.table.weight.device)
-        log_probs: Tensor = model(read).logits[0].float().log_softmax(dim=-1)
+        logits = model(read).logits[0]
+        require_finite_logits(model, logits, partial(model, read))
+        log_probs: Tensor = logits.float().log_softmax(dim=-1)
         own = log_probs.gather(1, torch.tensor(given[1:], device=read.device)[:, None])[:, 0]
         best = log_probs.topk(min(self.count, log_probs.shape[1]), dim=-1)
         tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
