@@ -75,9 +75,7 @@ class GenerationConfig:
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     begin_id: int | None = None  # the token that begins a text
-    unfit: Mapping[str, str] = field(
-        default_factory=dict
-    )  # settings that are none, each with what it must be
+    unfit: Mapping[str, str] = field(default_factory=dict)  # settings of another kind, each with an error
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationConfig":
@@ -156,7 +154,7 @@ class GenerationConfig:
         return {"max_new_tokens": GenerationOptions.max_new_tokens}
 
     def require_followed(self, asked: Asked) -> None:
-        """Refuse settings that nothing here corresponds to, and those that are none, where they would count."""
+        """Refuse settings that are not followed where they would count."""
         for name, message in self.unfit.items():
             if getattr(asked, name, None) is None and (name not in _DRAWING or self._draws(asked)):
                 raise DataError(f"{message} (--generation-config ignore leaves out the file's settings)")
