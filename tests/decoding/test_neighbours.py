@@ -98,6 +98,19 @@ def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
     assert [one.result() for one in asked[1:]] == generate_tokens(engine, texts, WAYS[way])[1:]
 
 
+def test_two_wide_heads_that_share_a_key_read_a_short_text_as_beside_a_longer_one_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    heads = {"num_heads": 8, "attention": {"projections": "grouped", "num_kv_heads": 4}}
+    sizes = {"num_layers": 2, "d_model": 1024, "d_ff": 64, "context": 256, "positions": {"scheme": "rotary"}}
+    model = LanguageModel.of(LanguageModelConfig.model_validate(sizes | heads), "decoder", 301).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2)  # sharp enough for weights that differ
+    engine, texts = Engine(model, "bf16"), texts_of(16, 20, 301)
+    assert_neighbours_change_nothing(lambda texts: generate_tokens(engine, texts, WAYS["greedy"]), texts)
+
+
 @pytest.mark.parametrize("beam_size", [1, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("positions", ["sinusoidal", pytest.param("rotary", marks=pytest.mark.slow)])

@@ -52,6 +52,9 @@ ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | Langu
 # a batch together.
 _SMALL_PRODUCT = {torch.bfloat16: 16**3 + 1}
 _SMALL_PRODUCT_OTHERWISE = 400
+# With fewer rows, a product in bfloat16 of weights and values depends on the number of keys, those that weigh
+# 0 included.
+_FEWEST_ROWS = {torch.bfloat16: 4}
 
 
 @final
@@ -266,7 +269,8 @@ class FusedAttention(nn.Module):
                 bias = None if bias is None else F.pad(bias, (0, missing))
             more = -count % EVEN_ROWS if varies else 0
             small = _SMALL_PRODUCT.get(k.dtype, _SMALL_PRODUCT_OTHERWISE)
-            missing = max(more, -(-small // (EVEN_ROWS * self.width)) - count)
+            fewest = max(-(-small // (EVEN_ROWS * self.width)), _FEWEST_ROWS.get(k.dtype, 1))
+            missing = max(more, fewest - count)
             rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
         k, v = k.reshape(groups, -1, self.width), v.reshape(groups, -1, self.width)
         if k.dtype == torch.bfloat16:
