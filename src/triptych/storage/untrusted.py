@@ -83,6 +83,8 @@ class Stamps:
                     f"{path} was there when the model was opened, and is gone ({error.strerror}): open the "
                     "model again"
                 ) from None
+            if before is None and not stat.S_ISREG(found.st_mode):
+                continue  # whoever reads it refuses it by name
             if before is None:
                 raise DataError(
                     f"{path} was not there when the model was opened, and is read first now: open the model "
