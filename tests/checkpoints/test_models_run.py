@@ -41,7 +41,7 @@ from triptych.checkpoints.family import families, family_of
 from triptych.checkpoints.model_map import model_map
 from triptych.checkpoints.models import load_encoder_decoder, load_language_model
 from triptych.decoding.engine import Engine
-from triptych.errors import DataError, UsageError
+from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.opening import record_calls
 from triptych.storage.settings import Settings, paths_in
 from triptych.storage.tensors import open_tensors
@@ -212,6 +212,20 @@ def test_what_is_not_understood_or_missing_is_refused_by_name(
     with pytest.raises(DataError, match=said) as raised:
         load_language_model(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{"residual_multiplier": 0.5}, {"c_fc": "a module's name"}])
+def test_keys_that_the_class_in_transformers_does_not_know_change_nothing(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    made("gpt2", tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    before = load_language_model(tmp_path).model.eval()(ids).logits
+    changed(tmp_path, {}, fields)
+    with pytest.warns(ConfigurationWarning, match=next(iter(fields))):
+        found = load_language_model(tmp_path).model.eval()(ids).logits
+    assert torch.equal(found, before)
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ _NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "token_healing": (False,),
 }
-# Those of them that count only where tokens are drawn.
+# Settings of these that count only where tokens are drawn.
 _OF_DRAWS = ("epsilon_cutoff", "eta_cutoff", "top_h")
 _ENDS = "eos_token_id"
 _DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
