@@ -255,7 +255,8 @@ class Engine(DecodingEngine):
         model = self._original()
         if model is None or not read:
             return super().overflow(read)
-        return overflow_again(model, partial(model, *(torch.tensor(rows, device=self.device) for rows in read)))
+        rows = [torch.tensor(one, device=self.device) for one in read]
+        return overflow_again(model, partial(model, *rows))
 
     def _logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         logits = self._head(hidden)

@@ -38,7 +38,6 @@ class Only(NamedTuple):
 Rule = Followed | Ignored | Only
 
 
-
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
