@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from command import Command
 from triptych import load
 from triptych.decoding import Translator
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
 from triptych.text import generate_pairs
 from triptych.training import distilling, read_recipe, resolve
 from triptych.training.recipe import Recipe
@@ -63,6 +63,18 @@ def test_the_text_of_a_student_is_what_its_teacher_translates(small_run: Path) -
         update={"data": None, "name": ""}
     )
     assert student.data.valid == recipe().data.valid
+
+
+def test_the_length_penalty_of_the_teacher_is_what_was_asked_for(small_run: Path) -> None:
+    teacher = load(small_run)
+    for folder, alpha in (("short", 0.0), ("long", 10.0)):
+        teacher.distil(recipe(), folder, beam_size=3, alpha=alpha)
+        texts = teacher.translate([source for source, _ in PAIRS], beam_size=3, alpha=alpha)
+        assert [pair["target"] for pair in written(folder)] == [one.text for one in texts]
+    records = [Path(folder, "distillation.json").read_text() for folder in ("short", "long")]
+    assert records[0] != records[1]
+    with pytest.raises(UsageError, match="alpha is 11"):
+        teacher.distil(recipe(), "none", alpha=11.0)
 
 
 @pytest.mark.parametrize("damaged", ["cut", "gone"])

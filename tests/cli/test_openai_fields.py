@@ -1,4 +1,4 @@
-"""OpenAI's interface, asked by its own client: every documented field, and log-probabilities."""
+"""OpenAI's interface, asked by its own client: every documented field, types of values, log-probabilities."""
 
 import inspect
 import json
@@ -11,8 +11,9 @@ import openai
 import pytest
 
 import triptych
+from face.tiny import write_checkpoint
 from served import Served
-from triptych.serving.openai_fields import CHAT, COMPLETIONS, Ignored, Only
+from triptych.serving.openai_fields import CHAT, COMPLETIONS, EMBEDDINGS, Followed, Ignored, Only
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints" / "gpt2"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "openai.md"
@@ -46,7 +47,11 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 def test_every_field_of_openais_client_is_in_the_table_and_in_the_code(client: openai.OpenAI) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for create, rules in ((client.completions.create, COMPLETIONS), (client.chat.completions.create, CHAT)):
+    for create, rules in (
+        (client.completions.create, COMPLETIONS),
+        (client.chat.completions.create, CHAT),
+        (client.embeddings.create, EMBEDDINGS),
+    ):
         documented = {*inspect.signature(create).parameters} - OF_CLIENT
         assert documented <= rules.keys()
         for name in rules:
@@ -104,6 +109,74 @@ def test_a_field_is_refused_by_name_or_changes_nothing(client: openai.OpenAI) ->
             chat(response_format=schema)
     with pytest.raises(openai.BadRequestError, match="echo: give true or false"):
         complete(echo="yes")
+
+
+# What a field of each type is not, and would become if it was converted.
+OF_ANOTHER_TYPE: dict[str, tuple[Any, ...]] = {
+    "a text": (7, True, ["m"], {}),
+    "a text, or a list of texts": (0, 7, False, {}, ["a", 7], [["a"]]),
+    "a whole number": (True, "1", 1.0, 1.5, [1], {}),
+    "a number": (True, "1", [1], {}, [], float("nan")),
+    "true or false": (1, 0, "true", [], {}, 1.0),
+    "an object": (0, [], "", False, [{}]),
+    "tokens or text": (0, "", False, "both", ["text"]),
+    "float or base64": (0, "", False, "int8", ["float"]),
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("bert") / "bert"
+    write_checkpoint("bert", folder)
+    with Served({"m": triptych.load(folder, device="cpu")}) as running:
+        yield running
+
+
+def test_a_value_of_another_type_is_refused_and_not_converted(served: Served, encoder: Served) -> None:
+    text = {"model": "m", "max_tokens": 1, "temperature": 0}
+    requests: list[tuple[Served, str, dict[str, Any], Any]] = [
+        (served, "/v1/completions", {**text, "prompt": "a"}, COMPLETIONS),
+        (served, "/v1/chat/completions", {**text, "messages": TALK}, CHAT),
+        (encoder, "/v1/embeddings", {"model": "m", "input": "a"}, EMBEDDINGS),
+    ]
+    tried = set[str]()
+    for server, path, fields, rules in requests:
+        assert server.ask(path, fields).status == 200
+        for name, rule in rules.items():
+            what = rule.kind.what if isinstance(rule, Followed) else ""
+            tried.add(what)
+            for value in OF_ANOTHER_TYPE.get(what, ()):
+                found = server.ask(path, {**fields, name: value})
+                assert found.status == 400, (path, name, value)
+                if value == value:  # NaN is a number outside of all ranges
+                    assert found.body["error"]["message"] == f"{name}: give {what}", (path, name, value)
+    assert tried == {"", *OF_ANOTHER_TYPE}
+    for name, value in (("presence_penalty", False), ("logit_bias", []), ("suffix", 0), ("suffix", False)):
+        message = server_says(served, {**text, "prompt": "a", name: value})
+        assert message == f"{name} is not supported: leave it out"
+
+
+def server_says(served: Served, fields: dict[str, Any]) -> str:
+    found = served.ask("/v1/completions", fields)
+    assert found.status == 400
+    return str(found.body["error"]["message"])
+
+
+def test_numbers_at_the_edges_are_answered_or_refused_in_one_line(served: Served) -> None:
+    fields = {"model": "m", "prompt": "a", "max_tokens": 2, "temperature": 1.0}
+    for name in ("seed", "temperature", "top_p", "min_p", "top_k", "repetition_penalty", "n", "best_of"):
+        for value in (-1, 0, 2**31, -(2**63), 2**64, 10**400):
+            found = served.ask("/v1/completions", {**fields, name: value})
+            assert found.status in (200, 400), (name, value)
+            assert found.status == 200 or "\n" not in found.body["error"]["message"]
+
+
+def test_an_error_in_a_stream_has_the_type_and_the_code_of_its_status(served: Served) -> None:
+    fields = {"model": "m", "prompt": [1] * 3000, "max_tokens": 2}
+    plain = served.ask("/v1/completions", fields)
+    (event,) = served.events("/v1/completions", {**fields, "stream": True})
+    assert (plain.status, plain.body["error"]["type"]) == (400, "invalid_request_error")
+    assert event["error"] == {**plain.body["error"], "code": 400}
 
 
 def test_content_in_parts_is_one_text_and_parts_of_another_kind_are_refused(client: openai.OpenAI) -> None:

@@ -70,6 +70,56 @@ def test_what_overflows_is_one_error_that_names_the_layer(
         call(library.load(folder, dtype=dtype))
 
 
+TRANSLATIONS: dict[str, Callable[[library.Model], object]] = {
+    "run": lambda model: model.run(TEXT, target="w2 w1"),
+    "score": lambda model: model.score(TEXT, target="w2 w1"),
+    "attend": lambda model: model.attend(TEXT, target="w2 w1"),
+    "translate": lambda model: model.translate(TEXT, max_extra_tokens=2),
+    "translate without a beam": lambda model: model.translate(TEXT, beam_size=1, max_extra_tokens=2),
+    "translate several": lambda model: model.translate([TEXT, "w3"], num_best=2),
+}
+
+
+@pytest.fixture(scope="module")
+def translators(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Translators in float16 of which one map of one stack is too large for that."""
+    found = {}
+    for stack in ("encoder", "decoder"):
+        path = tmp_path_factory.mktemp("overflow") / "model"
+        write_checkpoint("marian", path)
+        named = f"{stack}.layers.1.fc2.weight"
+
+        def enlarge(tensors: dict[str, Tensor], named: str = named) -> None:
+            (large,) = [name for name in tensors if name.endswith(named)]
+            tensors[large] = tensors[large].sign() * 6e4
+
+        found[stack] = in_float16(path, enlarge)
+    return found
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+@pytest.mark.parametrize("call", TRANSLATIONS.values(), ids=TRANSLATIONS)
+def test_what_overflows_in_a_translator_names_the_layer_of_its_stack(
+    translators: dict[str, Path], stack: str, call: Callable[[library.Model], object]
+) -> None:
+    place = rf"^(the feed-forward layer in )?layer {stack}\.1 of the model computed numbers that are not"
+    with pytest.raises(NumbersOverflowError, match=place):
+        call(library.load(translators[stack], dtype="float16"))
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_what_overflows_behind_a_prompt_names_the_part_too(tmp_path: Path, beam: int) -> None:
+    def enlarge(tensors: dict[str, Tensor]) -> None:
+        tensors["transformer.wte.weight"][:, 0] = 900
+        tensors["transformer.wpe.weight"][20:, 0] = 65_000
+
+    model = library.load(in_float16(gpt2_that_runs(tmp_path / "gpt2"), enlarge))
+    prompt = "w" * 10
+    assert model.run(prompt).logits.isfinite().all()
+    with pytest.raises(NumbersOverflowError, match=r"^the embeddings of the model computed numbers"):
+        model.generate(prompt, max_new_tokens=20, beam_size=beam)
+
+
 COMMANDS = {
     "attend": ("attend", "MODEL", TEXT),
     "attend --json": ("attend", "MODEL", TEXT, "--json"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,22 @@ def test_a_key_that_transformers_does_not_know_is_one_line_and_strict_refuses_it
     assert torch.equal(found, wanted)
     with pytest.raises(UsageError, match=r"note_8 are no fields .*; strict takes this for an error"):
         load(gpt2, strict=True).run(TEXT)
+
+
+def test_notes_on_a_model_in_a_temporary_folder_name_its_source(gpt2: Path, tmp_path: Path) -> None:
+    record = json.loads((gpt2 / "config.json").read_text())
+    (gpt2 / "config.json").write_text(json.dumps({**record, "note_of_mine": 1}))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rewritten = load(gpt2).rewrite("truncate(rank=3)")
+        rewritten.run(TEXT)
+        rewritten.rewrite("fold_value_bias", compare=False).inspect()
+        load(gpt2).ablate("0.1").rewrite("truncate(rank=3)")
+        at_first = len(caught)
+        load(gpt2).rewrite("truncate(rank=3)", out=tmp_path / "out").run(TEXT)
+    said = [str(one.message).partition(": note_of_mine")[0] for one in caught]
+    assert {*said[:at_first]} == {str(gpt2 / "config.json")}
+    assert {*said[at_first:]} == {str(gpt2 / "config.json"), str(tmp_path / "out" / "config.json")}
 
 
 def test_a_key_that_the_class_reads_and_we_do_not_is_refused_by_name(tmp_path: Path) -> None:

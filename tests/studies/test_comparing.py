@@ -293,6 +293,22 @@ def test_bits_per_byte_are_given_up_to_a_thousandth_of_unknown_characters(
             made(place)
 
 
+@pytest.mark.parametrize("key", ["data.valid.files", "data.train.files"])
+def test_bits_per_byte_of_a_variant_with_a_text_of_its_own_are_refused_before_a_run_is_made(
+    key: str, place: Path, stand_in: Path
+) -> None:
+    change(place, "seeds = 3", 'seeds = 3\nmetrics = ["loss", "bits_per_byte"]')
+    recipe = (place / "base.toml").read_text()
+    (place / "base.toml").write_text(recipe + '[data.valid]\nfiles = ["valid.txt"]\n')
+    (place / "valid.txt").write_text("the cat sat on the mat.\n" * 50)
+    (place / "other.txt").write_text("日本語の猫 sat.\n" * 50 if "valid" in key else "日本語の猫。\n" * 200)
+    study = (place / "study.toml").read_text() + f'\n[variants.elsewhere]\n{key} = ["other.txt"]\n'
+    (place / "study.toml").write_text(study)
+    with pytest.raises(UsageError, match=r"no bits per byte of variant elsewhere, because more than 0\.1%"):
+        made(place)
+    assert not (place / "out").exists()
+
+
 def test_runs_at_a_time_have_a_gpu_each(place: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.write_text(
         stand_in.read_text().replace(

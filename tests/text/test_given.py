@@ -1,5 +1,6 @@
 """What is given as a text: strings and token ids are taken, everything else is refused in one line."""
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,28 @@ from triptych.text.pieces import bytes_of, piece_of
         ([[1, 2], "a", [3]], [[1, 2], "a", [3]], False),
         (torch.tensor([1, 2]), [[1, 2]], True),
         (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]], False),
+        (torch.tensor([1, 2], dtype=torch.uint8), [[1, 2]], True),
+        ([torch.tensor(1), torch.tensor(2)], [[1, 2]], True),
+        ([torch.tensor([1, 2]), "a"], [[1, 2], "a"], False),
+        (np.array([1, 2]), [[1, 2]], True),
+        (np.array([[1, 2], [3, 4]], dtype=np.uint16), [[1, 2], [3, 4]], False),
+        (np.array([np.int64(1), 2], dtype=object), [[1, 2]], True),
+        ([np.int64(1), np.int32(2)], [[1, 2]], True),
+        ((np.uint8(1), 2), [[1, 2]], True),
+        ([[np.int64(1)], [np.int64(2), 3]], [[1], [2, 3]], False),
+        (array("H", [1, 2]), [[1, 2]], True),
+        (iter([1, 2]), [[1, 2]], True),
         (np.array(["a", "b"]), ["a", "b"], False),
+        (np.str_("a"), ["a"], True),
         (iter(["a"]), ["a"], False),
         ([], [], False),
     ],
 )
 def test_strings_and_token_ids_are_texts(given: Any, texts: list[Any], is_one: bool) -> None:
-    assert as_texts(given) == (texts, is_one)
+    found = as_texts(given)
+    assert found == (texts, is_one)
+    numbers = [one for text in found.texts if not isinstance(text, str) for one in text]
+    assert {type(number) for number in numbers} <= {int}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +57,10 @@ def test_strings_and_token_ids_are_texts(given: Any, texts: list[Any], is_one: b
         (float("nan"), "the text is the float nan"),
         (True, "the text is the bool True"),
         (b"data", "the text is bytes: give a string, as data.decode"),
+        (memoryview(b"data"), "the text is bytes: give a string, as data.decode"),
+        (np.int64(5), "the text is the int 5: give a string"),
+        ([np.bool_(True)], "text is the bool True"),
+        ([np.float32(1)], "text is the float 1.0"),
         (Path("a.txt"), "the text is a path: give what is in the file"),
         ({"a": 1}, "the text is the dict"),
         ({"a"}, "the text is the set"),

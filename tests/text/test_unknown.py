@@ -1,8 +1,11 @@
 """Characters that a tokenizer does not know, in eleven scripts."""
 
+import json
+import string
+
 import pytest
 
-from triptych.text import TokenizerSpec, train_tokenizers
+from triptych.text import Tokenizer, TokenizerSpec, load_tokenizer, train_tokenizers
 from triptych.text.training import train_tokenizer
 from triptych.text.unknown import MOST_UNKNOWN, count_unknown, unknown_token, why_no_bits
 
@@ -48,6 +51,48 @@ def test_one_token_for_several_unknown_characters_counts_all_of_them() -> None:
     a, b = tokenizer.encode(["ab"])[0]
     assert count_unknown(tokenizer, "a今天天b", [a, unknown, b]) == 3
     assert count_unknown(tokenizer, "ab", [a, b]) == 0
+
+
+@pytest.fixture(scope="module")
+def with_special_tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer of the characters a to z, with <s> in front of every text."""
+    import tokenizers
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    special = ["<unk>", "<s>", "<|im_end|>"]
+    letters = {name: number for number, name in enumerate([*special, *string.ascii_lowercase, " "])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [], unk_token="<unk>"))
+    inner.decoder = tokenizers.decoders.Fuse()  # type: ignore[assignment]
+    inner.add_special_tokens(special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore[assignment]
+        single=["<s>", "$A"], special_tokens=[("<s>", letters["<s>"])]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "as_text"),
+    [
+        ("ab", 0, 0),
+        ("ab<|im_end|>", 0, 5),  # "<", "|", "_", "|", ">"
+        ("ab<|im_end|>今c", 1, 6),
+        ("<s>a<s>今b<|im_end|><|im_end|>c", 1, 15),
+        ("a<unk>b", 0, 2),
+        ("a<unk>今b<unk>", 1, 5),
+        ("a<unk>今b", 1, 3),
+    ],
+)
+def test_special_tokens_that_a_text_spells_out_are_not_unknown(
+    with_special_tokens: Tokenizer, text: str, expected: int, as_text: int
+) -> None:
+    tokenizer = with_special_tokens
+    (ids,) = tokenizer.encode([text], add_special=True, parse_special=True)
+    assert count_unknown(tokenizer, text, ids) == expected
+    (ids,) = tokenizer.encode([text], add_special=True)
+    assert count_unknown(tokenizer, text, ids, "text") == as_text
 
 
 def test_a_share_above_the_stated_one_has_no_bits_per_byte() -> None:

@@ -117,8 +117,13 @@ class Source:
         return self.settings_folder if self.tokenizer is None else self.tokenizer
 
     def at(self, folder: Path) -> "Source":
-        """Return the same source in another folder, with the same options."""
+        """Return the same source with its files in another folder, with the same options.
+
+        Messages name this source, as the folder may be a temporary one.
+        """
         found = find_source(folder)
+        found.name = self.name
+        found.where = self.where
         found.tokenizer = self.tokenizer
         found.strict = self.strict
         if found.record.get("model_type") == self.record.get("model_type"):

@@ -72,8 +72,12 @@ class _MarianSettings(MarianIds):
     activation_dropout: float = Field(0.0, ge=0, lt=1)
 
 
-def read_marian(folder: Path, device: torch.device | str = "cpu") -> tuple[EncoderDecoder, TokenizerPair]:
-    """The model, in evaluation mode, and the tokenizers; one object where both sides have the same."""
+def read_marian(
+    source: Source | Path, device: torch.device | str = "cpu"
+) -> tuple[EncoderDecoder, TokenizerPair]:
+    """Read the model, in evaluation mode, and the tokenizers; one object where both sides have the same."""
+    files = find_source(source)
+    folder = files.settings_folder
     path = folder / "config.json"
     settings = validated(_MarianSettings, read_json(path), path)
     smallest = min(settings.vocab_size, settings.tgt_vocab_size)
@@ -83,7 +87,7 @@ def read_marian(folder: Path, device: torch.device | str = "cpu") -> tuple[Encod
                 f"{path}: {name} {getattr(settings, name)} is outside the vocabulary of {smallest}"
             )
     longest = longest_source(folder)
-    model = _with_recipe(load_encoder_decoder(folder), settings, longest, path)
+    model = _with_recipe(load_encoder_decoder(files), settings, longest, path)
     return model.to(device), read_tokenizers(folder, settings)
 
 
@@ -212,7 +216,7 @@ def read_translator(
             raise UsageError(
                 f"{files.name} is a Marian translator, which has two tokenizers: leave out tokenizer"
             )
-        return _read_marian(folder, device)
+        return _read_marian(files, device)
     model = load_encoder_decoder(files, device)
     tokenizer = load_tokenizer(
         files.tokenizer_folder, vocab_size=min(model.src_vocab_size, model.tgt_vocab_size)
@@ -250,9 +254,10 @@ def _searched(
     return TranslatorCheckpoint(model, tokenizers, search)
 
 
-def _read_marian(folder: Path, device: torch.device | str) -> TranslatorCheckpoint:
-    """A checkpoint whose tokenizers keep padding and the first token of the decoder out of outputs."""
-    model, tokenizers = read_marian(folder, device)
+def _read_marian(files: Source, device: torch.device | str) -> TranslatorCheckpoint:
+    """Read a checkpoint whose tokenizers keep padding and the first token of the decoder out of outputs."""
+    model, tokenizers = read_marian(files, device)
+    folder = files.settings_folder
     generation, kept_out = _read_generation(folder), (model.pad_id, tokenizers.target.bos_id)
     for name in ("min_length", "no_repeat_ngram_size", "forced_bos_token_id"):
         if getattr(generation, name):

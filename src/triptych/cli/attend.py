@@ -125,6 +125,8 @@ def attend(
         refuse_options({"target": target}, "goes with one text, not with --file")
     given_ids = token_ids(ids)
     refuse_options({"literal": literal and ids is not None}, "goes with a text, not with --ids")
+    if not as_json and npz is None and csv is None and html is None:
+        refuse_options({"top": top}, "goes with --json, --npz, --csv or --html")
     special_tokens = special_tokens_of(literal)
     opened, behaviour = load_model(model, without, opening), None
     if over is not None:

@@ -17,6 +17,7 @@ from triptych import thresholds
 from triptych.attention import MultiHeadAttention
 from triptych.decoding.cache import TextCache, even_length
 from triptych.decoding.fused import FusedAttention, call_directly, cast_parameters, evaluating_copy, fuse
+from triptych.decoding.loop import Read
 from triptych.decoding.maps import (
     MappedFiles,
     Maps,
@@ -57,9 +58,9 @@ class DecodingEngine(ABC):
     def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
         """Logits of the token after each of `tokens`, one a row."""
 
-    def overflow(self, ids: Sequence[int]) -> NumbersOverflowError:
-        """The error of numbers that are not finite after these tokens were read."""
-        del ids
+    def overflow(self, read: Read) -> NumbersOverflowError:
+        """Make the error of numbers that are not finite after these tokens were read."""
+        del read
         return NumbersOverflowError(
             "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
             "overflow; try another dtype or precision"
@@ -250,14 +251,12 @@ class Engine(DecodingEngine):
         cache.advance()
         return x
 
-    def overflow(self, ids: Sequence[int]) -> NumbersOverflowError:
+    def overflow(self, read: Read) -> NumbersOverflowError:
         model = self._original()
-        if model is None or not ids:
-            return super().overflow(ids)
-        read = torch.tensor([[*ids]], device=self.device)
-        return overflow_again(
-            model, partial(model if isinstance(model, LanguageModel) else model.encode, read)
-        )
+        if model is None or not read:
+            return super().overflow(read)
+        rows = [torch.tensor(one, device=self.device) for one in read]
+        return overflow_again(model, partial(model, *rows))
 
     def _logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         logits = self._head(hidden)

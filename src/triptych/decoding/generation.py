@@ -11,7 +11,7 @@ from torch import Tensor
 from triptych.decoding.batches import LONGEST_PROMPT, check_length
 from triptych.decoding.cache import TextCache
 from triptych.decoding.engine import Engine
-from triptych.decoding.loop import Asked, DecodingBatch, Loop, Text, require_finite_best
+from triptych.decoding.loop import Asked, DecodingBatch, Loop, Read, Text, require_finite_best
 from triptych.decoding.sampling import RowState, SamplingOptions, choose
 from triptych.decoding.search import (
     LARGEST_BEAM,
@@ -173,9 +173,9 @@ class Sample(Text):
         self.kind = SampleKind(self._options.sampling, _closed(self._engine, self.given, left))
 
     @property
-    def read(self) -> Sequence[int]:
+    def read(self) -> Read:
         context = self._engine.context
-        return self._ids if context is None else self._ids[-context:]
+        return [[self._ids if context is None else self._ids[-context:]]]
 
     def batch(self, engine: Engine) -> "Samples":
         return Samples(engine, self.kind)

@@ -162,7 +162,7 @@ def measure_likelihood(
             (ids,) = encode_texts(tokenizer, [document], special_tokens)
             losses.append(token_losses(model, ids, context, stride, compute))
             characters += len(document)
-            unknown += count_unknown(tokenizer, document, ids)
+            unknown += count_unknown(tokenizer, document, ids, special_tokens)
             # The first token is not predicted.
             num_bytes += len(document.encode()) - len(
                 "".join(tokenizer.decode([ids[:1]] if ids else [])).encode()

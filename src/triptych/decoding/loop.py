@@ -16,6 +16,10 @@ from triptych import thresholds
 ResultT = TypeVar("ResultT")
 
 
+# What a model is called with: rows of equally many tokens, of an encoder-decoder first those of the source.
+Read = Sequence[Sequence[Sequence[int]]]
+
+
 class Text(ABC):
     """A text on its way."""
 
@@ -26,9 +30,9 @@ class Text(ABC):
     is_over = False  # no more tokens are wanted, because it is done or because nobody waits for it
 
     @property
-    def read(self) -> Sequence[int]:
-        """The tokens that the model has read by now, at least those before the first step."""
-        return self.given
+    @abstractmethod
+    def read(self) -> Read:
+        """What the model has read by now."""
 
     @abstractmethod
     def batch(self, engine: Any) -> "DecodingBatch[Any]":

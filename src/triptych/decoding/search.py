@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from triptych import thresholds
 from triptych.decoding.engine import GROUP, DecodingEngine
 from triptych.decoding.glossary import Terms
-from triptych.decoding.loop import DecodingBatch, Text, require_finite_best
+from triptych.decoding.loop import DecodingBatch, Read, Text, require_finite_best
 from triptych.errors import UsageError
 from triptych.text import OutputRules
 
@@ -151,6 +151,14 @@ class BeamText(Text):
         # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
         # that an open hypothesis may end at, the longest bounds its score from above.
         self.kindest = length_penalty(limit + 1, kind.alpha)
+
+    @property
+    def read(self) -> Read:
+        rules, given = self.kind.rules, [*self.given]
+        outputs = [[*one.ids] for one in self.open if one.log_prob > -math.inf]
+        if rules is None:
+            return [[given + ids for ids in outputs]]
+        return [[given] * len(outputs), [[*rules.start, *ids] for ids in outputs]]
 
     @property
     def length(self) -> int:

@@ -451,6 +451,8 @@ class Model(RunnableModel):
                 )
                 files = source.at(target)
             files.name = name
+            if temporary is None:
+                files.where = str(target / "config.json")
         except BaseException:  # an interruption too leaves nothing behind
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -559,6 +561,7 @@ class Model(RunnableModel):
                 if self._opened.options.tokenizer is not None and not self._opened.why_not_run:
                     self._opened.model.save_tokenizers(saved)
                 source = find_source(saved)
+                source.where = f"{self.name}/config.json"
             source.name = ", ".join((self.name, *self.changes))
             yield source
 

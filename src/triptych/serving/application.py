@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from triptych.serving import completions, embeddings, page, records, translation
 from triptych.serving.connections import CUT_OFF
 from triptych.serving.doors import KEY_NEEDED, check_host, check_origin
-from triptych.serving.limits import RequestError
+from triptych.serving.limits import RequestError, openai_error
 from triptych.serving.logs import log
 from triptych.serving.server import Endpoint, Server
 
@@ -122,9 +122,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def _refusal(path: str, status: int, message: str, headers: Mapping[str, str]) -> Response:
     """An error in the form of OpenAI or of LibreTranslate."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    of_openai = {"message": message, "type": kind, "param": None, "code": None}
-    body = of_openai if path.startswith("/v1/") else message
+    body = openai_error(status, message) if path.startswith("/v1/") else message
     return JSONResponse({"error": body}, status, headers)
 
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions
 from triptych.serving.fields import Fields
-from triptych.serving.limits import RequestError
+from triptych.serving.limits import RequestError, openai_error
 from triptych.serving.logprobs import ToldToken, as_chat_logprobs, as_completion_logprobs, told_tokens
 from triptych.serving.models import Continuing, Scored, Scoring, ServedModel
 from triptych.serving.openai_fields import CHAT, COMPLETIONS, check_fields, flag
@@ -55,10 +55,7 @@ async def complete(server: Server, request: Request) -> Response:
     check_fields(fields, COMPLETIONS)
     model = server.model(fields.get("model"), "generate")
     generator = model.generator
-    reads = fields.get("special_tokens") or "tokens"
-    if reads not in ("tokens", "text"):
-        raise RequestError(400, "special_tokens: give tokens or text")
-    special_tokens: SpecialTokens = "text" if reads == "text" else "tokens"
+    special_tokens: SpecialTokens = "text" if fields.get("special_tokens") == "text" else "tokens"
 
     def encode(text: str) -> list[int]:
         return generator.encode(text, special_tokens=special_tokens)
@@ -169,25 +166,30 @@ def _asked(
     if stream and (echo or logprobs is not None):
         raise RequestError(400, "stream goes without echo and logprobs: leave them out")
     of_stream = fields.get("stream_options") or {}
-    if of_stream and not (stream and isinstance(of_stream, dict)):
-        raise RequestError(400, "stream_options goes with stream: true, and is an object")
+    if of_stream and not stream:
+        raise RequestError(400, "stream_options goes with stream: true")
     counts_usage = flag(of_stream, "include_usage")
     stops = _stop_texts(server, fields)
 
-    def given(name: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
-        return default if fields.get(name) is None else kind(fields[name])
+    def number(name: str, default: float | None = None) -> Any:
+        return default if fields.get(name) is None else float(fields[name])
 
     try:
-        penalty, temperature = (given(name, float, 1.0) for name in ("repetition_penalty", "temperature"))
-        rest = (given("top_k", int), given("top_p", float), given("min_p", float))
-        sampling = SamplingOptions(penalty, temperature, *rest)
+        sampling = SamplingOptions(
+            repetition_penalty=number("repetition_penalty", 1.0),
+            temperature=number("temperature", 1.0),
+            top_k=fields.get("top_k"),
+            top_p=number("top_p"),
+            min_p=number("min_p"),
+        )
         # Without a seed every request draws its own; greedy requests draw nothing and are computed together.
-        drawn = given("seed", int, random.SystemRandom().getrandbits(31))
+        given = fields.get("seed")
+        drawn = random.SystemRandom().getrandbits(31) if given is None else given
         seed, num_samples = (0, 1) if sampling.is_greedy else (drawn, samples)
         options = GenerationOptions(
             max(most, 1), sampling, seed, num_samples, stop_texts=stops, num_top=logprobs or 0
         )
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, OverflowError) as error:
         raise RequestError(400, str(error)) from None
     return _Wanted(model, prompts, options if most else None, echo, logprobs, stream, counts_usage, samples)
 
@@ -195,9 +197,7 @@ def _asked(
 def _stop_texts(server: Server, fields: Fields) -> tuple[str, ...]:
     """The texts that a completion ends before: each is looked for at every token."""
     stop = fields.get("stop") or []
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(one, str) for one in stops):
-        raise RequestError(400, "stop: give a text, or a list of texts")
+    stops: list[str] = [stop] if isinstance(stop, str) else stop
     server.check_texts(stops)
     return tuple(stops)
 
@@ -312,7 +312,8 @@ def _streamed(
             found: list[list[Continuation]] = await computing
         except Exception as error:  # noqa: BLE001 (the answer has begun, so that it says what happened)
             status, message = server.explain(error)
-            yield _event({"error": {"message": message, "type": "server_error", "code": status}})
+            # The status of HTTP has been sent: the code stands for it.
+            yield _event({"error": openai_error(status, message, code=status)})
             return
         finally:
             computing.cancel()

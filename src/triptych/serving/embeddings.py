@@ -16,6 +16,7 @@ from triptych.models.overflow import require_finite_values
 from triptych.serving.completions import read_token_ids
 from triptych.serving.limits import RequestError
 from triptych.serving.models import JobOfEach
+from triptych.serving.openai_fields import EMBEDDINGS, check_fields
 from triptych.serving.server import Server
 from triptych.text import encode_texts
 
@@ -26,12 +27,11 @@ async def embed(server: Server, request: Request) -> Response:
     A vector is the mean of the last layer over the tokens, those at the ends included, divided by its length.
     """
     fields = await server.fields(request)
-    model, form = server.model(fields.get("model"), "run"), fields.get("encoding_format") or "float"
+    check_fields(fields, EMBEDDINGS)
+    model, form = server.model(fields.get("model"), "run"), fields.get("encoding_format", "float")
     opened = model.model.opened
     if opened.translates or opened.language_model.causal:
         raise RequestError(400, f"{model.name} is not an encoder: it embeds no texts")
-    if form not in ("float", "base64"):
-        raise RequestError(400, f"encoding_format: {form} is none of float and base64")
     if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):
         raise RequestError(400, f"dimensions: {model.name} has {width}; leave it out")
     tokenizer = opened.tokenizer

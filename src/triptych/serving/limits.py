@@ -68,3 +68,9 @@ class RequestError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process may refuse a request (`processes.py`)."""
         return RequestError, (self.status, self.message, self.retry_after)
+
+
+def openai_error(status: int, message: str, code: int | None = None) -> dict[str, Any]:
+    """Write an error in the form of OpenAI's interface."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"message": message, "type": kind, "param": None, "code": code}

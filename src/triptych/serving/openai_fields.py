@@ -1,18 +1,28 @@
-"""Every field that OpenAI documents for completions and chat completions: followed, ignored, or refused.
+"""Every field that OpenAI documents for completions, chats and embeddings: followed, ignored, or refused.
 
 `docs/reference/openai.md` has the table. What is ignored cannot change the answer. A field that could is
-followed, or refused unless it has a value that changes nothing; so is one that nobody documents.
+followed if its value is of the right type, or refused unless it has a value that changes nothing; so is one
+that nobody documents.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
 
 
+class Kind(NamedTuple):
+    """A type of values. Values of another one are refused and not converted."""
+
+    what: str  # what to give, in words
+    holds: Callable[[Any], bool]
+
+
 class Followed(NamedTuple):
     """A field that does what OpenAI says of it."""
+
+    kind: Kind
 
 
 class Ignored(NamedTuple):
@@ -27,27 +37,58 @@ class Only(NamedTuple):
 
 Rule = Followed | Ignored | Only
 
-_FOLLOWED, _IGNORED = Followed(), Ignored()
-# What both kinds of requests have; the last row is our own.
-_OF_BOTH: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "logprobs"),
-        _FOLLOWED,
-    ),
-    **dict.fromkeys(("top_k", "min_p", "repetition_penalty", "api_key"), _FOLLOWED),
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _one_of(*values: str) -> Kind:
+    return Kind(" or ".join(values), lambda value: isinstance(value, str) and value in values)
+
+
+_TEXT = Kind("a text", lambda value: isinstance(value, str))
+_TEXTS = Kind("a text, or a list of texts", lambda value: isinstance(value, str) or _are_texts(value))
+_WHOLE = Kind("a whole number", lambda value: type(value) is int)
+_NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+_FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+_OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+# Checked where it is read.
+_READ_LATER = Kind("", lambda value: True)
+
+_IGNORED = Ignored()
+# What all kinds of requests have; the last row is our own.
+_OF_ALL: dict[str, Rule] = {
+    "model": Followed(_TEXT),
     "user": _IGNORED,
+    "api_key": Followed(_TEXT),
+}
+# What both kinds of completions have; the last rows are our own.
+_OF_BOTH: dict[str, Rule] = {
+    **_OF_ALL,
+    **dict.fromkeys(("n", "seed"), Followed(_WHOLE)),
+    **dict.fromkeys(("temperature", "top_p"), Followed(_NUMBER)),
+    "stop": Followed(_TEXTS),
+    "stream": Followed(_FLAG),
+    "stream_options": Followed(_OBJECT),
     "presence_penalty": Only((0,)),
     "frequency_penalty": Only((0,)),
     "logit_bias": Only(({},)),
+    "top_k": Followed(_WHOLE),
+    **dict.fromkeys(("min_p", "repetition_penalty"), Followed(_NUMBER)),
 }
 COMPLETIONS: Mapping[str, Rule] = {
     **_OF_BOTH,
-    **dict.fromkeys(("prompt", "max_tokens", "echo", "best_of", "special_tokens"), _FOLLOWED),
+    "prompt": Followed(_READ_LATER),
+    **dict.fromkeys(("max_tokens", "best_of", "logprobs"), Followed(_WHOLE)),
+    "echo": Followed(_FLAG),
     "suffix": Only(("",)),
+    "special_tokens": Followed(_one_of("tokens", "text")),
 }
 CHAT: Mapping[str, Rule] = {
     **_OF_BOTH,
-    **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "top_logprobs"), _FOLLOWED),
+    "messages": Followed(_READ_LATER),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_logprobs"), Followed(_WHOLE)),
+    "logprobs": Followed(_FLAG),
     **dict.fromkeys(("metadata", "store", "service_tier", "safety_identifier", "prediction"), _IGNORED),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), _IGNORED),
     "parallel_tool_calls": _IGNORED,
@@ -61,6 +102,12 @@ CHAT: Mapping[str, Rule] = {
     "verbosity": Only(("medium",)),
     **dict.fromkeys(("audio", "moderation", "web_search_options"), Only(())),
 }
+EMBEDDINGS: Mapping[str, Rule] = {
+    **_OF_ALL,
+    "input": Followed(_READ_LATER),
+    "encoding_format": Followed(_one_of("float", "base64")),
+    "dimensions": Followed(_WHOLE),
+}
 
 
 def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
@@ -69,7 +116,12 @@ def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
         rule = rules.get(name)
         if rule is None:
             raise RequestError(400, f"{name[:64]} is no field of this request: leave it out")
-        if isinstance(rule, Only) and value is not None and value not in rule.values:
+        if value is None:
+            continue
+        if isinstance(rule, Followed) and not rule.kind.holds(value):
+            raise RequestError(400, f"{name}: give {rule.kind.what}")
+        # True and False are no numbers, though Python has them equal to 1 and 0.
+        if isinstance(rule, Only) and (isinstance(value, bool) or value not in rule.values):
             kind = value.get("type") if isinstance(value, dict) else None
             what = f"{name} {kind[:64]}" if isinstance(kind, str) else name
             raise RequestError(400, f"{what} is not supported: leave it out")
@@ -78,6 +130,6 @@ def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
 def flag(fields: Mapping[str, Any], name: str) -> bool:
     """Read a field that is true or false."""
     found = fields.get(name)
-    if found is not None and not isinstance(found, bool):
-        raise RequestError(400, f"{name}: give true or false")
+    if found is not None and not _FLAG.holds(found):
+        raise RequestError(400, f"{name}: give {_FLAG.what}")
     return found is True

@@ -127,7 +127,11 @@ def compare_study(
         if study.test_text is not None:
             next(require_documents(read_documents(study.test_text), study.test_text.describe()))
         vocabulary, filled = _prepared(study, base)
-        return (vocabulary.source, vocabulary.target), filled.model_dump(mode="json", exclude_unset=True)
+        choices = filled.model_dump(mode="json", exclude_unset=True)
+        if "bits_per_byte" in study.metrics:
+            for name in _with_other_texts(base, made):
+                _prepared(study, made[name].filled(choices), f" of variant {name}")
+        return (vocabulary.source, vocabulary.target), choices
 
     sizes, choices = world.on_first(begin, patiently=True)
     vocabulary = VocabularySizes(*sizes)
@@ -199,16 +203,32 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
     write_text(place, study.model_dump_json(indent=2) + "\n")
 
 
-def _prepared(study: Study, recipe: AnyRecipe) -> tuple[VocabularySizes, AnyRecipe]:
-    """The vocabulary that all variants share, and the base with what it leaves out chosen for its text."""
+def _with_other_texts(base: AnyRecipe, made: Mapping[str, AnyRecipe]) -> list[str]:
+    """List variants so that each text and tokenizer other than the base's is there once."""
+    keys = {"task", "data", "tokenizer"}
+    texts = [base.model_dump(include=keys)]
+    found = []
+    for name, recipe in made.items():
+        text = recipe.model_dump(include=keys)
+        if text not in texts:
+            texts.append(text)
+            found.append(name)
+    return found
+
+
+def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[VocabularySizes, AnyRecipe]:
+    """Read the text of a recipe: its vocabulary, and the recipe with what it leaves out chosen for the text.
+
+    `of` names a variant in the message if the text has no bits per byte and the study asks for them.
+    """
     prepared = prepare(recipe, Path.cwd(), SilentDisplay())
     with torch.random.fork_rng(devices=[]):
         objective = prepared.objective()
     if "bits_per_byte" in study.metrics and objective.bytes_per_token is None:
         raise UsageError(
-            f"study {study.name}: metrics: there are no bits per byte, because more than {MOST_UNKNOWN:.1%} "
-            "of the validation text is unknown to the tokenizer (<unk>): take bits_per_byte out, or give "
-            "the tokenizer a larger vocab_size"
+            f"study {study.name}: metrics: there are no bits per byte{of}, because more than "
+            f"{MOST_UNKNOWN:.1%} of the validation text is unknown to the tokenizer (<unk>): take "
+            "bits_per_byte out, or give the tokenizer a larger vocab_size"
         )
     model = objective.model
     if isinstance(recipe, Recipe):

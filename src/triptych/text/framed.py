@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
-from triptych.text.given import SpecialTokens
 from triptych.text.pretrained import PretrainedTokenizer
-from triptych.text.tokenizers import OutputRules, SentenceTokenizer, Tokenizer
+from triptych.text.tokenizers import Conversation, OutputRules, SentenceTokenizer, Tokenizer
 
 
 class Frame(NamedTuple):
@@ -59,19 +58,10 @@ class FramedTokenizer(SentenceTokenizer):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         return self._inner.pieces(ids)
 
-    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        return self._inner.chat(messages, add_generation_prompt=add_generation_prompt)
-
-    def chat_ids(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        special_tokens: SpecialTokens = "text",
-    ) -> list[int]:
-        return self._inner.chat_ids(
-            messages, add_generation_prompt=add_generation_prompt, special_tokens=special_tokens
-        )
+    def conversation(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
+    ) -> Conversation:
+        return self._inner.conversation(messages, add_generation_prompt)
 
     def to_json(self) -> str:
         """The checkpoint's tokenizer as text, without what surrounds sentences."""

@@ -1,6 +1,6 @@
 """Texts as people give them: strings, or token ids. Anything else is refused here, in one line."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ SpecialTokens = Literal["tokens", "text"]
 Text = str | Sequence[int]
 
 _MOST_SHOWN = 40
+_BYTES = bytes | bytearray | memoryview
 
 
 class GivenTexts(NamedTuple):
@@ -58,24 +59,32 @@ def require_ids(ids: Sequence[int], vocab_size: int, which: str) -> None:
 
 
 def _plain(given: Any) -> Any:
-    """Convert a tensor, an array or a column of a table to a list; return anything else as it is."""
-    if isinstance(given, str | bytes | Sequence) or not hasattr(given, "tolist"):
+    """Convert tensors, arrays and columns of a table to lists, their numbers to Python's, also in a list.
+
+    Anything else is returned as it is.
+    """
+    if isinstance(given, str | _BYTES):
         return given
-    return given.tolist()
+    found = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(found, Iterator):
+        found = list(found)
+    if isinstance(found, Sequence) and any(hasattr(one, "tolist") for one in found):
+        return [one.tolist() if hasattr(one, "tolist") else one for one in found]
+    return found
 
 
 def _are_ids(given: Any) -> bool:
     """Return True if something is a list of at least one number."""
     return (
         isinstance(given, Sequence)
-        and not isinstance(given, str | bytes | bytearray)
+        and not isinstance(given, str | _BYTES)
         and len(given) > 0
         and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
     )
 
 
 def _items(given: Any, what: str) -> Iterable[Any]:
-    no_list = isinstance(given, bytes | bytearray | Mapping | set | frozenset | Path)
+    no_list = isinstance(given, _BYTES | Mapping | set | frozenset | Path)
     if no_list or not isinstance(given, Iterable):
         raise _refusal(given, f"the {what}")
     return given
@@ -103,7 +112,7 @@ def _one(given: Any, which: str, *, may_be_ids: bool = False) -> Text:
 
 def _refusal(given: Any, which: str) -> UsageError:
     match given:
-        case bytes() | bytearray():
+        case bytes() | bytearray() | memoryview():
             return UsageError(f'{which} is bytes: give a string, as data.decode("utf-8")')
         case Path():
             return UsageError(f"{which} is a path: give what is in the file, as path.read_text()")

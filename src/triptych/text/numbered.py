@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, final
 
 from triptych.errors import TriptychError
-from triptych.text.given import SpecialTokens
 from triptych.text.tokenizers import Tokenizer
 
 
@@ -37,19 +36,7 @@ class NumberedTokens(Tokenizer):
         """Name each token by its number."""
         return [str(int(token)) for token in ids]
 
-    def chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
-    ) -> NoReturn:
-        """Refuse conversations, as texts."""
-        self._refuse()
-
-    def chat_ids(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        special_tokens: SpecialTokens = "text",
-    ) -> NoReturn:
+    def conversation(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> NoReturn:
         """Refuse conversations, as texts."""
         self._refuse()
 

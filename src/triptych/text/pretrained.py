@@ -22,6 +22,7 @@ from triptych.text.tokenizer_classes import CLASSES, class_of
 from triptych.text.tokenizer_making import LARGEST_ID, add_tokens, read_vocabulary, require_added
 from triptych.text.tokenizer_settings import Token, TokenizerSettings, content_of
 from triptych.text.tokenizers import (
+    Conversation,
     TextEncoder,
     Tokenizer,
     by_library,
@@ -116,32 +117,28 @@ class PretrainedTokenizer(Tokenizer):
                 found.append(text.replace(" ", SPACE_MARK))
         return found
 
-    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, as the checkpoint's chat template writes it."""
-        return self._written(messages, add_generation_prompt).text
-
-    def chat_ids(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        special_tokens: SpecialTokens = "text",
-    ) -> list[int]:
-        """Encode a conversation; see `Tokenizer.chat_ids`."""
+    def conversation(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
+    ) -> Conversation:
+        """Write a conversation with the checkpoint's chat template, for `chat` and `chat_ids`."""
         written = self._written(messages, add_generation_prompt)
-        if special_tokens == "tokens":
-            return self.encode([written.text], parse_special=True)[0]
-        ids = self._encoder.encode_apart(*written)
-        if ids is not None:
-            return ids
-        # A message spells a special token, or the template writes its own in a way that is not followed.
-        harmless = self._written([_harmless(message) for message in messages], add_generation_prompt)
-        if self._encoder.encode_apart(*harmless) is None:
-            raise UsageError(
-                f"the chat template of {self._origin} writes special tokens that cannot be told from what "
-                'messages say: special_tokens="tokens" reads both as tokens'
-            )
-        return self._encoder.encode_pieces(*written)
+
+        def ids(special_tokens: SpecialTokens) -> list[int]:
+            if special_tokens == "tokens":
+                return self.encode([written.text], parse_special=True)[0]
+            found = self._encoder.encode_apart(*written)
+            if found is not None:
+                return found
+            # A message spells a special token, or the template writes its own in a way that is not followed.
+            harmless = self._written([_harmless(message) for message in messages], add_generation_prompt)
+            if self._encoder.encode_apart(*harmless) is None:
+                raise UsageError(
+                    f"the chat template of {self._origin} writes special tokens that cannot be told from "
+                    'what messages say: special_tokens="tokens" reads both as tokens'
+                )
+            return self._encoder.encode_pieces(*written)
+
+        return Conversation(written.text, ids)
 
     def _written(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> WrittenChat:
         templates = self._record.chat_templates

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import tokenizers
 from pydantic import BaseModel, ValidationError
@@ -25,6 +25,13 @@ _ENCODING = Lock()
 
 # What is joined again, and in which order: the rules of Hugging Face's `clean_up_tokenization`.
 _PARTED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+
+class Conversation(NamedTuple):
+    """A conversation, written by a chat template."""
+
+    text: str
+    ids: Callable[[SpecialTokens], list[int]]  # its token ids; see `Tokenizer.chat_ids`
 
 
 class Tokenizer(ABC):
@@ -65,7 +72,7 @@ class Tokenizer(ABC):
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """Write a conversation with the checkpoint's chat template; see `chat_ids`."""
-        raise UsageError("the tokenizer has no chat template: give a plain prompt")
+        return self.conversation(messages, add_generation_prompt).text
 
     def chat_ids(
         self,
@@ -79,6 +86,12 @@ class Tokenizer(ABC):
         The special tokens that the template writes are tokens. With "text", those that a message spells out
         are text, so that nobody can end a turn; with "tokens" they are tokens too, as in `transformers`.
         """
+        return self.conversation(messages, add_generation_prompt).ids(special_tokens)
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
+    ) -> Conversation:
+        """Write a conversation with the checkpoint's chat template, for `chat` and `chat_ids`."""
         raise UsageError("the tokenizer has no chat template: give a plain prompt")
 
     @abstractmethod
