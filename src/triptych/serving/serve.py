@@ -132,7 +132,7 @@ def _require_sendable(keys: Sequence[str], where: str) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
