@@ -40,25 +40,31 @@ ODD = [
     *("null", "true", "false", "0", "-1", "-0.0", "1", "2", "0.5", "1e-300", "5e-324", "1e300", "1e400"),
     *("NaN", "Infinity", "-Infinity", str(1 << 31), str(1 << 63), str(-1 << 63), "9" * 400, "9" * 4000),
     *('""', '" "', '"1"', '"²"', '"☃"', r'"\u0000"', r'"\ud800"', r'"a\nb"', '"*"', '"a.b"', '"1.0"'),
-    json.dumps("9" * 5000),
-    json.dumps("a" * 3000),
-    json.dumps("☃ " * 1500),
-    *("[]", "[[]]", "[null]", "[0]", "[1e300]", "[NaN]", '[""]', '["a", 1]', "[-1]", "[99999999999999999999]"),
-    *("{}", '{"a": 1}', '{"a": {"b": []}}', '{"": ""}', '[{"role": "user"}]', '[{"role": "user", "content": 1}]'),
-    "[" * 400 + "]" * 400,
-    '{"a": ' * 400 + "1" + "}" * 400,
-    "[" * 90_000 + "]" * 90_000,
-    json.dumps(["a"] * 3000),
-    json.dumps([1] * 3000),
-    *('["ablate(²)"]', '["truncate(1.0, ²)"]', '["truncate(1.0, 1e9)"]', '["rewrite(x)"]', '["("]', '["tie(1, a, b)"]'),
+    *(json.dumps("9" * 5000), json.dumps("a" * 3000), json.dumps("☃ " * 1500)),
+    *("[]", "[[]]", "[null]", "[0]", "[1e300]", "[NaN]", '[""]', '["a", 1]', "[-1]", f"[{10**20}]"),
+    *("{}", '{"a": 1}', '{"a": {"b": []}}', '{"": ""}'),
+    *('[{"role": "user"}]', '[{"role": "user", "content": 1}]', '[{"role": 1, "content": "a"}]'),
+    *("[" * 400 + "]" * 400, '{"a": ' * 400 + "1" + "}" * 400, "[" * 90_000 + "]" * 90_000),
+    *(json.dumps(["a"] * 3000), json.dumps([1] * 3000)),
+    *('["("]', '["ablate()"]', '["rewrite(x)"]', '["tie(1, a, b)"]', '["even(1)", "even(1.0.0)"]'),
 ]
+_CALLS = (
+    "ablate({})",
+    "even({})",
+    "unscaled({})",
+    "tie({}, W_Q, W_K)",
+    "truncate({}, 1)",
+    "truncate(1.0, {})",
+)
+_PLACES = ("", "1", "1.0", "1.0.0", "1.9", "9.0", "-1.0", "1.-1", "²", "1.²", "*", "1.*", "1.0 1.1", "1e9")
+ODD_CHANGES = [json.dumps([call.format(place)]) for call in _CALLS for place in _PLACES]
 
 
 def matrix() -> Iterator[tuple[str, str, str]]:
     """Yield each path, field and odd value."""
     for path, fields in REQUESTS.items():
         for name in fields or {"changes": None}:
-            for value in ODD:
+            for value in (*ODD, *(ODD_CHANGES if name == "changes" else ())):
                 yield path, name, value
 
 

@@ -622,8 +622,10 @@ class RunnableModel(ReadableModel):
 
     @cached_property
     def reader(self) -> Reader:
-        """What reads texts."""
-        return Reader(self.opened)
+        """What reads texts, with the weights in memory."""
+        opened = self.opened
+        self._opened.own_weights()
+        return Reader(opened)
 
 
 def _refuse_given(with_what: str, **options: Any) -> None:

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from triptych.serving.limits import RequestError
 
 KEY_NEEDED = "a key is needed: send api_key or Authorization: Bearer"
-_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+URL_ENCODED = "application/x-www-form-urlencoded"
+_FORMS = (URL_ENCODED, "multipart/form-data")
 _NO_TYPE = ""
 
 

@@ -22,7 +22,7 @@ from triptych.attending.over import OverText
 from triptych.attending.page import HeadNote, viewer_data
 from triptych.attending.writing import OutputTable
 from triptych.errors import TriptychError, UsageError
-from triptych.face import Head, Model, RotaryForm, Run
+from triptych.face import Head, Layer, Model, RotaryForm, Run
 from triptych.models.sites import attention_sites
 
 # Models with what-ifs that are kept, each with what it generates with, and texts that they read.
@@ -356,7 +356,10 @@ class Explorer:
     def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
         """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
         model = self._changed(changes)
-        one, own = model[layer][head], self._inspection(changes, layer)
+        place = model[layer]
+        if not isinstance(place, Layer):
+            raise UsageError(f"layer {layer}: that is the name of a head: give its layer and its number")
+        one, own = place[head], self._inspection(changes, layer)
         widths = {"qk": own.d_k, "ov": own.d_v}
         figures = (
             "qk_effective_rank",
@@ -367,7 +370,7 @@ class Explorer:
             "qk_excess",
         )
         return {
-            "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *model[layer].between],
+            "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *place.between],
             "pictures": {name: rows[head] for name, rows in own.pictures.items()},
             "spectra": {name: values[head] for name, values in own.spectra.items()},
             "chance": {
