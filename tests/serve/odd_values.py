@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _TRANSLATE = {"q": "twelve <b>and</b>", "source": "en", "target": "de", "format": "html", "alternatives": 1}
@@ -58,6 +59,14 @@ _CALLS = (
 )
 _PLACES = ("", "1", "1.0", "1.0.0", "1.9", "9.0", "-1.0", "1.-1", "²", "1.²", "*", "1.*", "1.0 1.1", "1e9")
 ODD_CHANGES = [json.dumps([call.format(place)]) for call in _CALLS for place in _PLACES]
+
+
+def with_chat_template(folder: Path) -> Path:
+    """Give the tokenizer of a checkpoint a chat template."""
+    file = folder / "tokenizer_config.json"
+    template = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return folder
 
 
 def matrix() -> Iterator[tuple[str, str, str]]:

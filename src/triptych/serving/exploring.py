@@ -46,8 +46,22 @@ class WhatIf(NamedTuple):
     python: str
 
 
+def _head(model: Model, place: str) -> Head:
+    found = model[place]
+    if not isinstance(found, Head):
+        raise UsageError(f"{place} is a layer: give a head, as {place}.0")
+    return found
+
+
+def _layer(model: Model, place: str) -> Layer:
+    found = model[place]
+    if not isinstance(found, Layer):
+        raise UsageError(f"{place} is a head: give a layer")
+    return found
+
+
 def _unscaled(model: Model, place: str) -> Model:
-    semantics = model[place].layer.outline.semantics
+    semantics = _head(model, place).layer.outline.semantics
     if semantics.scores is not None:
         raise UsageError(
             f"head {place}: its scores are no scaled products, so there is no scale to leave out"
@@ -62,7 +76,7 @@ def _summed_scores(scores: Tensor) -> Tensor:
 
 
 def _truncated(model: Model, place: str, rank: str) -> Model:
-    head = model[place]
+    head = _head(model, place)
     most = head.d_k
     if not rank.isdecimal() or not 0 < int(rank) <= most:
         raise UsageError(f"truncate({place}, {rank}): the rank is a number from 1 to {most}")
@@ -356,9 +370,7 @@ class Explorer:
     def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
         """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
         model = self._changed(changes)
-        place = model[layer]
-        if not isinstance(place, Layer):
-            raise UsageError(f"layer {layer}: that is the name of a head: give its layer and its number")
+        place = _layer(model, layer)
         one, own = place[head], self._inspection(changes, layer)
         widths = {"qk": own.d_k, "ov": own.d_v}
         figures = (
