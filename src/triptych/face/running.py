@@ -353,6 +353,7 @@ class RunnableModel(ReadableModel):
         """
         opened = self.opened
         (line,) = as_lines([text])
+        self._opened.own_weights()
         return fill_masks(opened.language_model, opened.tokenizer, line, count, max_tokens)
 
     @check_choices
