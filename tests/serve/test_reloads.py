@@ -93,12 +93,13 @@ def test_signals_that_come_during_a_reload_are_one_more_reload(
 @pytest.mark.slow  # starts the command
 def test_the_end_does_not_wait_for_a_reload(folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    starts = tmp_path / "sitecustomize.py"  # so that a second opening takes for ever
+    starts = tmp_path / "sitecustomize.py"  # so that a reload takes for ever
     starts.write_text(
-        "import sys, time\n"
-        "def slow(fleet):\n    print('reopening', file=sys.stderr, flush=True)\n    time.sleep(600)\n"
-        "if 'serve' in sys.argv:\n"
-        "    from triptych.serving.fleet import Fleet\n    Fleet.reopened = slow\n"
+        "import sys\n"
+        "def slowly(fleet):\n    print('reopening', file=sys.stderr, flush=True)\n"
+        "    while True:\n        reopened(fleet).close()\n"
+        "if 'serve' in sys.argv:\n    from triptych.serving.fleet import Fleet\n"
+        "    reopened, Fleet.reopened = Fleet.reopened, slowly\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with log.open("w") as stderr, ServedCommand(f"m={folder}", stderr=stderr, PYTHONPATH=path) as served:

@@ -11,8 +11,10 @@ from triptych.cli.process import KERNELS_KEPT_DECODING, keep_libraries, limit_ke
 from triptych.cli.signatures import Options
 from triptych.errors import UsageError
 from triptych.face import Model, load
+from triptych.launch import end_now
 from triptych.serving import hangups
 from triptych.serving.limits import Limits
+from triptych.threads import are_left
 
 
 def serve(
@@ -51,6 +53,8 @@ def serve(
     with hangups.ignored():
         _serve(models, server, limits, opening)
     say("stopped")
+    if are_left():
+        end_now(0)
 
 
 def _serve(

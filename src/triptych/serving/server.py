@@ -24,6 +24,7 @@ from triptych.serving.limits import GONE, Limits, RequestError
 from triptych.serving.logs import log, num_lost
 from triptych.serving.models import ModelJob, ServedModel
 from triptych.serving.worker import Item
+from triptych.threads import LEFT
 
 # Old models are looked at so often, until no request has them.
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -333,7 +334,7 @@ async def _in_a_thread_that_may_be_left(work: Callable[[], _Found]) -> _Found:
             if found.set_running_or_notify_cancel():
                 found.set_result(value)
 
-    threading.Thread(target=run, name="triptych reload", daemon=True).start()
+    threading.Thread(target=run, name=LEFT, daemon=True).start()
     return await asyncio.wrap_future(found)
 
 
