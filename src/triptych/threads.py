@@ -11,6 +11,9 @@ import torch
 
 Item = TypeVar("Item")
 
+# The name of threads for which nobody waits when the process ends.
+LEFT = "triptych left"
+
 
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
@@ -31,6 +34,11 @@ def torch_threads(number: int | None) -> Iterator[None]:
 def num_cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def are_left() -> bool:
+    """Return True if threads named `LEFT` still work: beside torch in one, a usual end may abort."""
+    return any(thread.name == LEFT for thread in threading.enumerate())
 
 
 @final

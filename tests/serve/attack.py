@@ -2,10 +2,10 @@
 
     python tests/serve/attack.py --seconds 600 --seed 7
 
-Hostile bodies, options at the edges of their numbers, slow and silent clients, streams that are left, killed
-and stopped processes, files that change, reloads, a log that is closed. What is tried follows from the seed.
-It exits with 1 if an honest client got another answer than alone or none, if anything answered 500, or if
-/health or memory are past their limits.
+Hostile bodies, options at the edges of their numbers, odd values of every field (`odd_values.py`), slow and
+silent clients, streams that are left, killed and stopped processes, files that change, reloads, a log that is
+closed. What is tried follows from the seed. It exits with 1 if an honest client got another answer than alone
+or none, if anything answered 500, or if /health or memory are past their limits.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 
+from serve.odd_values import REQUESTS, body_of, matrix, with_chat_template
 from served import Answer, ServedCommand
 
 KEY = "honest"
@@ -59,6 +60,9 @@ PATHS += (
     "/detect",
     "/admin/nothing",
 )
+
+
+ODD_REQUESTS = [*matrix()]
 
 
 @dataclass
@@ -146,8 +150,9 @@ class Attack:
         kinds: list[Callable[[random.Random], None]] = [
             *(self.hostile_body, self.edges, self.markup, self.slow_body, self.silence, self.left_stream),
             *(self.many_looks, self.odd_head, self.kill_a_process, self.change_a_file, self.reload),
+            self.odd_value,
         ]
-        weights = [8, 12, 4, 2, 2, 4, 3, 4, 0.5, 0.5, 0.3]
+        weights = [8, 12, 4, 2, 2, 4, 3, 4, 0.5, 0.5, 0.3, 12]
         while not self.over.is_set():
             (kind,) = draw.choices(kinds, weights)
             self.seen.tried[kind.__name__] += 1
@@ -178,6 +183,10 @@ class Attack:
         fields |= {name: draw.choice(EDGES) for name in draw.sample(NUMBERS, draw.randint(1, 3))}
         path = draw.choice(PATHS)
         self.noted(self.served.send(path, json.dumps(fields).encode(), **KEYED), (path, fields))
+
+    def odd_value(self, draw: random.Random) -> None:
+        path, name, value = draw.choice(ODD_REQUESTS)
+        self.noted(self.served.send(path, body_of(path, name, value), **KEYED), (path, name, value))
 
     def markup(self, draw: random.Random) -> None:
         parts = draw.sample(MARKUP, draw.randint(1, 3))
@@ -257,7 +266,9 @@ class Attack:
             self.many_looks(draw)
             time.sleep(0.3)
             file.write_bytes(self.originals[file])
-            self.reload(draw)
+            # Until then whatever reads the files is told to try again.
+            while self.served.ask("/admin/reload", {}, **KEYED).status != 200 and not self.over.is_set():
+                time.sleep(0.2)
 
     def reload(self, draw: random.Random) -> None:
         if draw.random() < 0.5:
@@ -288,16 +299,22 @@ def attack(
     most_memory: float | None = None,
     workers: int = 2,
 ) -> Seen:
-    """Attack a server of copies of models; what was seen, with what is past its limits as faults."""
+    """Attack a server of copies of models; what was seen, with what is past its limits as faults.
+
+    The models are "en-de", "gpt" and "bert": a translator, a language model and an encoder.
+    """
     reader, writer = os.pipe()
     with TemporaryDirectory(prefix="triptych-attack-") as place, os.fdopen(writer, "w") as stderr:
         copies = {name: Path(shutil.copytree(path, Path(place, name))) for name, path in models.items()}
+        with_chat_template(copies["gpt"])
         files = [file for folder in copies.values() for file in folder.glob("*.safetensors")]
         named = [f"{name}={folder}" for name, folder in copies.items()]
         options = ("--workers", workers, "--stranger-seconds", 2, "--body-seconds", 3)
         with ServedCommand(*named, *options, stderr=stderr, TRIPTYCH_API_KEY=KEY) as served:
             os.close(reader)  # whoever read the log has seen enough
             own = Attack(served, files, seed)
+            for path, fields in REQUESTS.items():  # what is imported for them stays
+                served.ask(path, fields, **KEYED)
             before = memory_of(served.process.pid)
             seen = own.run(seconds)
             if seen.slowest_health > slowest_health:
@@ -318,12 +335,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
-    from small_checkpoints import gpt2_that_runs
+    from small_checkpoints import bert_that_runs, gpt2_that_runs
     from small_models import train_small_run
 
     with TemporaryDirectory(prefix="triptych-attacked-") as place:
         run = train_small_run(Path(place, "run"))
         models = {"en-de": run, "gpt": gpt2_that_runs(Path(place, "gpt2"))}
+        models["bert"] = bert_that_runs(Path(place, "bert"))
         seen = attack(models, given.seconds, given.seed, slowest_health=0.2, most_memory=1.1)
     print(f"{seen.honest:,} honest requests; slowest /health {seen.slowest_health:.3f} s")
     print(f"statuses: {dict(seen.statuses)}; tried: {dict(seen.tried)}")

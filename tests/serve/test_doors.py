@@ -170,10 +170,25 @@ def test_a_page_of_another_origin_makes_nothing_compute(open_server: Served, loc
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("127.0.0.2", 200), ("127.9.9.9:80", 200), ("[::1]:9", 200), ("localhost.evil.example", 400), ("", 400)],
+    [
+        ("127.0.0.2", 200),
+        ("127.9.9.9:80", 200),
+        ("[::1]:9", 200),
+        ("LOCALHOST", 200),
+        ("LocalHost:80", 200),
+        ("localhost.evil.example", 400),
+        ("", 400),
+    ],
 )
 def test_every_address_of_this_machine_alone_is_its_own(open_server: Served, host: str, status: int) -> None:
     assert open_server.ask("/health", Host=host).status == status
+
+
+def test_a_page_of_this_server_may_ask_however_its_name_is_spelled(open_server: Served) -> None:
+    port = open_server.port
+    for origin, host in (("localhost", "LOCALHOST"), ("LocalHost", "localhost")):
+        headers = {"Origin": f"http://{origin}:{port}", "Host": f"{host}:{port}"}
+        assert open_server.ask("/translate", FIELDS, **headers).status == 200
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from served import Served
 from small_checkpoints import byte_tokenizer
 from triptych.decoding.maps import MappedFiles, own_memory
 from triptych.errors import DataError
-from triptych.face import load, require_same_files
+from triptych.face import Model, load, require_same_files
+from triptych.models.sites import attention_sites
 from triptych.storage.tensors import open_tensors
 
 WIDTH, NUM_TOKENS = 256, 30
@@ -52,6 +55,31 @@ def test_a_long_job_goes_on_unchanged_when_its_file_is_cut_off(folders: list[Pat
     model.generator()
     os.truncate(folder / "model.safetensors", 100)  # a page of it that is read ends the process
     assert model.generate("The cat", max_new_tokens=NUM_TOKENS).text == written(folders[0])
+
+
+JOBS: dict[str, Callable[[Model], Any]] = {
+    "run": lambda model: model.run("The cat").logits.tolist(),
+    "score": lambda model: model.score("The cat"),
+    "attend": lambda model: model.attend("The cat")[1, 0].tolist(),
+    "evaluate": lambda model: model.evaluate("The cat " * 40, context=32).figures(),
+    "evaluate with a head less": lambda model: model.ablate("1.0").evaluate("The cat " * 40).figures(),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("size", [0, 100])
+def test_whatever_runs_a_model_goes_on_unchanged_when_its_file_is_cut_off(
+    folders: list[Path], tmp_path: Path, job: str, size: int
+) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    model, run = load(folder), JOBS[job]
+    layer = attention_sites(model.reader.model)[0].layer
+    cut = partial(os.truncate, folder / "model.safetensors", size)
+    handle = layer.register_forward_pre_hook(lambda *_: cut())  # while it runs
+    found = run(model)
+    handle.remove()
+    assert (folder / "model.safetensors").stat().st_size == size
+    assert found == run(load(folders[0]))
 
 
 def test_what_shared_a_mapped_file_shares_memory_of_its_own_afterwards(folders: list[Path]) -> None:

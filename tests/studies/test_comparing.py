@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +14,7 @@ from benchmarks.study_results import judged_again, read_runs_csv
 
 from studying import CUT, STUDY
 from triptych.errors import UsageError
-from triptych.reports import CurveChart, Report
+from triptych.reports import CurveChart, Report, Table
 from triptych.rewriting.recipe import read_rewrite_recipe
 from triptych.studies import (
     Outcome,
@@ -31,6 +32,7 @@ from triptych.studies.tables import (
     conclusions,
     curves_csv,
     figures,
+    headed,
     markdown,
     runs_csv,
     sweep_csv,
@@ -94,6 +96,15 @@ def test_tables_are_judged_again_from_the_raw_runs_alone(place: Path, stand_in: 
     report = markdown(outcome)
     bare = Outcome(outcome.study, place, {}, read_runs_csv(runs_csv(outcome)), {}, 0.0)
     assert judged_again(bare, report.replace("-0.5000", "-0.6000")) == report
+
+
+def test_a_cell_of_a_report_is_one_cell_whatever_it_says(place: Path, stand_in: Path) -> None:
+    markdown_it = pytest.importorskip("markdown_it")
+    cells = ("a|b", r"a\|b", "a\\", r"\|", "|", "two\nlines", "plain")
+    columns = tuple(f"column {number}" for number in range(len(cells)))
+    shown = headed(made(place), [Table("Odd names", columns, (cells,))])
+    page = markdown_it.MarkdownIt("commonmark").enable("table").render("\n".join(shown))
+    assert re.findall("<td>(.*)</td>", page) == [cell.replace("\n", r"\n") for cell in cells]
 
 
 def test_recipes_of_a_seed_differ_in_nothing_but_the_variant(place: Path, stand_in: Path) -> None:

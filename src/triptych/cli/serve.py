@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import triptych
 from triptych.cli.failures import say
-from triptych.cli.process import KERNELS_KEPT_DECODING, limit_kernel_cache
+from triptych.cli.process import KERNELS_KEPT_DECODING, keep_libraries, limit_kernel_cache
 from triptych.cli.signatures import Options
 from triptych.errors import UsageError
 from triptych.face import Model, load
+from triptych.launch import end_now
+from triptych.serving import hangups
 from triptych.serving.limits import Limits
+from triptych.threads import are_left
 
 
 def serve(
@@ -46,6 +49,17 @@ def serve(
         triptych serve gpt2 de-en=runs/mine --port 9000 --precision int8
     """
     limit_kernel_cache(KERNELS_KEPT_DECODING)
+    keep_libraries()
+    with hangups.ignored():
+        _serve(models, server, limits, opening)
+    say("stopped")
+    if are_left():
+        end_now(0)
+
+
+def _serve(
+    models: Sequence[str], server: dict[str, Any], limits: dict[str, Any], opening: dict[str, Any]
+) -> None:
     named = dict(map(_name_and_model, models))
     if len(named) < len(models):
         raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
@@ -54,7 +68,6 @@ def serve(
     address = f"http://{server['host']}:{server['port']}"
     ready = partial(say, f"serving {', '.join(opened)} at {address}")
     triptych.serve(opened, limits=allowed, ready=ready, **server)
-    say("stopped")
 
 
 def _name_and_model(model: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 import shutil
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import final
@@ -15,6 +15,7 @@ from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoin
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, LayerPlace, Site, in_ranges
 from triptych.checkpoints.source import ModuleOfOthers, Source
 from triptych.converting.conversion import can_convert
+from triptych.decoding.maps import own_memory
 from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change, Steering
 from triptych.face.engines import Options
@@ -46,6 +47,7 @@ class Opened:
     module: LanguageModel | EncoderDecoder | None = None
     temporary: Path | None = None
     is_mapped: bool = True
+    _owns_weights: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.temporary is not None:
@@ -131,6 +133,17 @@ class Opened:
             )
             opened = opened.with_ensemble([*others])
         return opened
+
+    def own_weights(self) -> None:
+        """Copy the module's weights out of their mapped files, where memory has room for them.
+
+        A job may run for long, and a file that is cut off meanwhile would end the process.
+        """
+        if self._owns_weights or self.module is not None:
+            return
+        own_memory([self.model.model])  # whose parameters changed models share
+        self.require_same()
+        self._owns_weights = True
 
     @cached_property
     def why_not_run(self) -> str:

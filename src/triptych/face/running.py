@@ -353,6 +353,7 @@ class RunnableModel(ReadableModel):
         """
         opened = self.opened
         (line,) = as_lines([text])
+        self._opened.own_weights()
         return fill_masks(opened.language_model, opened.tokenizer, line, count, max_tokens)
 
     @check_choices
@@ -622,8 +623,10 @@ class RunnableModel(ReadableModel):
 
     @cached_property
     def reader(self) -> Reader:
-        """What reads texts."""
-        return Reader(self.opened)
+        """What reads texts, with the weights in memory."""
+        opened = self.opened
+        self._opened.own_weights()
+        return Reader(opened)
 
 
 def _refuse_given(with_what: str, **options: Any) -> None:

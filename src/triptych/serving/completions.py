@@ -5,16 +5,24 @@ import json
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from triptych.decoding import Continuation, GenerationOptions, SamplingOptions
+from triptych.serving.answers import json_answer
 from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError, openai_error
-from triptych.serving.logprobs import ToldToken, as_chat_logprobs, as_completion_logprobs, told_tokens
+from triptych.serving.logprobs import (
+    TokenNames,
+    ToldToken,
+    as_chat_logprobs,
+    as_completion_logprobs,
+    told_tokens,
+)
 from triptych.serving.models import Continuing, Scored, Scoring, ServedModel
 from triptych.serving.openai_fields import CHAT, COMPLETIONS, check_fields, flag
 from triptych.serving.server import Server
@@ -60,7 +68,7 @@ async def complete(server: Server, request: Request) -> Response:
     def encode(text: str) -> list[int]:
         return generator.encode(text, special_tokens=special_tokens)
 
-    prompts = read_token_ids(server, fields, "prompt", encode, generator.model.vocab_size)
+    prompts = await read_token_ids(server, fields, "prompt", encode, generator.model.vocab_size)
     wanted = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
     asked = _asked(server, model, fields, prompts, "max_tokens", 16, wanted)
     if fields.get("best_of") not in (None, 1, asked.num_samples):
@@ -68,8 +76,7 @@ async def complete(server: Server, request: Request) -> Response:
     head = _frame(model, "cmpl", "text_completion")
     if asked.stream:
         return _streamed(server, request, asked, head, lambda text: {"text": text, "logprobs": None})
-    choices, usage = await _choices(server, request, asked, _completion)
-    return JSONResponse({**head, "choices": choices, "usage": usage})
+    return await _choices(server, request, asked, head, _completion)
 
 
 async def chat(server: Server, request: Request) -> Response:
@@ -79,8 +86,9 @@ async def chat(server: Server, request: Request) -> Response:
     model = server.model(fields.get("model"), "generate")
     messages = _messages(fields.get("messages"))
     server.check_texts([message["content"] for message in messages])
-    # What a message says is text: nobody can end a turn.
-    ids = model.generator.tokenizer.chat_ids(messages, special_tokens="text")
+    # What a message says is text: nobody can end a turn. A process of its own renders the template.
+    chat_ids = partial(model.generator.tokenizer.chat_ids, special_tokens="text")
+    ids = await asyncio.to_thread(chat_ids, messages)
     name = "max_tokens" if "max_tokens" in fields else "max_completion_tokens"
     tells = flag(fields, "logprobs")
     if fields.get("top_logprobs") is not None and not tells:
@@ -96,8 +104,7 @@ async def chat(server: Server, request: Request) -> Response:
             head,
             lambda text: {"delta": {"role": "assistant", "content": text} if text else {}},
         )
-    choices, usage = await _choices(server, request, asked, _answer)
-    return JSONResponse({**_frame(model, "chatcmpl", "chat.completion"), "choices": choices, "usage": usage})
+    return await _choices(server, request, asked, _frame(model, "chatcmpl", "chat.completion"), _answer)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
@@ -131,7 +138,7 @@ def _content(given: Any, where: str) -> str:
     return "".join(part["text"] for part in given)
 
 
-def read_token_ids(
+async def read_token_ids(
     server: Server, fields: Fields, name: str, encode: Callable[[str], list[int]], vocab_size: int
 ) -> list[list[int]]:
     """A text or token ids, or several of either, as token ids."""
@@ -145,7 +152,11 @@ def read_token_ids(
         are_ids = isinstance(one, list) and one and all(type(x) is int and 0 <= x < vocab_size for x in one)
         if not are_ids and not isinstance(one, str):
             raise RequestError(400, f"{name}: token ids are numbers from 0 to {vocab_size - 1}")
-    found = [encode(one) if isinstance(one, str) else one for one in given]
+
+    def encode_all() -> list[list[int]]:
+        return [encode(one) if isinstance(one, str) else one for one in given]
+
+    found = await asyncio.to_thread(encode_all)
     if sum(map(len, found)) > server.limits.max_characters:
         raise RequestError(413, f"{name}: at most {server.limits.max_characters:,} tokens in a request")
     return found
@@ -206,9 +217,10 @@ async def _choices(
     server: Server,
     request: Request,
     asked: _Wanted,
-    choice: Callable[[_Wanted, Sequence[int], Continuation | None, Scored | None], dict[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """What the prompts are continued by, prompt by prompt, and what it took."""
+    head: Mapping[str, Any],
+    choice: "_Choice",
+) -> Response:
+    """Answer with what the prompts are continued by, prompt by prompt, and what it took."""
     scored: list[Scored | None] = [None] * len(asked.prompts)
     if asked.echo and asked.logprobs is not None:
         most = min(asked.model.generator.model.context or _MOST_SCORED, _MOST_SCORED)
@@ -219,18 +231,24 @@ async def _choices(
     continued: list[list[Continuation]] = [[] for _ in asked.prompts]
     if asked.options is not None:
         continued = await server.compute(request, Continuing(asked.model, asked.options), asked.prompts)
-    choices, tokens = list[dict[str, Any]](), 0
-    for ids, of_prompt, score in zip(asked.prompts, continued, scored, strict=True):
-        for sample in range(asked.num_samples):
-            # Greedy samples are all alike.
-            one = of_prompt[min(sample, len(of_prompt) - 1)] if of_prompt else None
-            tokens += 0 if one is None else len(one.ids)
-            choices.append(
-                {"index": len(choices), **choice(asked, ids, one, score), "finish_reason": _finish(one)}
-            )
-    usage = _usage(asked, tokens)
-    server.count_tokens(usage["prompt_tokens"], tokens)
-    return choices, usage
+    # Greedy samples are all alike.
+    chosen = [
+        (ids, of_prompt[min(sample, len(of_prompt) - 1)] if of_prompt else None, score)
+        for ids, of_prompt, score in zip(asked.prompts, continued, scored, strict=True)
+        for sample in range(asked.num_samples)
+    ]
+    usage = _usage(asked, sum(len(one.ids) for _, one, _ in chosen if one is not None))
+    server.count_tokens(usage["prompt_tokens"], usage["completion_tokens"])
+
+    def record() -> dict[str, Any]:
+        names = TokenNames(asked.model.generator.tokenizer)
+        choices = [
+            {"index": number, **choice(asked, names, *of), "finish_reason": _finish(of[1])}
+            for number, of in enumerate(chosen)
+        ]
+        return {**head, "choices": choices, "usage": usage}
+
+    return await json_answer(record)
 
 
 def _usage(asked: _Wanted, new: int) -> dict[str, int]:
@@ -238,33 +256,34 @@ def _usage(asked: _Wanted, new: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
+_Choice = Callable[[_Wanted, TokenNames, Sequence[int], Continuation | None, Scored | None], dict[str, Any]]
+
+
 def _completion(
-    asked: _Wanted, ids: Sequence[int], one: Continuation | None, scored: Scored | None
+    asked: _Wanted, names: TokenNames, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
     """Make a choice of a completion."""
-    tokenizer = asked.model.generator.tokenizer
-    prompt = tokenizer.decode([ids])[0] if asked.echo else ""
+    prompt = names.tokenizer.decode([ids])[0] if asked.echo else ""
     text = prompt + ("" if one is None else one.text)
     if asked.logprobs is None:
         return {"text": text, "logprobs": None}
     told = list[ToldToken]()
     if scored is not None:
-        told += told_tokens(tokenizer, (), ids, [None, *scored.log_probs], [(), *scored.tops])
+        told += told_tokens(names, (), ids, [None, *scored.log_probs], [(), *scored.tops])
     if one is not None:
-        after = told_tokens(tokenizer, ids, one.ids, one.log_probs, one.tops)
+        after = told_tokens(names, ids, one.ids, one.log_probs, one.tops)
         told += [token._replace(offset=token.offset + len(prompt)) for token in after]
     return {"text": text, "logprobs": as_completion_logprobs(told, len(text))}
 
 
 def _answer(
-    asked: _Wanted, ids: Sequence[int], one: Continuation | None, scored: Scored | None
+    asked: _Wanted, names: TokenNames, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
     """Make a choice of a chat."""
     text = "" if one is None else one.text
     logprobs = None
     if asked.logprobs is not None and one is not None:
-        tokenizer = asked.model.generator.tokenizer
-        told = told_tokens(tokenizer, ids, one.ids, one.log_probs, one.tops)
+        told = told_tokens(names, ids, one.ids, one.log_probs, one.tops)
         logprobs = {"content": as_chat_logprobs(told, asked.logprobs), "refusal": None}
     return {"message": {"role": "assistant", "content": text}, "logprobs": logprobs}
 

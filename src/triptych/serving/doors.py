@@ -12,7 +12,8 @@ from starlette.requests import Request
 from triptych.serving.limits import RequestError
 
 KEY_NEEDED = "a key is needed: send api_key or Authorization: Bearer"
-_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data")
+URL_ENCODED = "application/x-www-form-urlencoded"
+_FORMS = (URL_ENCODED, "multipart/form-data")
 _NO_TYPE = ""
 
 
@@ -73,7 +74,7 @@ def check_origin(request: Request) -> None:
     """
     origin = request.headers.get("origin")
     host = request.headers.get("host", "")
-    if origin is not None and _netloc(origin) != host:
+    if origin is not None and _netloc(origin) != host.lower():
         raise RequestError(403, f"Origin: {origin} may not ask: start the server with keys for other pages")
     if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise RequestError(403, "a page of another origin may not ask: start the server with keys for it")
@@ -83,9 +84,9 @@ def check_origin(request: Request) -> None:
 
 
 def _netloc(origin: str) -> str | None:
-    """The host and port of an origin; None of what is no address."""
+    """The host and port of an origin in lower case; None of what is no address."""
     try:
-        return urlsplit(origin).netloc
+        return urlsplit(origin).netloc.lower()
     except ValueError:
         return None
 
@@ -105,8 +106,8 @@ def _is_json(kind: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if a name or an address always leads to this machine."""
-    if host == "localhost":
+    """Return True if a name or an address always leads to this machine; names have no case."""
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback

@@ -4,15 +4,16 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from torch.nn import functional as F
 
 from triptych.decoding.batches import LONGEST_SHOWN, check_length
 from triptych.models.overflow import require_finite_values
+from triptych.serving.answers import json_answer
 from triptych.serving.completions import read_token_ids
 from triptych.serving.limits import RequestError
 from triptych.serving.models import JobOfEach
@@ -35,7 +36,7 @@ async def embed(server: Server, request: Request) -> Response:
     if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):
         raise RequestError(400, f"dimensions: {model.name} has {width}; leave it out")
     tokenizer = opened.tokenizer
-    texts = read_token_ids(
+    texts = await read_token_ids(
         server,
         fields,
         "input",
@@ -47,12 +48,20 @@ async def embed(server: Server, request: Request) -> Response:
     vectors: list[list[float]] = await server.compute(request, Embedding(model), texts)
     read = sum(map(len, texts))
     server.count_tokens(read, 0)
-    data = [
-        {"object": "embedding", "index": index, "embedding": _base64(vector) if form == "base64" else vector}
-        for index, vector in enumerate(vectors)
-    ]
     usage = {"prompt_tokens": read, "total_tokens": read}
-    return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+    def record() -> dict[str, Any]:
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(vector) if form == "base64" else vector,
+            }
+            for index, vector in enumerate(vectors)
+        ]
+        return {"object": "list", "data": data, "model": model.name, "usage": usage}
+
+    return await json_answer(record)
 
 
 @final

@@ -22,7 +22,7 @@ from triptych.attending.over import OverText
 from triptych.attending.page import HeadNote, viewer_data
 from triptych.attending.writing import OutputTable
 from triptych.errors import TriptychError, UsageError
-from triptych.face import Head, Model, RotaryForm, Run
+from triptych.face import Head, Layer, Model, RotaryForm, Run
 from triptych.models.sites import attention_sites
 
 # Models with what-ifs that are kept, each with what it generates with, and texts that they read.
@@ -46,8 +46,22 @@ class WhatIf(NamedTuple):
     python: str
 
 
+def _head(model: Model, place: str) -> Head:
+    found = model[place]
+    if not isinstance(found, Head):
+        raise UsageError(f"{place} is a layer: give a head, as {place}.0")
+    return found
+
+
+def _layer(model: Model, place: str) -> Layer:
+    found = model[place]
+    if not isinstance(found, Layer):
+        raise UsageError(f"{place} is a head: give a layer")
+    return found
+
+
 def _unscaled(model: Model, place: str) -> Model:
-    semantics = model[place].layer.outline.semantics
+    semantics = _head(model, place).layer.outline.semantics
     if semantics.scores is not None:
         raise UsageError(
             f"head {place}: its scores are no scaled products, so there is no scale to leave out"
@@ -62,7 +76,7 @@ def _summed_scores(scores: Tensor) -> Tensor:
 
 
 def _truncated(model: Model, place: str, rank: str) -> Model:
-    head = model[place]
+    head = _head(model, place)
     most = head.d_k
     if not rank.isdecimal() or not 0 < int(rank) <= most:
         raise UsageError(f"truncate({place}, {rank}): the rank is a number from 1 to {most}")
@@ -356,7 +370,8 @@ class Explorer:
     def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
         """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
         model = self._changed(changes)
-        one, own = model[layer][head], self._inspection(changes, layer)
+        place = _layer(model, layer)
+        one, own = place[head], self._inspection(changes, layer)
         widths = {"qk": own.d_k, "ov": own.d_v}
         figures = (
             "qk_effective_rank",
@@ -367,7 +382,7 @@ class Explorer:
             "qk_excess",
         )
         return {
-            "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *model[layer].between],
+            "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *place.between],
             "pictures": {name: rows[head] for name, rows in own.pictures.items()},
             "spectra": {name: values[head] for name, values in own.spectra.items()},
             "chance": {

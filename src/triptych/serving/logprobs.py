@@ -1,7 +1,7 @@
 """Log-probabilities of tokens as OpenAI's interface tells them."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from triptych.attending.attention import readable
 from triptych.decoding import Top
@@ -28,39 +28,54 @@ class ToldToken(NamedTuple):
     offset: int  # characters of the text before it; those of one character have the same
 
 
+@final
+class TokenNames:
+    """The readable names of tokens, and the bytes that they stand for, each made once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._found = dict[int, tuple[str, bytes]]()
+
+    def of(self, token: int) -> tuple[str, bytes]:
+        """Return a token's name and its bytes."""
+        if token not in self._found:
+            piece = self.tokenizer.pieces([token])[0]
+            self._found[token] = readable(piece), bytes_of(piece)
+        return self._found[token]
+
+
 def told_tokens(
-    tokenizer: Tokenizer,
+    names: TokenNames,
     before: Sequence[int],
     ids: Sequence[int],
     log_probs: Sequence[float | None],
     tops: Sequence[Top],
 ) -> list[ToldToken]:
     """Return the tokens of a text after the prompt, without the token that ended it."""
-    decoder = StreamDecoder(tokenizer)
+    decoder = StreamDecoder(names.tokenizer)
     for token in before[-_BEFORE:]:
         decoder.push(token)
     found, offset = list[ToldToken](), 0
     tops = tops or [()] * len(log_probs)
     for token, log_prob, top in zip(ids, log_probs, tops, strict=False):
         others = dict(top) | ({} if log_prob is None else {token: log_prob})
-        named = _named(tokenizer, token, others)
-        piece = tokenizer.pieces([token])[0]
-        own = named.get(token) or NamedToken(readable(piece), None, bytes_of(piece))
+        named = _named(names, token, others)
+        name, raw = names.of(token)
+        own = named.get(token) or NamedToken(name, None, raw)
         found.append(ToldToken(own, tuple(named.values()), offset))
         offset += len(decoder.push(token))
     return found
 
 
-def _named(tokenizer: Tokenizer, own: int, log_probs: dict[int, float]) -> dict[int, NamedToken]:
+def _named(names: TokenNames, own: int, log_probs: dict[int, float]) -> dict[int, NamedToken]:
     """Name tokens by their ids, the most probable first. A name that is taken becomes `token_id:N`."""
-    taken = {readable(tokenizer.pieces([own])[0]): own}
+    taken = {names.of(own)[0]: own}
     found = dict[int, NamedToken]()
     for token, log_prob in sorted(log_probs.items(), key=lambda item: -item[1]):
-        piece = tokenizer.pieces([token])[0]
-        name = readable(piece)
+        name, raw = names.of(token)
         if taken.setdefault(name, token) != token:
             name = f"token_id:{token}"
-        found[token] = NamedToken(name, log_prob, bytes_of(piece))
+        found[token] = NamedToken(name, log_prob, raw)
     return found
 
 

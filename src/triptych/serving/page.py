@@ -33,7 +33,7 @@ async def models(server: Server, request: Request) -> Response:
     for served in server.models.values():
         (about,) = await server.compute(request, Asking(served), [lambda of, _: of.explorer.about()])
         found.append({"name": served.name, "languages": served.languages, **about})
-    return _json_response({"models": found})
+    return Response(_as_json({"models": found}), media_type="application/json")
 
 
 def _explorer_endpoint(ask: Callable[[Explorer, Fields], Any], about: str) -> Endpoint:
@@ -41,8 +41,11 @@ def _explorer_endpoint(ask: Callable[[Explorer, Fields], Any], about: str) -> En
         fields = await server.fields(request)
         served = server.model(fields.get("model"), "run")
         server.check_texts([fields.text("text", ""), fields.text("target", "")])
-        (found,) = await server.compute(request, Asking(served), [lambda of, _: ask(of.explorer, fields)])
-        return _json_response(found)
+        # The text is made where the answer is computed, not on the event loop.
+        (found,) = await server.compute(
+            request, Asking(served), [lambda of, _: _as_json(ask(of.explorer, fields))]
+        )
+        return Response(found, media_type="application/json")
 
     answer.__doc__ = about
     return answer
@@ -67,9 +70,8 @@ def _layer_and_head(fields: Fields) -> tuple[str, int]:
     return fields.text("layer"), fields.number("head", 0, 1 << 16)
 
 
-def _json_response(found: Any) -> Response:
-    text = json.dumps(rounded(found), allow_nan=False, separators=(",", ":"))
-    return Response(text, media_type="application/json")
+def _as_json(found: Any) -> str:
+    return json.dumps(rounded(found), allow_nan=False, separators=(",", ":"))
 
 
 # What is asked of an `Explorer`, and a line for /spec, by the last part of the path.

@@ -4,8 +4,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +11,7 @@ from typing import final
 
 import uvicorn
 
+from triptych.serving import hangups
 from triptych.serving.application import web_application
 from triptych.serving.connections import uvicorn_config
 from triptych.serving.fleet import Fleet as Fleet
@@ -42,12 +41,11 @@ class Serving(uvicorn.Server):
 
     def _listen_to_hangups(self) -> None:
         """Reload at SIGHUP, except at a terminal, which sends it when it is closed."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and hasattr(signal, "SIGHUP") and not (sys.stdin and sys.stdin.isatty()):
+        if hangups.are_heard():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
 
     def _reload(self) -> None:
-        reloading = asyncio.ensure_future(self._server.reload())
+        reloading = asyncio.ensure_future(self._server.reload_when_possible())
         reloading.add_done_callback(lambda over: over.cancelled() or over.exception())  # which the log has
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -57,6 +55,8 @@ class Serving(uvicorn.Server):
         self._server.is_stopping, self._until = True, time.monotonic() + self._seconds
 
     async def on_tick(self, counter: int) -> bool:
+        if self._server.is_stopping:
+            self._server.give_up_reload()
         if self._server.is_stopping and (not self._server.num_requests or time.monotonic() > self._until):
             self.should_exit = True
         elif self._server.is_stopping and self._says_why:

@@ -12,6 +12,7 @@ from triptych.attending.held_out import HeldOutText
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.face import Model
+from triptych.serving import hangups
 from triptych.serving.fleet import PageTexts
 from triptych.serving.limits import Limits
 from triptych.serving.logs import flush_log, log
@@ -83,7 +84,7 @@ def serve(
     if held_out is not None and len(models) != 1:
         raise UsageError(f"the held-out text is of one model, and {len(models)} are served: leave it out")
     # More than one process has one thread each.
-    with torch_threads(1 if workers > 1 else None), ExitStack() as stack:
+    with torch_threads(1 if workers > 1 else None), hangups.ignored(), ExitStack() as stack:
         page = PageTexts(over, held_out)
         fleet = running.Fleet(models, limits or Limits(), workers=workers, page=page, page_only=page_only)
         server = running.Server(fleet, limits or Limits(), keys)
@@ -132,7 +133,7 @@ def _require_sendable(keys: Sequence[str], where: str) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

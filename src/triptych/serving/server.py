@@ -1,18 +1,21 @@
 """What all requests share: the models, limits, keys and figures of a server."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from triptych.decoding.maps import give_memory_back
 from triptych.errors import TriptychError
 from triptych.serving.doors import Keys
 from triptych.serving.fields import Fields
@@ -21,10 +24,12 @@ from triptych.serving.limits import GONE, Limits, RequestError
 from triptych.serving.logs import log, num_lost
 from triptych.serving.models import ModelJob, ServedModel
 from triptych.serving.worker import Item
+from triptych.threads import LEFT
 
 # Old models are looked at so often, until no request has them.
 _SECONDS_BETWEEN_LOOKS = 0.05
 
+_Found = TypeVar("_Found")
 Endpoint = Callable[["Server", Request], Awaitable[Response]]
 
 
@@ -75,6 +80,7 @@ class Server:
         self._in_flight = set[Visit]()
         self._reloading: asyncio.Task[list[str]] | None = None
         self._retiring = set[asyncio.Task[None]]()
+        self._is_reload_wanted = False  # and waits for another one
         self.registry = of = CollectorRegistry()
         path, name = ("path",), ("model_name",)
         about = "Requests that were answered."
@@ -135,16 +141,46 @@ class Server:
     async def reload(self) -> list[str]:
         """Open the models anew from where they were found, and answer with these once they are ready.
 
-        Requests that have begun end on the models that they began with.
+        Requests that have begun end on the models that they began with. There are never more than two
+        copies: while an earlier one still answers, a reload is refused.
         """
+        if self.is_stopping:
+            raise RequestError(503, "the server is stopping", retry_after=5)
         if self._reloading is not None:
-            raise RequestError(409, "the models are being opened anew already")
+            raise RequestError(409, "the models are being opened anew already", retry_after=1)
+        if self._retiring:
+            why = "requests still end on the models before the last reload: try again when they have ended"
+            raise RequestError(409, f"{why} (in at most {self.limits.seconds:g} s)", retry_after=1)
         self._reloading = asyncio.ensure_future(self._reload())
         self._reloading.add_done_callback(self._reloaded)
+        reloading = self._reloading
         try:
-            return await asyncio.shield(self._reloading)
+            return await asyncio.shield(reloading)
         except TriptychError:  # which may name paths
             raise RequestError(409, "the models cannot be opened anew; the log says why") from None
+        except asyncio.CancelledError:
+            if not reloading.cancelled():
+                raise
+            raise RequestError(503, "the server is stopping", retry_after=5) from None
+
+    def give_up_reload(self) -> None:
+        """Wait for no reload any more: the server stops."""
+        if self._reloading is not None:
+            self._reloading.cancel()
+
+    async def reload_when_possible(self) -> None:
+        """Reload as soon as no other reload is under way and its old models have ended.
+
+        Calls while one waits are one with it; what is wrong is in the log.
+        """
+        if self._is_reload_wanted:
+            return
+        self._is_reload_wanted = True
+        while self._reloading is not None or self._retiring:
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        self._is_reload_wanted = False
+        with suppress(RequestError):
+            await self.reload()
 
     def _reloaded(self, task: "asyncio.Task[list[str]]") -> None:
         self._reloading = None
@@ -153,7 +189,7 @@ class Server:
 
     async def _reload(self) -> list[str]:
         started = time.perf_counter()
-        before, fresh = self.fleet, await asyncio.to_thread(self._reopened)
+        before, fresh = self.fleet, await _in_a_thread_that_may_be_left(self._reopened)
         self.fleet = fresh
         log({"reloaded": [*fresh.models], "seconds": round(time.perf_counter() - started, 3)})
         retiring = asyncio.ensure_future(self._retire(before, {*self._in_flight}))
@@ -164,14 +200,17 @@ class Server:
     def _reopened(self) -> Fleet:
         fresh = self.fleet.reopened()
         self._fleets.append(fresh)  # here, where nobody may wait for it any more
+        if self.is_stopping:
+            fresh.close()
         return fresh
 
     async def _retire(self, fleet: Fleet, requests: set[Visit]) -> None:
         """End a fleet when the requests that may have taken its models are over."""
         while requests & self._in_flight:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
-        await asyncio.to_thread(fleet.close)
+        await _in_a_thread_that_may_be_left(fleet.close)
         self._fleets.remove(fleet)
+        await asyncio.to_thread(give_memory_back)
 
     def close(self) -> None:
         """End when everything that was submitted is computed; also what a reload made, or has not ended."""
@@ -279,6 +318,24 @@ class Server:
             if not found.done():
                 found.add_done_callback(lambda over: over.cancelled() or over.exception())
                 found.cancel()
+
+
+async def _in_a_thread_that_may_be_left(work: Callable[[], _Found]) -> _Found:
+    """Do something in a thread for which the end of the process does not wait."""
+    found = Future[_Found]()
+
+    def run() -> None:
+        try:
+            value = work()
+        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+            if found.set_running_or_notify_cancel():
+                found.set_exception(error)
+        else:
+            if found.set_running_or_notify_cancel():
+                found.set_result(value)
+
+    threading.Thread(target=run, name=LEFT, daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 async def _disconnected(request: Request) -> None:

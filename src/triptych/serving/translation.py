@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from triptych.attending.alignment import AlignedWords
 from triptych.decoding import Translation
+from triptych.serving.answers import json_answer
 from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
 from triptych.serving.markup import Markup, TextRun
@@ -34,7 +35,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
         raise RequestError(400, f"format: {kind} is none of text and html")
     detected = None
     if source == "auto":
-        confidences = _confidences(server, texts, target)
+        confidences = await asyncio.to_thread(_confidences, server, texts, target)
         source = max(confidences, key=lambda code: confidences[code])
         detected = {"confidence": round(100 * confidences[source], 1), "language": source}
     model = None if source == target else _translator_of(server, source, target)
@@ -80,7 +81,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
         links = [_links(words.get((at, 0))) for at in range(len(lines))]
         body["alignments"] = _by_text(pieces, links)
     is_list = isinstance(fields["q"], list)
-    return JSONResponse(body if is_list else {name: values[0] for name, values in body.items()})
+    return await json_answer(lambda: body if is_list else {name: values[0] for name, values in body.items()})
 
 
 async def _documents(server: Server, texts: Sequence[str]) -> list[Markup]:
@@ -110,7 +111,7 @@ async def _translate_lines(
     """The translations of the lines that have text, by their numbers."""
     wanted = {number: line for number, line in enumerate(lines) if line.strip()}
     results = await server.compute(request, job, [*wanted.values()])
-    read = job.model.model.opened.tokenizers.source.encode([*wanted.values()])
+    read = await asyncio.to_thread(job.model.model.opened.tokenizers.source.encode, [*wanted.values()])
     new = (len(one.pieces) for result in results for one in result.candidates)
     server.count_tokens(sum(map(len, read)), sum(new))
     return dict(zip(wanted, results, strict=True))
@@ -141,10 +142,8 @@ async def answer_detect(server: Server, request: Request) -> Response:
     fields = await server.fields(request)
     texts = _texts(fields)
     server.check_texts(texts)
-    found = [
-        {"confidence": round(100 * share, 1), "language": code}
-        for code, share in _confidences(server, texts, None).items()
-    ]
+    confidences = await asyncio.to_thread(_confidences, server, texts, None)
+    found = [{"confidence": round(100 * share, 1), "language": code} for code, share in confidences.items()]
     return JSONResponse(sorted(found, key=lambda one: -one["confidence"]))
 
 

@@ -3,12 +3,14 @@
 import csv
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 from triptych.errors import TriptychError
+from triptych.printable import printable
 from triptych.reports import Table
 from triptych.studies.comparing import NOISE, Outcome, Variant
 from triptych.studies.job import HEAD_MEASURES
@@ -24,6 +26,7 @@ from triptych.studies.study import HIGHER_IS_BETTER, OF_COST, POSSIBLE
 from triptych.training.metrics import read_metrics
 
 COST = "What it costs"
+_ENDS_A_CELL = re.compile(r"[\\|]")
 DIGITS = {
     "loss": 4,
     "bits_per_byte": 4,
@@ -278,10 +281,15 @@ def headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
     parts = [f"# {outcome.study.name}", "", *(f"- {line}" for line in conclusions(outcome)), ""]
     for table in shown:
         rule = ["---:" if i in table.numeric else "---" for i in range(len(table.columns))]
-        rows = [[cell.replace("|", "\\|") for cell in row] for row in (table.columns, rule, *table.rows)]
-        lines = (f"| {' | '.join(row)} |" for row in rows)
+        rows = (table.columns, rule, *table.rows)
+        lines = (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         parts += [f"## {table.title}", "", *lines, "", table.caption, ""]
     return parts
+
+
+def _cell(text: str) -> str:
+    """Write a text as a cell of Markdown: one that ends in a backslash would take the bar after it along."""
+    return _ENDS_A_CELL.sub(r"\\\g<0>", printable(text))
 
 
 def quality_tables(outcome: Outcome) -> list[Table]:

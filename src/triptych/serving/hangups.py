@@ -1,0 +1,26 @@
+"""SIGHUP, at which a server opens its models anew once it is ready."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def are_heard() -> bool:
+    """Return True if SIGHUP is for the server: at a terminal it ends the process, as it ends every other."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and hasattr(signal, "SIGHUP") and not (sys.stdin and sys.stdin.isatty())
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Ignore SIGHUP inside the block, while a server that listens to it is made ready."""
+    if not are_heard():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
