@@ -5,7 +5,7 @@
 # make attack OPTIONS="--seconds 600 --seed 7": attack a server for ten minutes, beside honest clients.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
-# make lines: lines of each folder.
+# make reading: how much there is to read, how dense it is, and turns of prose to mend; each with its ceiling.
 # make mutants OPTIONS="--mutants 200 --seed 1": which small changes of the source no test notices; hours.
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ TABLE ?= all
 # Tests start many commands, and each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lines test test-all attack install lint types docs bench mutants release-check clean
+.PHONY: demo reading test test-all attack install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -68,8 +68,8 @@ bench: $(BENCH_STAMP)
 attack: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/serve/attack.py $(OPTIONS)
 
-lines:
-	$(PYTHON) tests/rooms.py lines
+reading:
+	$(PYTHON) tests/reading.py $(OPTIONS)
 
 mutants: $(STAMP)
 	$(BIN)/python benchmarks/mutants.py $(OPTIONS)

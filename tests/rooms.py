@@ -1,6 +1,5 @@
-"""The rooms of the package as data: what imports what, how many lines each has, and their picture.
+"""The rooms of the package as data: what imports what, and their picture.
 
-`python tests/rooms.py lines` prints the lines of each room.
 `python tests/rooms.py picture FILE` draws the rooms, each above what it imports.
 """
 
@@ -10,7 +9,6 @@ import functools
 import html
 import textwrap
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -64,46 +62,6 @@ def graph_of_rooms() -> dict[str, set[str]]:
     return {room: others - {room} for room, others in found.items()}
 
 
-@dataclass
-class Lines:
-    """Lines of Python files, by kind."""
-
-    files: int = 0
-    all: int = 0
-    code: int = 0
-    docstrings: int = 0
-
-    def add(self, path: Path) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        inside: set[int] = set()
-        for node in ast.walk(parse(path)):
-            kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-            if isinstance(node, kinds) and ast.get_docstring(node) is not None:
-                first = node.body[0]
-                inside.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-        rest = (text.strip() for number, text in enumerate(lines, 1) if number not in inside)
-        self.files += 1
-        self.all += len(lines)
-        self.docstrings += len(inside)
-        self.code += sum(1 for text in rest if text and not text.startswith("#"))
-
-
-def lines_of_rooms() -> dict[str, Lines]:
-    """Lines of each folder of the package, and of the modules at the top; the largest first."""
-    counted: dict[str, Lines] = {}
-    for path in MODULES:
-        parts = path.relative_to(SOURCE).parts
-        counted.setdefault(f"{parts[0]}/" if len(parts) > 1 else "at the top", Lines()).add(path)
-    return dict(sorted(counted.items(), key=lambda item: -item[1].all))
-
-
-def lines_of_tests() -> Lines:
-    counted = Lines()
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        counted.add(path)
-    return counted
-
-
 def floors(graph: Mapping[str, Set[str]]) -> list[list[str]]:
     """Rooms by floor: each one floor above the highest room that it imports."""
     floor: dict[str, int] = {}
@@ -145,15 +103,9 @@ def picture() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("lines", help="lines of each room")
     commands.add_parser("picture", help="draw the rooms").add_argument("file", type=Path)
     asked = parser.parse_args()
-    if asked.command == "picture":
-        asked.file.write_text(picture(), encoding="utf-8")
-        return
-    print(f"{'room':14} {'files':>6} {'lines':>7} {'code':>7} {'docstrings':>11}")
-    for name, lines in [*lines_of_rooms().items(), ("tests/", lines_of_tests())]:
-        print(f"{name:14} {lines.files:6,} {lines.all:7,} {lines.code:7,} {lines.docstrings:11,}")
+    asked.file.write_text(picture(), encoding="utf-8")
 
 
 if __name__ == "__main__":
