@@ -12,8 +12,9 @@ from torch import Tensor
 
 from decoding.plain_search import search
 from decoding.test_engine import make_model
-from triptych.algebra.semantics import Semantics
+from triptych.algebra.semantics import HeadGate, Semantics
 from triptych.algebra.weights import AttentionWeights, Link
+from triptych.attention import MultiHeadAttention
 from triptych.decoding import (
     PRECISIONS,
     Engine,
@@ -33,6 +34,7 @@ from triptych.decoding.search import sentence_text
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import open_model
 from triptych.text import OutputRules
+from triptych.threads import torch_threads
 
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
 WAYS = {
@@ -177,11 +179,66 @@ def test_heads_gather_the_same_beside_longer_texts(heads: tuple[int, int, int], 
             assert all(torch.equal(found[0], beside) for beside in found), length
 
 
+def test_more_than_two_threads_and_layers_that_are_not_fused_are_named() -> None:
+    given = {"num_layers": 1, "d_model": 32, "num_heads": 2}
+    model = LanguageModel.of(LanguageModelConfig.model_validate(given), "decoder", 301).eval()
+    engine = Engine(model)
+    with torch_threads(2):
+        assert engine.why_batches_matter == ""
+    with torch_threads(3):
+        assert engine.why_batches_matter == "more than 2 threads"
+    for block in model.blocks:
+        block.self_attention.tap = lambda name, values, first: values
+    assert "attention that is not fused" in Engine(model).why_batches_matter
+
+
 def test_what_attention_gathers_is_compared_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, bmm = fused_attention(4, 2, 16, torch.float32), torch.bmm
     assert not attention_differs(layer, torch.float32)
     monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(a, b) * (1 + (b.shape[2] == 64) * 2**-20))
     assert attention_differs(layer, torch.float32)
+
+
+def logits_of(engine: Engine, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Logits after each text, and after one and two tokens more."""
+    cache, found = engine.read(texts)
+    every = [found]
+    for token in (3, 4):
+        every.append(engine.step(torch.tensor([token + len(text) for text in texts]), cache))
+    return torch.stack(every, dim=1)
+
+
+@torch.no_grad()
+def assert_logits_are_those_alone(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+    """In batches of 2 to 8 texts, and of all of them."""
+    alone = [logits_of(engine, [text])[0] for text in texts[:8]]
+    assert engine.why_batches_matter == ""
+    for batch in range(2, 9):
+        found = logits_of(engine, texts[8 - batch : 8])
+        assert all(map(torch.equal, found, alone[8 - batch :])), f"a batch of {batch}"
+    assert all(map(torch.equal, logits_of(engine, texts[::-1])[-8:].flip(0), alone))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_gated_heads_give_a_text_the_same_logits_beside_any_others(
+    per_channel: bool, precision: Precision
+) -> None:
+    torch.manual_seed(0)
+    d_model, heads, groups, width = 1152, 9, 3, 32
+
+    def link(*shape: int) -> Link:
+        return Link(torch.randn(*shape) * shape[1] ** -0.5)
+
+    gate = HeadGate(torch.randn(heads, *([width] if per_channel else []), d_model))
+    semantics = Semantics(width**-0.5, "causal", gate=gate)
+    keys, values = (link(groups, d_model, width),), (link(groups, d_model, width),)
+    maps = (link(heads, d_model, width),), keys, values, (link(heads, width, d_model),)
+    layer = MultiHeadAttention.from_weights(AttentionWeights(d_model, heads, *maps, semantics))
+    config = LanguageModelConfig(num_layers=1, d_model=d_model, num_heads=heads, d_ff=96)
+    model = LanguageModel(config.architecture("decoder", 301), [layer]).eval()
+    engine = Engine(model, precision)
+    assert_logits_are_those_alone(engine, texts_of(32, 60, 301))
 
 
 # Width, heads, groups of keys, feed-forward layer and vocabulary of published models.
@@ -200,7 +257,7 @@ def test_a_layer_of_a_real_size_gives_a_text_the_same_logits_beside_any_others(
     sizes: tuple[int, int, int, int, int], precision: Precision
 ) -> None:
     d_model, heads, groups, d_ff, vocab = sizes
-    given = {"num_layers": 1, "d_model": d_model, "num_heads": heads, "context": 256, "tied": True}
+    given = {"num_layers": 1, "d_model": d_model, "num_heads": heads, "context": 256}
     attention = {"projections": "grouped", "num_kv_heads": groups}
     given |= {"attention": attention, "positions": {"scheme": "rotary"}, **GATED, "d_ff": d_ff}
     torch.manual_seed(0)
@@ -208,18 +265,7 @@ def test_a_layer_of_a_real_size_gives_a_text_the_same_logits_beside_any_others(
     engine, texts = Engine(model, precision), texts_of(32, 60, vocab)
     del model
 
-    def logits(texts: Sequence[Sequence[int]]) -> Tensor:
-        cache, found = engine.read(texts)
-        every = [found]
-        for token in (3, 4):
-            every.append(engine.step(torch.tensor([token + len(text) for text in texts]), cache))
-        return torch.stack(every, dim=1)
-
-    few = [logits([text])[0] for text in texts[:8]]
-    assert engine.why_batches_matter == ""
-    for batch in range(2, 9):
-        assert all(map(torch.equal, logits(texts[8 - batch : 8]), few[8 - batch :])), batch
-    assert all(map(torch.equal, logits(texts[::-1])[-8:].flip(0), few))
+    assert_logits_are_those_alone(engine, texts)
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])

@@ -41,6 +41,8 @@ SECONDS_KEPT = 60.0
 _MOST_TRANSLATORS = 4
 # Texts of different lengths, for the comparison of one text alone with the same text in a batch.
 _PROBES = ("1", "a b c", "2 + 2 = 4, and 3 + 5 = 8.", "An old man and a small dog cross the street " * 3)
+# Why batches may matter where texts are decoded elsewhere.
+_ANOTHER_LIBRARY = "the library that decodes"
 
 # The models of a process that computes for another (`processes.py`): a job travels with its model's name.
 SERVED_HERE: dict[str, "ServedModel"] = {}
