@@ -51,9 +51,9 @@ class DecodingEngine(ABC):
     num_choices: int | None = None  # number of tokens, from the first, that may be chosen; None for all
 
     @property
-    @abstractmethod
     def why_batches_matter(self) -> str:
         """What it has of which bits may depend on the batch, with the present number of threads."""
+        return ""
 
     @abstractmethod
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> Any:
