@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decoding.plain_search import search
 from decoding.test_engine import make_model
+from triptych.algebra.semantics import HeadGate, Semantics
+from triptych.algebra.weights import AttentionWeights, Link
+from triptych.attention import MultiHeadAttention
 from triptych.decoding import (
     PRECISIONS,
     Engine,
@@ -20,12 +24,17 @@ from triptych.decoding import (
     SearchOptions,
     generate_tokens,
 )
+from triptych.decoding.cache import even_length, hidden_past
+from triptych.decoding.fused import FusedAttention, numbers_of
 from triptych.decoding.generation import begin
 from triptych.decoding.loop import Loop, Text
+from triptych.decoding.maps import Maps
+from triptych.decoding.neighbours import attention_differs
 from triptych.decoding.search import sentence_text
 from triptych.models import LanguageModel, LanguageModelConfig
 from triptych.opening import open_model
 from triptych.text import OutputRules
+from triptych.threads import torch_threads
 
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
 WAYS = {
@@ -98,7 +107,8 @@ def test_a_small_language_model_continues_a_text_as_if_it_were_alone(
     assert [one.result() for one in asked[1:]] == generate_tokens(engine, texts, WAYS[way])[1:]
 
 
-def test_two_wide_heads_that_share_a_key_read_a_short_text_as_beside_a_longer_one_in_bfloat16() -> None:
+@pytest.mark.slow
+def test_texts_of_33_to_48_tokens_are_read_as_beside_longer_ones_in_bfloat16() -> None:
     torch.manual_seed(0)
     heads = {"num_heads": 8, "attention": {"projections": "grouped", "num_kv_heads": 4}}
     sizes = {"num_layers": 2, "d_model": 1024, "d_ff": 64, "context": 256, "positions": {"scheme": "rotary"}}
@@ -107,8 +117,155 @@ def test_two_wide_heads_that_share_a_key_read_a_short_text_as_beside_a_longer_on
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(2)  # sharp enough for weights that differ
-    engine, texts = Engine(model, "bf16"), texts_of(16, 20, 301)
+    engine, texts = Engine(model, "bf16"), texts_of(16, 60, 301)
     assert_neighbours_change_nothing(lambda texts: generate_tokens(engine, texts, WAYS["greedy"]), texts)
+
+
+# Heads, groups of keys, and the width of a head.
+HEADS = [
+    (9, 3, 64),
+    (14, 2, 64),
+    (32, 8, 128),
+    (12, 12, 64),
+    (8, 8, 32),
+    (16, 1, 80),
+    (8, 1, 256),
+    (6, 6, 16),
+]
+FEW_HEADS = [(8, 4, 128), (3, 3, 64)]
+
+
+def fused_attention(heads: int, groups: int, width: int, dtype: torch.dtype) -> FusedAttention:
+    keys, out = (Link(torch.zeros(groups, 8, width)),), (Link(torch.zeros(heads, width, 8)),)
+    queries = (Link(torch.zeros(heads, 8, width)),)
+    weights = AttentionWeights(8, heads, queries, keys, keys, out, Semantics(1.0, "causal"))
+    return FusedAttention(weights, Maps("fp32", dtype), is_cross=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "heads", [*FEW_HEADS, *(pytest.param(heads, marks=pytest.mark.slow) for heads in HEADS)], ids=str
+)
+def test_heads_gather_the_same_beside_longer_texts(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Each key comes twice, with values that cancel each other: what is gathered is rounding."""
+    layer, (_, groups, width) = fused_attention(*heads, dtype), heads
+    draw = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(dtype)
+
+    for length in (1, 2, 6, 13, 16, 17, 29, 37, 48, 61, 64, 100):
+        order = torch.randperm(length + length % 2, generator=draw)[:length]
+        half = -(-length // 2)
+        k, v = drawn(groups, half, width).repeat(1, 2, 1)[:, order], drawn(groups, half, width)
+        v = torch.cat([v, -v], dim=1)[:, order]
+        q = drawn(heads[0], length, width) * width**-0.5
+        steps, prompts = [], []
+        for longest in (length, 31, 33, 48, 64, 65, 150):
+            for batch in (1, 2, 5) if longest >= length else ():
+                keys, values = drawn(2, batch, groups, even_length(longest), width)
+                keys[-1, :, :length], values[-1, :, :length] = k, v
+                lengths = torch.tensor([longest] * (batch - 1) + [length])
+                hidden = hidden_past(lengths, keys.shape[2], dtype)[:, None]
+                asked = drawn(batch, heads[0], longest, width)
+                asked[-1, :, :length] = q
+                asked_last = asked[:, :, length - 1 : length]
+                steps.append(layer.gathered(asked_last, keys, values, hidden, varies=False)[-1])
+                keys, values = keys[:, :, :longest], values[:, :, :longest]
+                causal = numbers_of(torch.ones(longest, longest).tril() > 0, keys)
+                found = layer.gathered(asked, keys, values, causal, varies=True)
+                prompts.append(found[-1, :, :length])
+        for found in (steps, prompts):
+            assert all(torch.equal(found[0], beside) for beside in found), length
+
+
+def test_more_than_two_threads_and_layers_that_are_not_fused_are_named() -> None:
+    given = {"num_layers": 1, "d_model": 32, "num_heads": 2}
+    model = LanguageModel.of(LanguageModelConfig.model_validate(given), "decoder", 301).eval()
+    engine = Engine(model)
+    with torch_threads(2):
+        assert engine.why_batches_matter == ""
+    with torch_threads(3):
+        assert engine.why_batches_matter == "more than 2 threads"
+    for block in model.blocks:
+        block.self_attention.tap = lambda name, values, first: values
+    assert "attention that is not fused" in Engine(model).why_batches_matter
+
+
+def test_what_attention_gathers_is_compared_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, bmm = fused_attention(4, 2, 16, torch.float32), torch.bmm
+    assert not attention_differs(layer, torch.float32)
+    monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(a, b) * (1 + (b.shape[2] == 64) * 2**-20))
+    assert attention_differs(layer, torch.float32)
+
+
+def logits_of(engine: Engine, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Logits after each text, and after one and two tokens more."""
+    cache, found = engine.read(texts)
+    every = [found]
+    for token in (3, 4):
+        every.append(engine.step(torch.tensor([token + len(text) for text in texts]), cache))
+    return torch.stack(every, dim=1)
+
+
+@torch.no_grad()
+def assert_logits_are_those_alone(engine: Engine, texts: Sequence[Sequence[int]]) -> None:
+    """In batches of 2 to 8 texts, and of all of them."""
+    alone = [logits_of(engine, [text])[0] for text in texts[:8]]
+    assert engine.why_batches_matter == ""
+    for batch in range(2, 9):
+        found = logits_of(engine, texts[8 - batch : 8])
+        assert all(map(torch.equal, found, alone[8 - batch :])), f"a batch of {batch}"
+    assert all(map(torch.equal, logits_of(engine, texts[::-1])[-8:].flip(0), alone))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_gated_heads_give_a_text_the_same_logits_beside_any_others(
+    per_channel: bool, precision: Precision
+) -> None:
+    torch.manual_seed(0)
+    d_model, heads, groups, width = 1152, 9, 3, 32
+
+    def link(*shape: int) -> Link:
+        return Link(torch.randn(*shape) * shape[1] ** -0.5)
+
+    gate = HeadGate(torch.randn(heads, *([width] if per_channel else []), d_model))
+    semantics = Semantics(width**-0.5, "causal", gate=gate)
+    keys, values = (link(groups, d_model, width),), (link(groups, d_model, width),)
+    maps = (link(heads, d_model, width),), keys, values, (link(heads, width, d_model),)
+    layer = MultiHeadAttention.from_weights(AttentionWeights(d_model, heads, *maps, semantics))
+    config = LanguageModelConfig(num_layers=1, d_model=d_model, num_heads=heads, d_ff=96)
+    model = LanguageModel(config.architecture("decoder", 301), [layer]).eval()
+    engine = Engine(model, precision)
+    assert_logits_are_those_alone(engine, texts_of(32, 60, 301))
+
+
+# Width, heads, groups of keys, feed-forward layer and vocabulary of published models.
+REAL = [
+    (576, 9, 3, 1536, 49152),
+    (896, 14, 2, 4864, 151936),
+    (2048, 32, 8, 8192, 49152),
+    (4096, 32, 8, 14336, 49152),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("sizes", REAL, ids=str)
+def test_a_layer_of_a_real_size_gives_a_text_the_same_logits_beside_any_others(
+    sizes: tuple[int, int, int, int, int], precision: Precision
+) -> None:
+    d_model, heads, groups, d_ff, vocab = sizes
+    given = {"num_layers": 1, "d_model": d_model, "num_heads": heads, "context": 256}
+    attention = {"projections": "grouped", "num_kv_heads": groups}
+    given |= {"attention": attention, "positions": {"scheme": "rotary"}, **GATED, "d_ff": d_ff}
+    torch.manual_seed(0)
+    model = LanguageModel.of(LanguageModelConfig.model_validate(given), "decoder", vocab).eval()
+    engine, texts = Engine(model, precision), texts_of(32, 60, vocab)
+    del model
+
+    assert_logits_are_those_alone(engine, texts)
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])

@@ -193,10 +193,16 @@ class HeadGate:
     def __call__(
         self, x: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch heads length channels"]:
-        heads, d_model = self.weight.shape[0], self.weight.shape[-1]
         bias = None if self.bias is None else self.bias.flatten().to(x.dtype)
-        gates = torch.nn.functional.linear(x, self.weight.reshape(-1, d_model).to(x.dtype), bias).sigmoid()
-        of_heads: Tensor = gates.unflatten(-1, (heads, -1)).transpose(1, 2)  # type: ignore[no-untyped-call]
+        weight = self.weight.reshape(-1, self.weight.shape[-1]).to(x.dtype)
+        return self.of_shares(torch.nn.functional.linear(x, weight, bias).sigmoid())
+
+    def of_shares(
+        self, shares: Float[Tensor, "batch length gates"]
+    ) -> Float[Tensor, "batch heads length channels"]:
+        """What heads are multiplied by, from the shares that the gates let through."""
+        heads = (len(self.weight), -1)
+        of_heads: Tensor = shares.unflatten(-1, heads).transpose(1, 2)  # type: ignore[no-untyped-call]
         if not self.whole:
             return of_heads
         negative, one = iter(of_heads.neg().unbind(1)), torch.ones_like(of_heads[:, 0])

@@ -13,15 +13,15 @@ from torch.nn import functional as F
 from triptych.attention import AttentionCache, DecoderCache, LayerCache, PositionIds
 from triptych.models.blocks import NewTokens
 
-# On CPUs, sizes of products of which the bits of a row do not depend: up to `EVEN_KEYS` keys a multiple of
-# `EVEN_ROWS`, beyond them of `EVEN_KEYS`; of rows that differ in number, a multiple of `EVEN_ROWS`.
-EVEN_KEYS, EVEN_ROWS = 64, 16
+# On CPUs, sizes of products of which the bits of a row do not depend: these few keys, or a multiple of
+# `EVEN_KEYS` (48 keys give other bits than 32 and 64 in bfloat16); of rows that differ in number, a multiple
+# of `EVEN_ROWS`. `neighbours` compares them on the machine.
+FEW_KEYS, EVEN_KEYS, EVEN_ROWS = (16, 32), 64, 16
 
 
 def even_length(keys: int) -> int:
     """The number of keys that are read, of which the last may be empty; see `EVEN_KEYS`."""
-    even = EVEN_ROWS if keys <= EVEN_KEYS else EVEN_KEYS
-    return -(-keys // even) * even
+    return next((few for few in FEW_KEYS if keys <= few), -(-keys // EVEN_KEYS) * EVEN_KEYS)
 
 
 def hidden_score(dtype: torch.dtype) -> float:
@@ -101,7 +101,7 @@ class TextCache:
 
     def _room_needed(self) -> int:
         """Positions for the longest text and a token more: as many as `seen` reads, or somewhat more."""
-        even = EVEN_KEYS if self.fixed or (self.longest + 1) * self.width > EVEN_KEYS else EVEN_ROWS
+        even = EVEN_KEYS if self.fixed else min(EVEN_KEYS, even_length((self.longest + 1) * self.width))
         unit = even // math.gcd(even, self.width)
         return (self.longest // unit + 1) * unit
 

@@ -26,6 +26,7 @@ from triptych.decoding.maps import (
     own_memory,
     unsupported_precision,
 )
+from triptych.decoding.neighbours import why_batches_matter
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.experts import Experts
 from triptych.models.overflow import NumbersOverflowError, overflow_again
@@ -48,7 +49,11 @@ class DecodingEngine(ABC):
     # whether texts join a batch that has taken steps
     joins: bool = True
     num_choices: int | None = None  # number of tokens, from the first, that may be chosen; None for all
-    why_batches_matter: str = ""  # what it has of which bits may depend on the batch
+
+    @property
+    def why_batches_matter(self) -> str:
+        """What it has of which bits may depend on the batch, with the present number of threads."""
+        return ""
 
     @abstractmethod
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> Any:
@@ -145,7 +150,10 @@ class Engine(DecodingEngine):
             if direct and self._is_fused and not any(isinstance(module, Experts) for module in modules):
                 call_directly(stack)
         self._head = cast(Callable[[Tensor], Tensor], self._decoder.head)
-        self.why_batches_matter = _why_batches_matter(modules, self.device, maps)
+
+    @property
+    def why_batches_matter(self) -> str:
+        return why_batches_matter(self.model.modules(), self.device, self.dtype)
 
     def _fill_up(self, model: EncoderDecoder, maps: Maps, never: Sequence[int]) -> None:
         """The tables scaled, and the vocabulary in whole groups, tokens that are never wanted at −inf."""
@@ -261,20 +269,6 @@ class Engine(DecodingEngine):
     def _logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
         logits = self._head(hidden)
         return logits.float() if logits.dtype == torch.bfloat16 else logits
-
-
-def _why_batches_matter(modules: Sequence[nn.Module], device: torch.device, maps: Maps) -> str:
-    """Name the parts of a model for which a text's bits may depend on the others in its batch."""
-    attention = [module for module in modules if isinstance(module, FusedAttention)]
-    if device.type != "cpu":
-        return f"products on {device.type} are not compared"
-    reasons = {
-        "mixtures of experts": any(isinstance(module, Experts) for module in modules),
-        "attention that is not fused": any(isinstance(module, MultiHeadAttention) for module in modules),
-        "gated heads": any(layer.gate is not None for layer in attention),
-        f"products in {maps.dtype} that are not packed": any(type(module) is nn.Linear for module in modules),
-    }
-    return ", ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles | None) -> None:

@@ -23,6 +23,11 @@ class EnsembleEngine(DecodingEngine):
         self.max_tokens = min((e.max_tokens for e in engines if e.max_tokens is not None), default=None)
         self.joins = all(engine.joins for engine in engines)
 
+    @property
+    def why_batches_matter(self) -> str:
+        reasons = (engine.why_batches_matter for engine in self._engines)
+        return ", ".join(dict.fromkeys(reason for reason in reasons if reason))
+
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "EnsembleCache":
         """Read sentences with each of the models."""
         return EnsembleCache([engine.start(src, beam_size) for engine in self._engines])

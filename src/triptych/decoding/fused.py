@@ -39,7 +39,7 @@ from triptych.attention.written_out import (
     to_weights,
 )
 from triptych.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
-from triptych.decoding.maps import MappedFiles, Maps, constant
+from triptych.decoding.maps import ACTIVATIONS, MappedFiles, Maps, constant
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.blocks import Block, OffsetNorm
 from triptych.models.experts import Experts
@@ -102,11 +102,7 @@ class FusedAttention(nn.Module):
         self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
         per_head = F.pad(weights.W_O, (0, 0, 0, self.width - weights.W_O.shape[1]))
         self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
-        gate = semantics.gate
-        if gate is not None:
-            gate = _widened(gate, self.width)
-            gate = gate.with_tensors({name: constant(t, maps.dtype) for name, t in gate.tensors().items()})
-        self.gate = gate
+        self.gate = None if semantics.gate is None else _FusedGate(_widened(semantics.gate, self.width), maps)
         if is_cross:
             self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
 
@@ -179,7 +175,8 @@ class FusedAttention(nn.Module):
             q = q * self.scale
         rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
         if self.by_products:
-            varies = q.shape[2] > 1 and not self.is_cross and places.given is None
+            # A step has one query of each row, at a given place, whatever is in its batch.
+            varies = not self.is_cross and places.given is None
             return self._by_products(rows, k, v, mask, bias, is_even, varies)
         added = mask if bias is None else bias if mask is None else mask + bias
         return self._by_kernel(rows, k, v, added)
@@ -292,6 +289,22 @@ class FusedAttention(nn.Module):
         found = torch.bmm(apart, v.reshape(groups * parts, EVEN_KEYS, self.width))
         return found.view(groups, parts, -1, self.width).sum(dim=1)[:, :count]
 
+    def gathered(
+        self,
+        q: Float[Tensor, "batch heads query_len width"],
+        k: Float[Tensor, "batch groups key_len width"],
+        v: Float[Tensor, "batch groups key_len width"],
+        mask: Tensor,
+        *,
+        varies: bool,
+    ) -> Float[Tensor, "batch heads query_len width"]:
+        """The heads' outputs of products in even shapes, with a mask of numbers and nothing else added.
+
+        `varies` says that the number of queries depends on the batch.
+        """
+        rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
+        return self._by_products(rows, k, v, mask, None, True, varies).reshape(q.shape)
+
     def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q = rows.view(k.shape[0], self.groups, -1, self.width)
         if mask is not None and self.groups < self.num_heads:
@@ -301,6 +314,25 @@ class FusedAttention(nn.Module):
                 mask = mask.expand(-1, self.num_heads, query_len, -1)
                 mask = mask.reshape(len(mask), self.groups, -1, k.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+
+
+@final
+class _FusedGate(nn.Module):
+    """A gate whose map is laid out for its products."""
+
+    def __init__(self, gate: HeadGate, maps: Maps) -> None:
+        super().__init__()
+        self._gate, self._used = gate, gate.weight[..., 0].numel()
+        # Shares are computed many at a time and the rest one by one, with other bits: there is no rest.
+        missing = -self._used % ACTIVATIONS if maps.packed else 0
+        weight, bias = gate.weight.flatten(0, -2), None if gate.bias is None else gate.bias.flatten()
+        bias = None if bias is None else F.pad(bias, (0, missing))
+        self.map = maps.floating(F.pad(weight, (0, 0, 0, missing)), bias)
+
+    def forward(
+        self, x: Float[Tensor, "batch length d_model"]
+    ) -> Float[Tensor, "batch heads length channels"]:
+        return self._gate.of_shares(self.map(x).sigmoid()[..., : self._used])
 
 
 def _widened(gate: HeadGate, width: int) -> HeadGate:

@@ -28,7 +28,7 @@ from triptych.models.feed_forward import FeedForward
 Precision = Literal["fp32", "bf16", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
 # A processor computes this many elements of an activation at a time, whatever half of them a thread has.
-_ACTIVATIONS = 64
+ACTIVATIONS = 64
 
 
 def unsupported_precision(precision: Precision, device: torch.device) -> str:
@@ -61,6 +61,12 @@ class Maps:
         """`x Wᵀ + b`."""
         if self._is_int8:
             return Int8Linear(weight.detach(), bias)
+        return self.floating(weight, bias)
+
+    def floating(
+        self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None
+    ) -> nn.Module:
+        """`x Wᵀ + b`, never less than floating."""
         if self.packed and PackedLinear.serves(weight.device, self.dtype):
             return PackedLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
         made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
@@ -74,7 +80,7 @@ class Maps:
         # Activations are computed many at a time and the rest one by one, with other bits: there is no rest.
         # Sparsity is by the mean of all channels, which more of them would change.
         pads = self.packed and not layer.config.sparsity
-        missing = -layer.inner.weight.shape[0] % _ACTIVATIONS if pads else 0
+        missing = -layer.inner.weight.shape[0] % ACTIVATIONS if pads else 0
         inner, outer, gate = layer.inner, layer.outer, layer.gate
         if missing:
             inner, gate = _with_outputs(inner, missing), gate and _with_outputs(gate, missing)

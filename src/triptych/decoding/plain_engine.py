@@ -43,6 +43,7 @@ class PlainEngine(DecodingEngine):
         self._taps = [tap for tap in taps if hasattr(tap, "first")]
 
     joins = False  # taps are told one position for all texts
+    why_batches_matter = "attention that is not fused"
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "Hypotheses":
         """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""

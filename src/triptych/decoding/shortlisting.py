@@ -44,6 +44,11 @@ class ShortlistEngine(DecodingEngine):
         self._bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().clone()
         self._bias[list(rules.never)] = -math.inf
 
+    @property
+    def why_batches_matter(self) -> str:
+        reasons = (self._engine.why_batches_matter, "an output layer of the tokens of a batch")
+        return ", ".join(reason for reason in reasons if reason)
+
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "ShortlistCache":
         """Read sentences, and look up what they may use."""
         allowed = [self._shortlist.of(row) for row in src.tolist()]

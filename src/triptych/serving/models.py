@@ -41,6 +41,8 @@ SECONDS_KEPT = 60.0
 _MOST_TRANSLATORS = 4
 # Texts of different lengths, for the comparison of one text alone with the same text in a batch.
 _PROBES = ("1", "a b c", "2 + 2 = 4, and 3 + 5 = 8.", "An old man and a small dog cross the street " * 3)
+# Why batches may matter where texts are decoded elsewhere.
+_ANOTHER_LIBRARY = "the library that decodes"
 
 # The models of a process that computes for another (`processes.py`): a job travels with its model's name.
 SERVED_HERE: dict[str, "ServedModel"] = {}
@@ -65,8 +67,8 @@ class ServedModel:
         desk: the questions that wait for it: what looks at the model itself takes no time of its texts.
         clerk: answers them one by one.
         explorer: answers the page at `/`.
-        is_batch_invariant: whether texts had the same bits alone and in a batch; None before `check_batches`,
-            and for a model that neither translates nor generates.
+        is_batch_invariant: whether every text has the same bits alone and in a batch, as far as
+            `check_batches` can tell; None before it, and for a model that neither translates nor generates.
         batch_invariance: what `check_batches` found, for a reader; "" where nothing was compared.
         alone: what `check_batches` computed of each text alone.
     """
@@ -165,7 +167,7 @@ class ServedModel:
         return self._translators[num_best]
 
     def check_batches(self) -> None:
-        """Compare texts alone with the same texts in batches, on this machine: `is_batch_invariant`."""
+        """Find out on this machine whether texts have the same bits in batches: `is_batch_invariant`."""
         item = Item(Checking(self), None)
         self.queue.submit([item])
         item.result.result()
@@ -194,7 +196,8 @@ class ServedModel:
             self.is_batch_invariant &= alone == [one.result() for one in asked]
         same = "the same bits" if self.is_batch_invariant else "other bits"
         self.batch_invariance = f"{len(given)} texts had {same} alone and together"
-        if loop is not None and (reason := loop.engine.why_batches_matter):
+        if reason := _ANOTHER_LIBRARY if loop is None else loop.engine.why_batches_matter:
+            self.is_batch_invariant = False
             self.batch_invariance += f"; not promised of every text because of {reason}"
 
 
