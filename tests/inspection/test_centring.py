@@ -15,6 +15,9 @@ from triptych.checkpoints.checkpoint import open_checkpoint
 from triptych.face import load
 from triptych.inspection import MEASURES, inspect
 from triptych.inspection.record import findings
+from triptych.models.configuration import LanguageModelConfig
+from triptych.models.language_model import LanguageModel
+from triptych.models.site_configuration import AttentionConfig, PositionsConfig
 
 TEXT = "The cat sat on the mat"
 
@@ -161,3 +164,17 @@ def test_a_gain_of_zero_is_a_channel_that_nothing_comes_through() -> None:
     assert small is not None
     assert small[:, 0].tolist() == pytest.approx([1e-30, 1.0, 5e-31])
     assert removed_directions(Norm(gain)) is None
+
+
+def test_maps_that_read_all_that_a_layer_norm_lets_through_share_all_of_it() -> None:
+    """With one matrix for each head, W_Q is square and the keys are the input itself."""
+    config = LanguageModelConfig(
+        num_layers=1,
+        d_model=D,
+        d_ff=D,
+        attention=AttentionConfig(projections="bilinear", num_heads=HEADS),
+        positions=PositionsConfig(scheme="sinusoidal"),
+        context=16,
+    )
+    (layer,) = load(LanguageModel.of(config, "decoder", 50)).inspect().layers
+    assert layer.figures["qk_overlap"] == pytest.approx([1.0] * HEADS)

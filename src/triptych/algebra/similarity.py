@@ -67,9 +67,12 @@ def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k
     norms = norm(one.R) * norm(other.R)
     of_spaces = between if one.is_full and other.is_full else one.basis.mT @ between @ other.basis
     cosines = torch.linalg.svdvals(of_spaces).clamp(max=1.0)
-    smaller, larger = torch.minimum(one.rank, other.rank), torch.maximum(one.rank, other.rank)
+    # The maps may have more rows than the `d` channels: identities, and rounding where a norm removes some.
+    ranks = one.rank.clamp(max=d), other.rank.clamp(max=d)
+    smaller = torch.minimum(*ranks)
+    larger = torch.maximum(*ranks)
     place = torch.arange(cosines.shape[-1], device=cosines.device)
-    shared = cosines.square().sum(dim=-1)
+    shared = torch.minimum(cosines.square().sum(dim=-1), smaller)
     same_width = one.R.shape[-1] == other.R.shape[-1]
     return MapSimilarity(
         cosine=product.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / norms
@@ -80,7 +83,7 @@ def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k
         angles=cosines.acos().masked_fill(place >= smaller[:, None], math.nan),
         overlap=shared / smaller,
         chance=larger.to(shared.dtype) / d,
-        p_value=chance_of_as_much(shared, one.rank, other.rank, d),
+        p_value=chance_of_as_much(shared, *ranks, d),
     )
 
 
