@@ -397,7 +397,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"model": "nothing", "prompt": "a"}, 404, "small-en-de, gpt"),
     ("/v1/completions", {"prompt": "a", "max_tokens": 1 << 20}, 400, "max_tokens"),
     ("/v1/completions", {"prompt": "a", "top_p": 7}, 400, "top_p"),
-    ("/v1/completions", {"prompt": "a", "top_k": float("inf")}, 400, "infinity"),
+    ("/v1/completions", {"prompt": "a", "top_k": float("inf")}, 400, "top_k: give a whole number"),
     ("/v1/completions", {"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
     ("/v1/completions", {"prompt": [[1, 10**9]]}, 400, "token ids"),
     (

@@ -62,7 +62,8 @@ def test_a_reload_is_refused_while_a_stream_goes_on_on_the_models_before_the_las
         goes_on.set()
         texts = [[one["choices"][0]["text"] for one in of] for of in (streamed.result(), alone)]
         assert "".join(texts[0]) == "".join(texts[1])
-        until(lambda: len(served.state._fleets) == 1)
+        until(lambda: not served.state._retiring)
+        assert len(served.state._fleets) == 1
         assert served.ask("/admin/reload", {}, **KEY).status == 200
 
 

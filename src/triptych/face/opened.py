@@ -139,7 +139,7 @@ class Opened:
 
         A job may run for long, and a file that is cut off meanwhile would end the process.
         """
-        if self._owns_weights or self.module is not None:
+        if self._owns_weights or self.source is None or self.source.is_in_memory:
             return
         own_memory([self.model.model])  # whose parameters changed models share
         self.require_same()
