@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),  # the files of a checkpoint: every room reads them through it
     "checkpoints": {"algebra", "attention", "models", "storage", "text"},  # others' files become our models
     # attention: learned positions are tables; algebra: what a plan counts
-    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "storage", "text"},
+    "training": {"algebra", "attention", "checkpoints", "decoding", "models", "opening", "storage", "text"},
     "decoding": {"models", "text", "attention", "algebra"},  # the engine multiplies layers out
     # what a source is, its model with tokenizers, and what reads texts with it
     "opening": {
@@ -56,7 +56,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "storage",
         "text",
-        "training",
     },
     # attending: which heads the loss misses least
     "rewriting": {

@@ -17,8 +17,8 @@ from triptych.models import (
     PositionsConfig,
 )
 from triptych.opening import OpenedModel, Reader
+from triptych.opening.run_folder import DecodingConfig
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
-from triptych.training import DecodingConfig
 
 BIASED = AttentionConfig.model_validate(dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True))
 TEXTS = ["the cat sat on the mat", "a dog ran", "where is the cat now, and where is the dog?"]

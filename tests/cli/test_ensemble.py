@@ -9,8 +9,8 @@ from command import Command
 from tiny_recipe import tiny_recipe
 from triptych import load
 from triptych.errors import EngineNote, UsageError
+from triptych.opening.run_folder import RECIPE
 from triptych.training import read_recipe, require_translation, resolve, runs
-from triptych.training.folder import RECIPE
 from triptych.training.progress import LineDisplay
 
 LINES = ["Zwei.", "Der Hund ist alt.", "Das Haus war klein, und es ist neu."]

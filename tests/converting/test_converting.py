@@ -21,8 +21,9 @@ from triptych.decoding import SearchOptions, Translator
 from triptych.errors import DataError, UsageError
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.opening import OpenedModel, open_model, open_translator
+from triptych.opening.run_folder import DecodingConfig
 from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
-from triptych.training import DecodingConfig, resolve
+from triptych.training import resolve
 from triptych.training.runs import train
 
 PARENT = Path(__file__).parents[3] / "shared"

@@ -14,8 +14,8 @@ from triptych.face import engines as cache
 from triptych.face.engines import CTranslate2Searcher
 from triptych.models import EncoderDecoder, ModelConfig
 from triptych.opening import OpenedModel
+from triptych.opening.run_folder import DecodingConfig
 from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
-from triptych.training import DecodingConfig
 
 SHARED = Path(__file__).parents[3] / "shared"
 MARIAN, MULTI30K = SHARED / "checkpoints" / "marian-multi30k", SHARED / "data" / "multi30k"

@@ -15,10 +15,10 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_written, progress_bar
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
+from triptych.opening.run_folder import RECIPE
 from triptych.reports import is_page
 from triptych.serving.recording import write_page
 from triptych.training import read_recipe
-from triptych.training.folder import RECIPE
 from triptych.training.validation import validation_text
 
 

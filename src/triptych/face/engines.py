@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
@@ -25,8 +25,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from triptych.checkpoints.source import Source
-from triptych.checkpoints.translators import Languages
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
 from triptych.decoding import (
@@ -61,25 +59,8 @@ from triptych.models.blocks import Block
 from triptych.models.device import find_device, has_fast_bf16
 from triptych.models.sites import require_lengths
 from triptych.opening import OpenedModel
+from triptych.opening.options import Options
 from triptych.text import SpecialTokens
-
-EngineName = Literal["triptych", "ctranslate2", "auto"]
-
-
-@final
-@dataclass(frozen=True)
-class Options:
-    """How a model is run; see `load`."""
-
-    device: str = "auto"
-    dtype: torch.dtype | None = None
-    tokenizer: Path | None = None
-    languages: Languages | None = None
-    engine: EngineName = "triptych"
-    precision: Precision = "fp32"
-    shortlist: Path | None = None
-    ensemble: tuple[Source, ...] = ()
-
 
 _Ends = Callable[[int, int], bool]
 _BATCH_TOKENS = 2048
@@ -510,13 +491,14 @@ def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
 def evaluate_text(
     opened: OpenedModel,
     documents: Sequence[str],
-    options: Options = Options(),
+    options: Options | None = None,
     context: int | None = None,
     stride: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     special_tokens: SpecialTokens = "tokens",
 ) -> Likelihood:
     """Score a language model on texts; see `triptych.decoding.measure_likelihood`."""
+    options = options or Options()
     if options.engine == "ctranslate2" and options.device not in ("auto", "cpu"):
         raise UsageError(
             f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"

@@ -41,13 +41,14 @@ from triptych.face.changes import (
 )
 from triptych.face.checking import Check, check_against_transformers
 from triptych.face.choices import check_choices
-from triptych.face.engines import EngineName, Options, require_ctranslate2
+from triptych.face.engines import require_ctranslate2
 from triptych.face.opened import Opened, why_not_saved
 from triptych.face.run import Run
 from triptych.face.running import RunnableModel
 from triptych.face.saving import save_changed, save_unchanged
 from triptych.face.sweep import Sweep, sweep_heads
 from triptych.models import EncoderDecoder, LanguageModel
+from triptych.opening.options import EngineName, Options
 from triptych.opening.places import Heads, head_of, in_words
 from triptych.progress import Progress, untold
 from triptych.rewriting.checkpoint import rewrite_checkpoint

@@ -14,16 +14,15 @@ from triptych.algebra.weights import Link, Side
 from triptych.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.checkpoints.layer import AttentionLayer, AttentionSource, LayerPlace, Site, in_ranges
 from triptych.checkpoints.source import ModuleOfOthers, Source
-from triptych.converting.conversion import can_convert
 from triptych.decoding.maps import own_memory
 from triptych.errors import TriptychError, UsageError
 from triptych.face.changes import Change, Steering
-from triptych.face.engines import Options
 from triptych.face.heads import Layer
 from triptych.models import EncoderDecoder, LanguageModel
 from triptych.models.device import find_device
 from triptych.models.sites import AttentionSite, attention_sites
 from triptych.opening import OpenedModel, PlaceNames, open_model
+from triptych.opening.options import Options
 from triptych.text import Tokenizer, TokenizerPair, load_tokenizer
 
 
@@ -153,33 +152,6 @@ class Opened:
         except TriptychError as error:
             return str(error)
         return ""
-
-    def can(self, changes: Sequence[Change]) -> tuple[str, ...]:
-        """What works of the model with these changes."""
-        source, found = self.attention, ["read"]
-        writable = not isinstance(source, Checkpoint) or any(
-            not source.place(site).spec.why_kept for site in source.sites
-        )
-        if writable and not any(why_not_saved(change, source) for change in changes):
-            found.append("rewrite")
-        if self.why_not_run:
-            return tuple(found)
-        found.append("run")
-        opened = self.ready
-        if opened.is_searched:
-            found.append("translate")
-        elif (
-            isinstance(model := opened.model, LanguageModel)
-            and model.head is not None
-            and model.head.config.outputs is None
-        ):
-            if model.causal:
-                found.append("generate")
-            elif opened.has_tokenizer:
-                found.append("fill")
-        if not changes and opened.has_tokenizer and can_convert(opened):
-            found.append("convert")
-        return tuple(found)
 
     @property
     def num_parameters(self) -> int:

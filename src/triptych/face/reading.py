@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Literal, overload
 
 from triptych.checkpoints.layer import AttentionSource
+from triptych.converting.capabilities import capabilities
 from triptych.errors import UsageError
 from triptych.face.changes import Change
 from triptych.face.choices import check_choices
@@ -39,7 +40,7 @@ class ReadableModel(ABC):
     @property
     def can(self) -> tuple[str, ...]:
         """What works: read, run, rewrite, translate, generate, fill, convert."""
-        return self._opened.can(self._changes)
+        return capabilities(self._opened, self._changes)
 
     @property
     def why_not_run(self) -> str:

@@ -7,8 +7,10 @@ from pydantic import ValidationError
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.opening import OpenedModel
+from triptych.opening.run_folder import RECIPE
 from triptych.text import CorpusSpec, TokenSequences, read_parallel
 from triptych.text.shortlists import Coverage, learn_shortlist
+from triptych.training import read_recipe, require_translation
 from triptych.training.progress import Display
 from triptych.training.translation import read_corpora
 
@@ -34,8 +36,9 @@ def write_shortlist(
                 "both sides"
             ) from None
         pairs = read_parallel(corpus)
-    elif opened.recipe is not None:
-        pairs, _ = read_corpora(opened.recipe, Path.cwd(), display)
+    elif (opened.folder / RECIPE).exists():
+        recipe = require_translation(read_recipe(opened.folder / RECIPE), opened.folder)
+        pairs, _ = read_corpora(recipe, Path.cwd(), display)
     else:
         raise UsageError(f"{opened.name} is not a run whose text is known: give source and target")
     src = TokenSequences.pack(tokenizers.source.encode(pairs.source))

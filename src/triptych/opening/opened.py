@@ -20,13 +20,10 @@ from triptych.models import EncoderDecoder, LanguageModel, write_model
 from triptych.models.device import find_device
 from triptych.models.storage import read_own_model
 from triptych.opening.generation_config import GenerationConfig
-from triptych.storage.untrusted import read_json, shown, validated
+from triptych.opening.run_folder import DECODING, TOKENIZER, DecodingConfig, read_decoding
+from triptych.storage.untrusted import read_json, shown
 from triptych.text import NumberedTokens, Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.text.shortlists import Shortlist, read_shortlist
-from triptych.toml import read_toml
-from triptych.training import DecodingConfig, Recipe, read_recipe, require_translation
-from triptych.training.folder import DECODING, RECIPE, check_tokenizers
-from triptych.training.language import TOKENIZER
 
 
 @final
@@ -40,7 +37,6 @@ class OpenedModel:
         model: LanguageModel | EncoderDecoder,
         tokenizers: Tokenizer | TokenizerPair | TriptychError,
         *,
-        recipe: Recipe | None = None,
         decoding: DecodingConfig | None = None,
         end_ids: tuple[int, ...] = (),
         begin_id: int | None = None,
@@ -56,7 +52,7 @@ class OpenedModel:
         self.unsearched, self.generation = unsearched, generation or GenerationConfig()
         self.shortlist: Shortlist | None = None
         self.ensemble: tuple[EncoderDecoder, ...] = ()  # translators that search with it
-        self.recipe, self._decoding, self.end_ids = recipe, decoding, end_ids
+        self._decoding, self.end_ids = decoding, end_ids
         if isinstance(tokenizers, TokenizerPair) and start_id is None:
             start_id = tokenizers.target.rules.start[0]
         self.start_id = start_id
@@ -337,8 +333,6 @@ def open_translator(
     """As `open_model`; the model must have two stacks and be searched."""
     found = find_source(source)
     if not found.translates:
-        if found.is_own and (found.folder / RECIPE).exists():
-            require_translation(read_recipe(found.folder / RECIPE), found.name)
         raise _does_not_translate(found.name)
     opened = open_model(found, device, None, languages)
     opened.search_options()
@@ -346,26 +340,18 @@ def open_translator(
 
 
 def _own_translator(source: Source) -> OpenedModel:
-    folder, recipe = source.folder, None
-    if (folder / RECIPE).exists():
-        recipe = require_translation(read_recipe(folder / RECIPE), folder)
-        decoding = recipe.decoding
-    elif (folder / DECODING).exists():
-        decoding = validated(DecodingConfig, read_toml(folder / DECODING, "the file"), folder / DECODING)
-    else:
-        raise DataError(f"{folder} is not a run folder: it has no {RECIPE}; give a run")
+    folder = source.folder
     model = read_own_model(folder)
     assert isinstance(model, EncoderDecoder), "its configuration says so"
     tokenizers = TokenizerPair.load(folder)
-    if recipe is not None:
-        check_tokenizers(tokenizers, recipe, folder)
+    decoding = read_decoding(folder, tokenizers)
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     if sizes != (model.src_vocab_size, model.tgt_vocab_size):
         raise DataError(
             f"{folder}: the tokenizers have {sizes[0]} and {sizes[1]} tokens, the model "
             f"{model.src_vocab_size} and {model.tgt_vocab_size}: take all files from one run"
         )
-    return OpenedModel(source.name, folder, model, tokenizers, recipe=recipe, decoding=decoding)
+    return OpenedModel(source.name, folder, model, tokenizers, decoding=decoding)
 
 
 def _own_language_model(source: Source) -> OpenedModel:

@@ -3,57 +3,24 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import final
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from triptych.files import write_atomically
 from triptych.text.corpora import ParallelCorpus
 from triptych.text.sentence_tokenizers import TokenizerPair
+from triptych.text.sequences import TokenSequences, offsets_of
 from triptych.text.tokenizers import Tokenizer
 
 _FORMAT = b"triptych token cache 1"
 _SIDES = "source", "target"
 # Lists of Python integers take up to nine times the room of the array; only this many are lists at once.
 _TEXTS_AT_ONCE = 10_000
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class TokenSequences:
-    """Sequences of token ids, end to end in one array."""
-
-    ids: Int32[np.ndarray, "num_tokens"]  # all tokens, `[num_tokens]`
-    # `[num_sequences + 1]`; sequence i is `ids[offsets[i]:offsets[i + 1]]`.
-    offsets: Int64[np.ndarray, "num_sequences_plus_1"]
-
-    @classmethod
-    def pack(cls, sequences: Sequence[Sequence[int]]) -> "TokenSequences":
-        """Copy lists of ids into one array."""
-        lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-        ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int32, count=int(lengths.sum()))
-        return cls(ids, _offsets_of(lengths))
-
-    @property
-    def lengths(self) -> Int64[np.ndarray, "num_sequences"]:
-        """Number of tokens in each sequence."""
-        return np.diff(self.offsets)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> Int32[np.ndarray, "length"]:
-        return self.ids[self.offsets[index] : self.offsets[index + 1]]
-
-    def where(self, keep: Bool[np.ndarray, "num_sequences"]) -> "TokenSequences":
-        """The sequences whose entry in `keep` is true."""
-        lengths = self.lengths
-        return TokenSequences(self.ids[np.repeat(keep, lengths)], _offsets_of(lengths[keep]))
 
 
 @final
@@ -109,11 +76,7 @@ def _pack_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
     starts = range(0, len(texts), _TEXTS_AT_ONCE)
     parts = [TokenSequences.pack(tokenizer.encode(texts[i : i + _TEXTS_AT_ONCE])) for i in starts]
     lengths = np.concatenate([part.lengths for part in parts])
-    return TokenSequences(np.concatenate([part.ids for part in parts]), _offsets_of(lengths))
-
-
-def _offsets_of(lengths: Int64[np.ndarray, "num_sequences"]) -> Int64[np.ndarray, "num_sequences_plus_1"]:
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    return TokenSequences(np.concatenate([part.ids for part in parts]), offsets_of(lengths))
 
 
 def _key_of(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> str:

@@ -20,12 +20,11 @@ from triptych.training.recipe import (
     require_translation,
     resolve,
 )
-from triptych.training.sections import DecodingConfig, TrainingConfig, ValidationConfig
+from triptych.training.sections import TrainingConfig, ValidationConfig
 
 __all__ = [
     "AnyRecipe",
     "ContinuedRecipe",
-    "DecodingConfig",
     "LanguageRecipe",
     "Loss",
     "Recipe",

@@ -1,9 +1,4 @@
-"""Run folders: what lies in one.
-
-A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if
-the two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. A model that was
-converted has no recipe: `decoding.toml` says how it is searched.
-"""
+"""Run folders that training makes; `opening/run_folder.py` has the files that lie in one."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +10,14 @@ from triptych.checkpoints.source import is_own_config
 from triptych.errors import DataError, UsageError
 from triptych.models.storage import OwnModel
 from triptych.models.vectors import WordVectors
+from triptych.opening.run_folder import DECODING, RECIPE
 from triptych.storage.untrusted import read_json
-from triptych.text import Tokenizer, TokenizerPair
-from triptych.training import AnyRecipe, Recipe
+from triptych.text import Tokenizer
+from triptych.training import AnyRecipe
 from triptych.training.objectives import Objective
 from triptych.training.state import RUN_FILES, Publish, own_files, publish_weights
 
-RECIPE, DECODING, SUMMARY = "recipe.toml", "decoding.toml", "summary.json"
+SUMMARY = "summary.json"
 
 
 def holds_run(folder: Path) -> bool:
@@ -64,16 +60,6 @@ def settings(folder: Path) -> dict[str, Any]:
         return read_json(folder / "config.json")
     except DataError:
         return {}
-
-
-def check_tokenizers(tokenizers: TokenizerPair, recipe: Recipe, folder: Path) -> None:
-    """Check that a run's folder has as many tokenizers as its recipe says."""
-    if tokenizers.joint != recipe.tokenizer.joint:
-        state, do = ("left over", "remove it") if recipe.tokenizer.joint else ("missing", "put it back")
-        raise DataError(
-            f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
-            f"{str(recipe.tokenizer.joint).lower()}; {do}"
-        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from triptych.errors import DataError, UsageError
 from triptych.models import LanguageModel
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, write_config
+from triptych.opening.run_folder import TOKENIZER
 from triptych.printable import printable
 from triptych.text import (
     LanguageCorpusSpec,
@@ -39,7 +40,6 @@ from triptych.training.folder import Prepared, hash_parts, word_vectors
 from triptych.training.objectives import LanguageObjective
 from triptych.training.progress import Display
 
-TOKENIZER = "tokenizer.json"
 # A tokenizer learns no more from a longer text.
 _CHARACTERS_FOR_TOKENIZER = 100_000_000
 

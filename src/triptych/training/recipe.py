@@ -18,17 +18,16 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from triptych import user_code
 from triptych.errors import UsageError, near_path, nearest
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
+from triptych.opening.run_folder import DecodingConfig, Section
 from triptych.text import MaskingSpec, TokenizerSpec
 from triptych.text.corpora import record_ending
 from triptych.toml import read_toml
 from triptych.training.sections import (
     ContinuedModelConfig,
     DataConfig,
-    DecodingConfig,
     LanguageDataConfig,
     LanguageTrainingConfig,
     LanguageValidationConfig,
-    Section,
     TrainingConfig,
     ValidationConfig,
 )

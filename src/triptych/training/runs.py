@@ -15,6 +15,7 @@ from triptych.launch import num_restarts
 from triptych.models.device import find_device, has_fast_bf16, to_device
 from triptych.models.initial import DeferredInit
 from triptych.models.storage import OwnModel, read_own_model
+from triptych.opening.run_folder import RECIPE
 from triptych.storage.copying import CERTIFICATE
 from triptych.threads import torch_threads
 from triptych.training import (
@@ -29,7 +30,7 @@ from triptych.training import (
 from triptych.training.card import write_card
 from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, Whole, choose_parallel
 from triptych.training.continuing import prepare_continued
-from triptych.training.folder import RECIPE, SUMMARY, Prepared, holds_run, require_place
+from triptych.training.folder import SUMMARY, Prepared, holds_run, require_place
 from triptych.training.language import prepare_language
 from triptych.training.objectives import Objective
 from triptych.training.processes import World, code_digests, launched

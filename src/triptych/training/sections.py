@@ -2,16 +2,11 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from triptych.opening.run_folder import Section
 from triptych.text import CorpusSpec
 from triptych.text.documents import LanguageCorpusSpec
-
-
-class Section(BaseModel):
-    """A table of a recipe: it never changes, and refuses keys that it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class DataConfig(Section):
@@ -238,20 +233,3 @@ class ContinuedModelConfig(Section):
 
     checkpoint: str = Field(min_length=1)
     context: int = Field(128, ge=2)
-
-
-class DecodingConfig(Section):
-    """How the finished model translates unless told otherwise; the paper's values.
-
-    Attributes:
-        beam_size: hypotheses kept; 1 is greedy.
-        alpha: exponent of the length penalty `((5 + |Y|) / 6)^α`.
-        max_extra_tokens: an output ends at the length of its input plus this.
-        stop: when a sentence is done: "certain", when nothing can overtake what has ended, or "full",
-            when beam_size hypotheses have ended.
-    """
-
-    beam_size: int = Field(4, ge=1, le=10_000)
-    alpha: float = Field(0.6, ge=0, le=10)
-    max_extra_tokens: int = Field(50, ge=1, le=10**9)
-    stop: Literal["certain", "full"] = "certain"

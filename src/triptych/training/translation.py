@@ -16,6 +16,7 @@ from triptych.files import file_hash
 from triptych.models import EncoderDecoder
 from triptych.models.device import find_device, to_device
 from triptych.models.storage import OwnModel, read_own_model, write_config
+from triptych.opening.run_folder import check_tokenizers
 from triptych.storage.tensors import SAFETENSORS
 from triptych.text import (
     ByteLevelTokenizer,
@@ -32,7 +33,7 @@ from triptych.text import (
 )
 from triptych.training import Recipe, require_translation, resolve
 from triptych.training.fitting import fit_tokenizer, fit_training, say_choices
-from triptych.training.folder import Prepared, check_tokenizers, hash_parts, settings, word_vectors
+from triptych.training.folder import Prepared, hash_parts, settings, word_vectors
 from triptych.training.objectives import Bleu, Scorer, TranslationObjective
 from triptych.training.progress import Display
 from triptych.training.recipe import merge
@@ -44,7 +45,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
     teacher = None if recipe.training.teacher is None else _Teacher.read(base / recipe.training.teacher)
     if folder is not None:
         tokenizers = TokenizerPair.load(folder)
-        check_tokenizers(tokenizers, recipe, folder)
+        check_tokenizers(tokenizers, folder, joint=recipe.tokenizer.joint)
         texts = _encode_texts(recipe, cache, tokenizers, *read_corpora(recipe, base, display), display)
     else:
         train_text, valid_text = read_corpora(recipe, base, display)

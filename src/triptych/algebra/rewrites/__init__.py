@@ -17,17 +17,17 @@ from triptych.algebra.rewrites.heads import (
 from triptych.algebra.rewrites.latent import ToLatent, to_latent
 from triptych.algebra.rewrites.merging import MergeKVHeads, merge_kv_heads
 from triptych.algebra.rewrites.norm_folding import (
-    FoldNorm,
-    FoldOtherNorms,
+    OtherReaders,
     fold_norm,
     fold_norm_into_map,
     require_readers_foldable,
 )
+from triptych.algebra.rewrites.norms import FoldNorm, FoldOtherNorms
 from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
 from triptych.algebra.rewrites.rank import truncate
 from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.algebra.rewrites.registry import EXACT, REWRITES, read_rewrite, require_order
-from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite, OtherReaders, Rewrite
+from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite, Rewrite
 from triptych.algebra.rewrites.truncation import Truncate
 
 __all__ = [

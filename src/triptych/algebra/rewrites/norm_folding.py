@@ -1,6 +1,6 @@
 """The gain and shift of a norm, taken up by the maps that read it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from torch import Tensor
@@ -16,44 +16,18 @@ from triptych.algebra.rewrites.legality import (
     with_chains,
 )
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten, rewritten
-from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite, OtherReaders, Rewrite
 from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
-_NAME, _NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
+NAME, NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
 
 
 @final
-class FoldNorm(LayerRewrite):
-    """Fold the norm's weight and bias into the maps that read it, also of a parallel MLP.
+@dataclass(frozen=True)
+class OtherReaders:
+    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it."""
 
-    The weights of norms of latents go into the maps from the latents to the heads.
-    """
-
-    name = _NAME
-    tier = "rounding-exact"
-    besides = "post-norm, sandwich norms; another reader of the norm cannot take it up; no slot for the bias"
-    place = 2
-    why_here = "a norm's shift becomes biases of the maps, which would be there again"
-
-    def apply(self, layer: LayerToRewrite) -> Rewritten:
-        return fold_norm(layer.weights, layer.others)
-
-
-@final
-class FoldOtherNorms(Rewrite):
-    """Fold norms that no attention reads: that of the MLP (experts and router), and the last one.
-
-    `rewriting/other_norms.py` does it, tensor by tensor.
-    """
-
-    name = _NAME_OF_OTHERS
-    tier = "rounding-exact"
-    besides = (
-        "as `fold_norm`; the output map is the embedding, or not in the file; a tensor of which it is not "
-        "known whether it reads the norm"
-    )
-    place = 2
-    why_here = "norms are folded together, while all maps that read them are as they were"
+    maps: tuple[str, ...]  # their names
+    refused: str = ""  # why they cannot; "" if they can
 
 
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:
@@ -94,7 +68,7 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
         result = replace(result, semantics=replace(result.semantics, gate=taken_up))
         notes.append("the gates of the heads read the norm as well, and take it up")
     return rewritten(
-        _NAME,
+        NAME,
         "rounding-exact",
         weights,
         replace(result, norm=None, memory_norm=None if cross else weights.memory_norm),
@@ -159,13 +133,13 @@ def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
     """What was looked at, if the maps outside the attention that read a norm can take it up."""
-    _require_before(_NAME_OF_OTHERS, place)
+    _require_before(NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if norm is not None and _as_map(norm).bias is not None:
         slotless = [name for name, has_slot in readers.items() if not has_slot]
         if slotless:
             reason = f"there is no bias slot on {', '.join(slotless)} for the shift β"
-            raise RewriteRefusedError(_NAME_OF_OTHERS, reason)
+            raise RewriteRefusedError(NAME_OF_OTHERS, reason)
         checked.append("bias slots for the shift")
     return tuple(checked)
 
@@ -174,7 +148,7 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
     """One map that reads a norm, with its gain γ and shift β: `b += W β`, then `W = W diag(γ)`."""
     shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias
     if shift is not None and bias is None:
-        raise RewriteRefusedError(_NAME_OF_OTHERS, "there is no bias slot for the shift β")
+        raise RewriteRefusedError(NAME_OF_OTHERS, "there is no bias slot for the shift β")
     shifted = bias if shift is None or bias is None else bias + weight @ shift
     return weight * (norm.weight + norm.offset), shifted
 
@@ -191,14 +165,14 @@ def _require_foldable(
     weights: AttentionWeights, read: dict[Side, Norm | None], others: OtherReaders | None
 ) -> tuple[str, ...]:
     """What was looked at, if every reader of the norms can take them up."""
-    _require_before(_NAME, weights.norm_place)
+    _require_before(NAME, weights.norm_place)
     inner = {side: _inner_norms(weights.chain(side)) for side in INPUT_SIDES}
     if not any(read.values()) and not any(inner.values()):
-        raise RewriteRefusedError(_NAME, "there is nothing to fold: no norm of this layer's input is known")
+        raise RewriteRefusedError(NAME, "there is nothing to fold: no norm of this layer's input is known")
     if weights.other_norm_readers and (others is None or others.refused):
         reason = f"the norm is also read by {weights.other_norm_readers}, which "
         reason += f"cannot take it up: {others.refused}" if others else "would miss its gain"
-        raise RewriteRefusedError(_NAME, reason)
+        raise RewriteRefusedError(NAME, reason)
     for side in INPUT_SIDES:
         if read[side] is not None and not (side == "k" and not weights.k and weights.q):
             _require_map(side, weights.chain(side))
@@ -209,7 +183,7 @@ def _require_foldable(
     shifted += [side for side in INPUT_SIDES if any(norm_map.bias is not None for norm_map in inner[side])]
     slotless = tuple(side for side in shifted if weights.chain(side) and side not in weights.bias_slots)
     if slotless:
-        raise RewriteRefusedError(_NAME, f"there is no bias slot on {named(slotless)} for the shift β")
+        raise RewriteRefusedError(NAME, f"there is no bias slot on {named(slotless)} for the shift β")
     if shifted:
         checked.append("bias slots for the shift")
     if read["k"] is not None and not weights.k:
@@ -221,21 +195,21 @@ def _require_foldable(
 def _require_map(side: Side, chain: Chain) -> None:
     if not chain:
         raise RewriteRefusedError(
-            _NAME, f"{side} is the norm's output itself: no map is there to take up the gain"
+            NAME, f"{side} is the norm's output itself: no map is there to take up the gain"
         )
     if not chain[0].learned:
         reason = f"{side} reads the norm through a fixed map, which cannot take up a gain"
-        raise RewriteRefusedError(_NAME, reason, "expand it first")
+        raise RewriteRefusedError(NAME, reason, "expand it first")
 
 
 def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool) -> None:
     """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, is `(q ∘ γ) · y` to the softmax."""
-    SCORES_ARE_THE_FORM.require(_NAME, weights, about="the keys are the input itself, and ")
-    require_nothing_between(_NAME, "q", weights.q[-1:])
+    SCORES_ARE_THE_FORM.require(NAME, weights, about="the keys are the input itself, and ")
+    require_nothing_between(NAME, "q", weights.q[-1:])
     if not weights.q[-1].learned:
         raise RewriteRefusedError(
-            _NAME, "the keys are the input itself, and the last map of q is fixed", "expand it first"
+            NAME, "the keys are the input itself, and the last map of q is fixed", "expand it first"
         )
     if shifted:
         about = "the keys are the input itself, so its shift β would be their bias, and "
-        KEY_BIAS_BLIND.require(_NAME, weights, about=about)
+        KEY_BIAS_BLIND.require(NAME, weights, about=about)

@@ -15,7 +15,7 @@ from triptych.algebra.rewrites.gauge import GaugeFix
 from triptych.algebra.rewrites.heads import PermuteHeads, RepeatKVHeads, SortHeads
 from triptych.algebra.rewrites.latent import ToLatent
 from triptych.algebra.rewrites.merging import MergeKVHeads
-from triptych.algebra.rewrites.norm_folding import FoldNorm, FoldOtherNorms
+from triptych.algebra.rewrites.norms import FoldNorm, FoldOtherNorms
 from triptych.algebra.rewrites.pruning import PruneHeads
 from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.algebra.rewrites.truncation import Truncate

@@ -10,17 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from triptych.algebra.moments import Moments
 from triptych.algebra.rewrites.channels import untied
 from triptych.algebra.rewrites.legality import Need
+from triptych.algebra.rewrites.norm_folding import OtherReaders
 from triptych.algebra.rewrites.record import RewriteRefusedError, Rewritten
 from triptych.algebra.weights import AttentionWeights
-
-
-@final
-@dataclass(frozen=True)
-class OtherReaders:
-    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it."""
-
-    maps: tuple[str, ...]  # their names
-    refused: str = ""  # why they cannot; "" if they can
 
 
 @final

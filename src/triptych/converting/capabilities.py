@@ -1,0 +1,45 @@
+"""Verbs that work on a model with its changes."""
+
+from collections.abc import Sequence
+
+from triptych.checkpoints.checkpoint import Checkpoint
+from triptych.converting.conversion import can_convert
+from triptych.face.changes import Change
+from triptych.face.opened import Opened, why_not_saved
+from triptych.models import LanguageModel
+from triptych.opening import OpenedModel
+
+
+def capabilities(source: Opened, changes: Sequence[Change]) -> tuple[str, ...]:
+    """List the verbs that work: read, rewrite, run, translate, generate, fill, convert."""
+    found = ["read"]
+    if _is_writable(source, changes):
+        found.append("rewrite")
+    if source.why_not_run:
+        return tuple(found)
+    found.append("run")
+    opened = source.ready
+    if verb := _verb_of_outputs(opened):
+        found.append(verb)
+    if not changes and opened.has_tokenizer and can_convert(opened):
+        found.append("convert")
+    return tuple(found)
+
+
+def _is_writable(opened: Opened, changes: Sequence[Change]) -> bool:
+    source = opened.attention
+    if isinstance(source, Checkpoint) and all(source.place(site).spec.why_kept for site in source.sites):
+        return False
+    return not any(why_not_saved(change, source) for change in changes)
+
+
+def _verb_of_outputs(opened: OpenedModel) -> str:
+    """Return the verb that makes text of the model's outputs; "" where there is none."""
+    if opened.is_searched:
+        return "translate"
+    model = opened.model
+    if not isinstance(model, LanguageModel) or model.head is None or model.head.config.outputs is not None:
+        return ""
+    if model.causal:
+        return "generate"
+    return "fill" if opened.has_tokenizer else ""
