@@ -1,8 +1,8 @@
 """Files of a run's folder, and the part of them that a model needs to translate.
 
 A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if the
-two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. Training alone reads the whole
-recipe. A model that was converted has no recipe: `decoding.toml` holds its table `decoding`.
+two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. Only training reads the
+whole recipe. A model that was converted has no recipe: `decoding.toml` holds its table `decoding`.
 """
 
 from pathlib import Path
