@@ -98,7 +98,8 @@ def test_the_byte_of_every_character_of_the_alphabet_is_known() -> None:
 def test_another_process_trains_the_same_tokenizers() -> None:
     program = (
         "import json\n"
-        "from triptych.text import TokenizerSpec, generate_pairs, train_tokenizers\n"
+        "from triptych.text.training import TokenizerSpec, train_tokenizers\n"
+        "from triptych.text.generated import generate_pairs\n"
         "source, target = zip(*generate_pairs(300, 'train', 0))\n"
         f"specs = [TokenizerSpec(kind=kind, vocab_size=500) for kind in {KINDS}]\n"
         "print(json.dumps([train_tokenizers(spec, source, target).source.to_json() for spec in specs]))\n"

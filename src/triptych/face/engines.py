@@ -59,7 +59,7 @@ from triptych.models.blocks import Block
 from triptych.models.device import find_device, has_fast_bf16
 from triptych.models.sites import require_lengths
 from triptych.opening import OpenedModel
-from triptych.opening.options import Options
+from triptych.opening.options import EngineName, Options
 from triptych.text import SpecialTokens
 
 _Ends = Callable[[int, int], bool]

@@ -11,7 +11,7 @@ Tokenizers are trained, or read from others' checkpoints. Start with `tokenizers
 from triptych.text.batches import Batch, TokenBatches
 from triptych.text.corpora import CorpusSpec, ParallelCorpus, read_parallel
 from triptych.text.documents import LanguageCorpusSpec, TextPart, read_documents
-from triptych.text.encoded import EncodedCorpus, TokenSequences, encode_corpus
+from triptych.text.encoded import EncodedCorpus, encode_corpus
 from triptych.text.framed import Frame, FramedTokenizer
 from triptych.text.generated import generate_pairs
 from triptych.text.given import GivenTexts, SpecialTokens, Text, as_lines, as_texts, require_ids
@@ -28,6 +28,7 @@ from triptych.text.sentence_tokenizers import (
     TokenizerPair,
     read_sentence_tokenizer,
 )
+from triptych.text.sequences import TokenSequences
 from triptych.text.shards import TokenShards, read_shards, tokenize_corpus, write_shards
 from triptych.text.tokenizers import OutputRules, SentenceTokenizer, StreamDecoder, Tokenizer
 from triptych.text.training import TokenizerSpec, train_tokenizer, train_tokenizers, trained_once

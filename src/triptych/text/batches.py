@@ -10,7 +10,8 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from triptych.errors import UsageError
-from triptych.text.encoded import EncodedCorpus, TokenSequences
+from triptych.text.encoded import EncodedCorpus
+from triptych.text.sequences import TokenSequences
 
 # What one more batch may cost in padding, as a share of the budget. On Multi30k and 4,096 tokens, shares of
 # 1/16, 1/14, 1/8 and 1 leave 2.3, 2.4, 2.6 and 3.1 % of padding in 130, 128, 123 and 119 batches; 128 is what

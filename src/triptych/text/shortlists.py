@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Int64
 
 from triptych.errors import DataError, UsageError
-from triptych.text.encoded import TokenSequences
 from triptych.text.lines import iterate_file
 from triptych.text.sentence_tokenizers import TokenizerPair
+from triptych.text.sequences import TokenSequences
 
 _SPACES = frozenset(" \t\r\n")
 # Added to the count of each pair: a rare source token would explain all that it was ever seen with.
