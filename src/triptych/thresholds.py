@@ -38,7 +38,8 @@ SCORES_AT_A_TIME = 1 << 22
 # Rows of a product that the layout of packed weights is chosen for; it serves all others as well.
 PACKED_ROWS = 32
 # Multiplications of a product that is computed to see which numbers of rows are alike
-# (`decoding/rows.py`). Where more rows would need more, they are taken in pieces: 20 to 60 ms of a thread.
+# (`decoding/rows.py`). Where more rows would need more,
+# they are taken in pieces: 20 to 60 ms of a thread.
 COMPARED_PRODUCTS = 1 << 31
 # Packed weights are a copy. They are made of models whose weights take at most this share of the memory.
 SHARE_PACKED = 0.125
