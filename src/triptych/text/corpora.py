@@ -13,13 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from triptych.errors import DataError, UsageError
 from triptych.text.generated import generate_pairs
 from triptych.text.lines import read_lines
-from triptych.text.records import NumberedTexts, read_hub, read_jsonl, read_parquet, read_tsv
+from triptych.text.records import NumberedTexts, read_hub, read_jsonl, read_parquet, read_tsv, record_ending
 from triptych.text.tasks import Task
 
 DEFAULT_MAX_LINE_CHARS = 10_000
 _MOST_HELD_OUT = 2000
 
-_RECORD_ENDINGS = (".tsv", ".jsonl", ".parquet")
 _FILE_ENDINGS = (".tsv", ".tsv.gz", ".tsv.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # Which ways to give a corpus each further option goes with.
 _OPTION_PLACES = {
@@ -263,12 +262,6 @@ def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedTe
         )
     numbers = range(1, len(source) + 1)
     return zip(numbers, zip(source, target, strict=True), strict=True)
-
-
-def record_ending(path: Path) -> str | None:
-    """The ending of a file of records, compression left out; None for any other file."""
-    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
-    return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)
 
 
 # Between the mean gap of lines that are translations of each other and that of unrelated lines: on the way

@@ -10,9 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
-from triptych.text.corpora import record_ending
 from triptych.text.lines import iterate_blocks, iterate_file
-from triptych.text.records import NumberedTexts, fingerprint_hub, read_hub, read_jsonl, read_parquet
+from triptych.text.records import (
+    NumberedTexts,
+    fingerprint_hub,
+    read_hub,
+    read_jsonl,
+    read_parquet,
+    record_ending,
+)
 
 # What a document is in a file of text: all of it, a line, or the lines between blank ones.
 Documents = Literal["file", "line", "blank-lines"]

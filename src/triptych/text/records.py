@@ -15,6 +15,14 @@ from triptych.text.lines import PARQUET, SURROGATE, check_content, iterate_file,
 
 NumberedTexts = tuple[int, tuple[str, ...]]
 
+_RECORD_ENDINGS = (".tsv", ".jsonl", ".parquet")
+
+
+def record_ending(path: Path) -> str | None:
+    """The ending of a file of records, compression left out; None for any other file."""
+    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)
+
 
 def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedTexts]:
     """Yield the pairs of a tab-separated file; quotes have no meaning in it."""

@@ -20,7 +20,7 @@ from triptych.errors import UsageError, near_path, nearest
 from triptych.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.opening.run_folder import DecodingConfig, Section
 from triptych.text import MaskingSpec, TokenizerSpec
-from triptych.text.corpora import record_ending
+from triptych.text.records import record_ending
 from triptych.toml import read_toml
 from triptych.training.sections import (
     ContinuedModelConfig,
