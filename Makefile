@@ -55,7 +55,6 @@ $(STAMP): pyproject.toml constraints.txt
 
 docs: $(STAMP)
 	@echo "== docs: generated pages, then the site in site/ (read it with: python -m http.server -d site)"
-	$(BIN)/python tests/rooms.py picture docs/contributing/rooms.svg
 	$(BIN)/python docs/reference.py
 	$(BIN)/python -m zensical build --clean --strict
 	$(BIN)/python docs/notebooks.py site

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triptych.attention import attention
+from triptych.core.attention import attention
 
 REPEATS = 9
 TOKENS = 4096

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from triptych.algebra.rewrites import fold
-from triptych.decoding import Translation, Translator, length_penalty
-from triptych.models import EncoderDecoder
-from triptych.opening import OpenedModel, open_translator
+from triptych.core.models import EncoderDecoder
 from triptych.rewriting import rewrite
-from triptych.text import read_lines
+from triptych.rewriting.functions import fold
+from triptych.running.decoding import Translation, Translator, length_penalty
+from triptych.running.opening import OpenedModel, open_translator
+from triptych.running.text import read_lines
 
 
 def score(run: OpenedModel, model: EncoderDecoder, source: str, pieces: list[int], alpha: float) -> float:

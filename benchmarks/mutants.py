@@ -7,7 +7,7 @@ its line run until one fails. What is recorded and found stays in `.cache/mutant
 goes on with its sample when it is given again.
 
     python benchmarks/mutants.py --mutants 200 --seed 1
-    python benchmarks/mutants.py --only src/triptych/algebra/bounds.py:96
+    python benchmarks/mutants.py --only src/triptych/rewriting/functions/bounds.py:96
 """
 
 # ruff: noqa: E402

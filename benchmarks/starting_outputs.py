@@ -2,7 +2,7 @@
 
 import torch
 
-from triptych.attention import (
+from triptych.core.attention import (
     Direct,
     Factored,
     KeyValue,

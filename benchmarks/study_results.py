@@ -21,13 +21,13 @@ import math
 import statistics
 from pathlib import Path
 
-from triptych.reports import Interval, IntervalChart, write_picture
-from triptych.studies import Outcome, read_study
-from triptych.studies.comparing import NOISE
-from triptych.studies.job import HEAD_MEASURES, Result
-from triptych.studies.statistics import Comparison, compare
-from triptych.studies.study import POSSIBLE
-from triptych.studies.tables import COST, DIGITS, headed, quality_tables
+from triptych.seeing.reports import Interval, IntervalChart, write_picture
+from triptych.training.studies import Outcome, read_study
+from triptych.training.studies.comparing import NOISE
+from triptych.training.studies.statistics import Comparison, compare
+from triptych.training.studies.study import POSSIBLE
+from triptych.training.studies.study_job import HEAD_MEASURES, Result
+from triptych.training.studies.tables import COST, DIGITS, headed, quality_tables
 
 STUDIES = Path(__file__).parents[1] / "docs" / "results" / "studies"
 RESULTS = STUDIES / "results"

@@ -17,12 +17,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import triptych
-from triptych.attention import PARAMETERISATIONS, HeadMap
-from triptych.checkpoints.family import Family, families
 from triptych.cli.main import COMMANDS, application
 from triptych.cli.verbs import read_verb
-from triptych.inspection.measures import MEASURES
-from triptych.models import PRESETS, ModelConfig
+from triptych.core.attention import PARAMETERISATIONS, HeadMap
+from triptych.core.checkpoints.family import Family, families
+from triptych.core.models import PRESETS, ModelConfig
+from triptych.seeing.inspection.measures import MEASURES
 from triptych.training.new import meanings_of
 from triptych.training.recipe import LanguageRecipe, Recipe
 from triptych.training.sections import ContinuedModelConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from triptych.attention import LayerOutput
-from triptych.models.sites import AnyModel, attention_sites
+from triptych.core.attention import LayerOutput
+from triptych.core.models.sites import AnyModel, attention_sites
 
 
 @contextmanager

@@ -10,19 +10,19 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.positions import (
+from triptych.core.algebra.positions import (
     ALiBi,
     DisentangledBias,
     RelativePositionBias,
     RotaryEmbedding,
     apply_rotary,
 )
-from triptych.algebra.semantics import HeadNorm, Semantics
-from triptych.algebra.weights import AttentionWeights, Chain, Norm
-from triptych.attention import MultiHeadAttention
-from triptych.attention.positions import AttentionPositions
-from triptych.attention.projections import PARAMETERISATIONS, Parameterisation
+from triptych.core.algebra.semantics import HeadNorm, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Chain, Norm
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.position_modules import AttentionPositions
+from triptych.core.attention.projections import PARAMETERISATIONS, Parameterisation
+from triptych.rewriting.functions.moments import Moments, MomentsGatherer
 
 Array = NDArray[np.float64]
 Form = Literal["qk", "ov"]

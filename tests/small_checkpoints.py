@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError
 
 D, HEADS, WIDTH, LAYERS = 32, 4, 8, 3

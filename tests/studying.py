@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.studies import running
+from triptych.training.studies import parallel_runs as running
 
 BASE = """
 name = "tiny"

@@ -29,20 +29,20 @@ from mutations import (
 )
 from small_checkpoints import gpt2, llama
 from tiny_recipe import tiny_recipe
-from triptych.algebra.rewrites import EXACT
-from triptych.checkpoints import family
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.family import read_family
 from triptych.converting.conversion import convert
+from triptych.core.checkpoints import family
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.family import read_family
+from triptych.core.models import read_model
+from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import ConfigurationWarning, DataError, TriptychError
-from triptych.models import read_model
-from triptych.opening import open_translator
 from triptych.rewriting.certificate import read_certificate
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import EXACT
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify
-from triptych.storage.copying import CERTIFICATE
-from triptych.text import load_tokenizer
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.running.opening import open_translator
+from triptych.running.text import load_tokenizer
 from triptych.training import TrainingConfig, read_recipe, resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.optimizers import Optimizer

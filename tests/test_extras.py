@@ -9,8 +9,8 @@ import pytest
 
 from triptych.errors import UsageError
 from triptych.extras import require_extra
-from triptych.reports import Bar, BarChart, Report, write_report
-from triptych.text import generate_pairs
+from triptych.seeing.reports import Bar, BarChart, Report, write_report
+from triptych.training.corpora.generated import generate_pairs
 
 # Modules of the extras, and what the core needed once.
 EXTRAS = (

@@ -16,9 +16,9 @@ from interrupting import SignalAt, assert_same_run
 from tiny_recipe import tiny_recipe
 from tolerances import assert_same
 from triptych import UsageError, load
-from triptych.attention import attention
-from triptych.attention.projections import PARAMETERISATIONS
-from triptych.decoding import Engine, SearchOptions
+from triptych.core.attention import attention
+from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.running.decoding import Engine, SearchOptions
 from triptych.training import resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay

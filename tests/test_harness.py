@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from small_checkpoints import gpt2_that_runs
-from triptych.decoding import score_continuations
 from triptych.errors import UsageError
-from triptych.opening import open_language_model
+from triptych.running.decoding import score_continuations
+from triptych.running.opening import open_language_model
 
 
 @pytest.fixture(scope="module")

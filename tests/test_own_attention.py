@@ -14,12 +14,12 @@ import triptych
 from studying import BASE
 from training.launching import start
 from triptych import user_code
-from triptych.attention import MultiHeadAttention
 from triptych.cli.main import run as run_command
-from triptych.decoding.workers import Searcher, WorkerPool
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.models import AttentionConfig, EncoderDecoder, ModelConfig
 from triptych.errors import TriptychError, UsageError
-from triptych.models import AttentionConfig, EncoderDecoder, ModelConfig
-from triptych.opening import open_model
+from triptych.running.decoding.workers import Searcher, WorkerPool
+from triptych.running.opening import open_model
 from triptych.training.metrics import read_metrics
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "own-attention.md"
@@ -258,7 +258,7 @@ def test_a_recipe_that_gives_no_proper_digest_executes_nothing(
         ("exit(0)\n", r"mine\.py: SystemExit: 0: a file of classes must not end the process"),
         ("x = 1\n", r"mine\.py defines no class TurnedValues"),
         (
-            "from triptych.attention import Factored as TurnedValues\n",
+            "from triptych.core.attention import Factored as TurnedValues\n",
             r"mine\.py defines no class TurnedValues",
         ),
     ],

@@ -11,11 +11,11 @@ from attending.tiny_readers import language_reader
 from attending.viewed import translation_page
 from browser import Page
 from small_checkpoints import gpt2
-from triptych.attending.over import attend_over
-from triptych.attending.page import AttentionPage, attention_html, viewer_data
-from triptych.inspection import inspect
-from triptych.inspection.drawing import render_heads
-from triptych.reports import (
+from triptych.seeing.attending.attention_page import AttentionPage, attention_html, viewer_data
+from triptych.seeing.attending.over import attend_over
+from triptych.seeing.inspection import inspect
+from triptych.seeing.inspection.drawing import render_heads
+from triptych.seeing.reports import (
     Bar,
     BarChart,
     CurveChart,
@@ -27,7 +27,7 @@ from triptych.reports import (
     Table,
     TranslationSample,
 )
-from triptych.reports.html import render_report
+from triptych.seeing.reports.html import render_report
 
 LONG = "/home/somebody/" + "a-folder-with-a-long-name/" * 6 + "model"
 POINTS = tuple(Interval(4 / x, 3 / x, 5 / x, x=x) for x in (1.0, 2.0, 3.0))

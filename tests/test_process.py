@@ -9,9 +9,9 @@ import torch
 
 import triptych
 from tiny_recipe import tiny_recipe
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.inspection import inspect
-from triptych.opening import open_translator
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.running.opening import open_translator
+from triptych.seeing.inspection import inspect
 from triptych.training import Recipe, resolve
 from triptych.training.progress import Display, LineDisplay, Moment
 

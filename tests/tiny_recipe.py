@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from triptych.text import generate_pairs
 from triptych.training import resolve
+from triptych.training.corpora.generated import generate_pairs
 
 FAST_DEMO = (
     "data.train.generated=300",

@@ -9,17 +9,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from triptych.text import (
-    Batch,
-    CorpusSpec,
-    EncodedCorpus,
-    TokenBatches,
-    TokenizerPair,
-    TokenizerSpec,
-    encode_corpus,
-    read_parallel,
-    train_tokenizers,
-)
+from triptych.running.text import TokenizerPair
+from triptych.training.corpora.corpora import CorpusSpec, read_parallel
+from triptych.training.corpora.encoded import EncodedCorpus, encode_corpus
+from triptych.training.corpora.pair_batches import Batch, TokenBatches
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 VOCAB_SIZE = 8000
 BATCH_TOKENS = 4096

@@ -13,14 +13,14 @@ import torch
 
 from benchmarks.harness.command import Command, NotHereError
 from benchmarks.harness.page import Page
-from triptych.algebra.rewrites import LayerToRewrite, Rewrite, Rewritten, Truncate
-from triptych.algebra.rewrites.record import rewritten
-from triptych.algebra.weights import AttentionWeights, Side
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.layer import AttentionLayer
-from triptych.opening import TransformersModel, Window, open_translator
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.core.algebra.rewritten import Rewritten, rewritten
+from triptych.core.algebra.weights import AttentionWeights, Side
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.stored_layers import AttentionLayer
+from triptych.rewriting.functions import LayerToRewrite, Rewrite, Truncate
 from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.running.opening import TransformersModel, Window, open_translator
 
 _NAIVE = "each matrix by itself"
 _WAYS = (_NAIVE, "free", "uncentred", "centred")

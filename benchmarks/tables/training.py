@@ -8,7 +8,7 @@ from benchmarks.harness.command import Command
 from benchmarks.harness.page import Page, number, spread
 from benchmarks.harness.race import ALLOCATORS, Contender, Entry, Row, best_of, finalists
 from benchmarks.harness.workload import BATCH_TOKENS, TrainingText, prepare_training
-from triptych.models.device import has_fast_bf16
+from triptych.core.models.device import has_fast_bf16
 
 OURS = "triptych"
 NARROW = " (bf16 weights)"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from benchmarks.workers.protocol import Answer, Options, Prepared
-from triptych.decoding import measure_bleu
+from triptych.running.decoding import measure_bleu
 
 _WARM_UP_LINES = 32
 

@@ -4,7 +4,7 @@ from benchmarks.workers import decoding
 from benchmarks.workers.decoding import Engine
 from benchmarks.workers.decoding_triptych import Ours
 from benchmarks.workers.protocol import Options, serve
-from triptych.decoding import translator
+from triptych.running.decoding import translator
 
 IN_BF16, IN_FP32 = "int8 (bf16)", "int8 (fp32)"
 WORKERS, STOP, ORDER = "workers (one thread)", "stop when full (certain)", "lines of like length together"

@@ -9,8 +9,8 @@ import torch
 from benchmarks.workers import decoding
 from benchmarks.workers.decoding import Engine, Output
 from benchmarks.workers.protocol import Options, serve
-from triptych.decoding import Translator
-from triptych.opening import open_translator
+from triptych.running.decoding import Translator
+from triptych.running.opening import open_translator
 
 
 @final

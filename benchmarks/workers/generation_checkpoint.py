@@ -36,8 +36,8 @@ def write_llama(folder: Path) -> None:
 
 def write_ctranslate2(checkpoint: Path, folder: Path) -> None:
     """By our own converter, which needs no tokenizer; its own would write the same numbers."""
-    from triptych.checkpoints.models import load_language_model
     from triptych.converting.ctranslate2 import write_generator
+    from triptych.core.checkpoints.stored_models import load_language_model
 
     folder.mkdir(parents=True)
     write_generator(load_language_model(checkpoint).model, folder)

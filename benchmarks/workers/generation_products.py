@@ -9,8 +9,8 @@ from torch import Tensor
 from benchmarks.workers import generation
 from benchmarks.workers.generation import Engine
 from benchmarks.workers.protocol import Options, serve
-from triptych.checkpoints.models import load_language_model
-from triptych.decoding.maps import Maps
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.running.decoding.linear_maps import Maps
 
 
 @final

@@ -7,9 +7,9 @@ from typing import final
 from benchmarks.workers import generation
 from benchmarks.workers.generation import Engine
 from benchmarks.workers.protocol import Options, serve
-from triptych import decoding
-from triptych.checkpoints.models import load_language_model
-from triptych.decoding import GenerationOptions, generate_tokens
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.running import decoding
+from triptych.running.decoding import GenerationOptions, generate_tokens
 
 
 @final

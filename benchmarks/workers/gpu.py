@@ -27,14 +27,14 @@ from benchmarks.workers.pieces import Pieces
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
 from benchmarks.workers.training import LABEL_SMOOTHING, Learner, Text
 from benchmarks.workers.training_triptych import TrainerLearner
-from triptych.algebra.semantics import Semantics
-from triptych.attention import attention
-from triptych.attention.operation import explain_inputs
-from triptych.attention.planning import Inputs
-from triptych.decoding import Translator
-from triptych.models import PRESETS, ModelConfig
-from triptych.opening import open_translator
-from triptych.text import Batch
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.attention import attention
+from triptych.core.attention.operation import explain_inputs
+from triptych.core.attention.routes import Inputs
+from triptych.core.models import PRESETS, ModelConfig
+from triptych.running.decoding import Translator
+from triptych.running.opening import open_translator
+from triptych.training.corpora.pair_batches import Batch
 
 OURS = "triptych"
 PEERS = {

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
-from triptych.algebra.measures import measure_heads
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.inspection import inspect
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.seeing.inspection import inspect
+from triptych.seeing.layer_measures import measure_heads
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -11,7 +11,7 @@ from transformers import MarianConfig
 from transformers.models.marian.modeling_marian import MarianAttention
 from x_transformers.x_transformers import Attention
 
-from triptych.attention import MultiHeadAttention
+from triptych.core.attention import MultiHeadAttention
 
 KINDS = ("self", "causal", "cross", "padded")
 _PADDING = 0.2

@@ -16,13 +16,13 @@ from benchmarks.workers import training
 from benchmarks.workers.training import SCHEDULE, Text
 from benchmarks.workers.training_triptych import CONFIG, no_text
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
+from triptych.core.models import EncoderDecoder
+from triptych.core.models.initial import DeferredInit
+from triptych.core.models.storage import model_tensors
 from triptych.launch import end_now
-from triptych.models import EncoderDecoder
-from triptych.models.initial import DeferredInit
-from triptych.models.storage import model_tensors
-from triptych.text import Batch
 from triptych.training import Trainer
 from triptych.training.computing import Layout, LazyParameters
+from triptych.training.corpora.pair_batches import Batch
 from triptych.training.objectives import TranslationObjective
 from triptych.training.processes import World, launched
 from triptych.training.sections import ValidationConfig

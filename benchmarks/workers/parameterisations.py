@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, serve
 from triptych import CostSpec, MultiHeadAttention, cost, measure_times
-from triptych.attention import Stacked
+from triptych.core.attention import Stacked
 from triptych.rewriting import rewrite
 
 

@@ -16,8 +16,8 @@ from benchmarks.workers.protocol import Answer, Options, Prepared, serve
 from benchmarks.workers.training import DROPOUT, NUM_LAYERS, Text
 from benchmarks.workers.training_triptych import TrainerLearner
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
-from triptych.models import DecoderConfig, EncoderConfig, ModelConfig
-from triptych.text import Batch
+from triptych.core.models import DecoderConfig, EncoderConfig, ModelConfig
+from triptych.training.corpora.pair_batches import Batch
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

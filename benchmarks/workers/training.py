@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.workers.protocol import Answer, Options, Prepared
-from triptych.text import Batch
 from triptych.training import TrainingConfig, learning_rate
+from triptych.training.corpora.pair_batches import Batch
 
 LABEL_SMOOTHING = 0.1
 DROPOUT = 0.1

@@ -17,9 +17,9 @@ from benchmarks.workers.training import Text
 from benchmarks.workers.training_triptych import TrainerLearner
 from triptych import thresholds
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
-from triptych.text import Batch
 from triptych.training import objectives
 from triptych.training.computing import Whole
+from triptych.training.corpora.pair_batches import Batch
 from triptych.training.losses import Loss
 from triptych.training.machine import compile_blocks
 

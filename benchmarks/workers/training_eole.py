@@ -20,7 +20,7 @@ from benchmarks.workers.training import (
     LogitsLearner,
     Text,
 )
-from triptych.text import Batch
+from triptych.training.corpora.pair_batches import Batch
 
 
 def build(options: Options, text: Text) -> LogitsLearner:

@@ -20,7 +20,7 @@ from benchmarks.workers.training import (
     LogitsLearner,
     Text,
 )
-from triptych.text import Batch
+from triptych.training.corpora.pair_batches import Batch
 
 # JoeyNMT insists on these ids; the tokens that had them take the places that its own leave.
 _UNK, _PAD, _BOS, _EOS = range(4)

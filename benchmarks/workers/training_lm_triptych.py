@@ -11,9 +11,9 @@ from benchmarks.workers import training_lm
 from benchmarks.workers.protocol import Options, serve
 from benchmarks.workers.training_lm import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Learner
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.text.packing import LanguageBatch
+from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.training import Trainer
+from triptych.training.corpora.packing import LanguageBatch
 from triptych.training.objectives import LanguageObjective
 from triptych.training.sections import LanguageTrainingConfig
 from triptych.training.state import Counters

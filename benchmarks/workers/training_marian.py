@@ -6,7 +6,7 @@ from transformers import MarianConfig, MarianMTModel
 from benchmarks.workers import training
 from benchmarks.workers.protocol import Options, serve
 from benchmarks.workers.training import D_FF, D_MODEL, DROPOUT, NUM_HEADS, NUM_LAYERS, LogitsLearner, Text
-from triptych.text import Batch
+from triptych.training.corpora.pair_batches import Batch
 
 _SIZES = {
     "d_model": D_MODEL,

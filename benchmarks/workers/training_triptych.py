@@ -11,9 +11,11 @@ from benchmarks.workers import training
 from benchmarks.workers.protocol import Options, serve
 from benchmarks.workers.training import D_FF, DROPOUT, SCHEDULE, Learner, Text
 from triptych.cli.process import keep_freed_memory, limit_kernel_cache
-from triptych.models import PRESETS, EncoderDecoder, ModelConfig
-from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
+from triptych.core.models import PRESETS, EncoderDecoder, ModelConfig
+from triptych.running.text import TokenSequences
 from triptych.training import Trainer
+from triptych.training.corpora.encoded import EncodedCorpus
+from triptych.training.corpora.pair_batches import Batch, TokenBatches
 from triptych.training.objectives import TranslationObjective
 from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters

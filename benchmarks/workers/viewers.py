@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
-from triptych.attending import attend_tokens
-from triptych.opening import Reader, TextIds, open_model
-from triptych.text import load_tokenizer
+from triptych.running.opening import Reader, TextIds, open_model
+from triptych.running.text import load_tokenizer
+from triptych.seeing.attending import attend_tokens
 
 
 def prepare(options: Options) -> Prepared:

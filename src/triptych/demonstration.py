@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
-from triptych.algebra.rewrites import fold
-from triptych.attending import Attention, AttentionBatch, attend_tokens
-from triptych.attending.page import viewer_data
-from triptych.decoding import Translator, measure_bleu
+from triptych.core.models import EncoderDecoder, attention_sites
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import cache_folder, hold_folder, move_files
-from triptych.models import EncoderDecoder, attention_sites
-from triptych.opening import OpenedModel, Reader, open_translator
-from triptych.reports import (
+from triptych.rewriting import rewrite
+from triptych.rewriting.functions import fold
+from triptych.run_page import points
+from triptych.running.decoding import Translator, measure_bleu
+from triptych.running.opening import OpenedModel, Reader, open_translator
+from triptych.seeing.attending import Attention, AttentionBatch, attend_tokens
+from triptych.seeing.attending.attention_page import viewer_data
+from triptych.seeing.reports import (
     AttentionPicture,
     MetricPoint,
     Report,
@@ -28,10 +30,8 @@ from triptych.reports import (
     is_page,
     write_report,
 )
-from triptych.rewriting import rewrite
-from triptych.run_page import points
-from triptych.text.generated import example_pairs, generate_pairs
 from triptych.training import Recipe, read_recipe, require_translation, runs
+from triptych.training.corpora.generated import example_pairs, generate_pairs
 from triptych.training.folder import holds_run
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import own_files

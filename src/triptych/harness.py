@@ -6,10 +6,11 @@ The class derives from the harness's own, so this module can be imported only wh
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-from triptych.decoding import GenerationOptions, Precision, SamplingOptions, score_continuations
 from triptych.errors import UsageError
 from triptych.extras import require_extra
-from triptych.opening import open_language_model
+from triptych.literals import Precision
+from triptych.running.decoding import GenerationOptions, SamplingOptions, score_continuations
+from triptych.running.opening import open_language_model
 
 require_extra("lm-eval", "lm_eval", what="a model for lm-evaluation-harness")
 from lm_eval.api.model import LM  # noqa: E402

@@ -5,19 +5,26 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from triptych.attending.page import AttentionPage, join_pages, viewer_data
 from triptych.errors import DataError, UsageError, near_path
 from triptych.face import Model, load
-from triptych.inspection.record import averages, findings
-from triptych.opening.run_folder import RECIPE
-from triptych.reports import MetricPoint, Report, Table, TranslationSample, require_charts, write_report
-from triptych.storage.untrusted import read_json
-from triptych.text import Tokenizer
+from triptych.running.opening.run_folder import RECIPE
+from triptych.running.text import Tokenizer
+from triptych.seeing.attending.attention_page import AttentionPage, join_pages, viewer_data
+from triptych.seeing.inspection.record import averages, findings
+from triptych.seeing.reports import (
+    MetricPoint,
+    Report,
+    Table,
+    TranslationSample,
+    require_charts,
+    write_report,
+)
 from triptych.training import AnyRecipe, Recipe, read_recipe
 from triptych.training.folder import SUMMARY, holds_run
 from triptych.training.metrics import read_metrics
 from triptych.training.recipe import TextRecipe
 from triptych.training.validation import validation_pairs, validation_parts
+from triptych.untrusted import read_json
 
 _NUM_SAMPLES = 10
 # Texts whose attention the page shows.

@@ -9,7 +9,7 @@ import torch
 # What all of them were measured on.
 MACHINE, TORCH = "AMD EPYC (Zen 4, AVX-512 with bf16 and VNNI), two cores, 24 GB", "2.13.0+cpu"
 
-# Attention (`attention/planning.py`), all on a CPU.
+# Attention (`core/attention/routes.py`), all on a CPU.
 # Up to about this many keys, batched products beat the fused kernel, forward and backward together. With
 # d_k ≠ d_v they do so in the forward pass alone too, or are level: the kernel must then be given padded
 # copies. In bfloat16 they do so to 2,048 where malloc keeps what is freed, but the weights of a layer then
@@ -38,7 +38,7 @@ SCORES_AT_A_TIME = 1 << 22
 # Rows of a product that the layout of packed weights is chosen for; it serves all others as well.
 PACKED_ROWS = 32
 # Multiplications of a product that is computed to see which numbers of rows are alike
-# (`decoding/rows.py`). Where more rows would need more,
+# (`running/decoding/row_counts.py`). Where more rows would need more,
 # they are taken in pieces: 20 to 60 ms of a thread.
 COMPARED_PRODUCTS = 1 << 31
 # Packed weights are a copy. They are made of models whose weights take at most this share of the memory.

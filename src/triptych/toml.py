@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.errors import UsageError
-from triptych.storage.untrusted import LONGEST_TEXT, read_limited
+from triptych.untrusted import LONGEST_TEXT, read_limited
 
 
 def read_toml(path: Path, what: str, missing: str | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar, final
 
 from triptych.errors import UsageError
-from triptych.storage.untrusted import LONGEST_TEXT, read_limited
+from triptych.untrusted import LONGEST_TEXT, read_limited
 
 ClassT = TypeVar("ClassT", bound=type)
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, make, with_semantics
-from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import channels, for_heads
-from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
-from triptych.algebra.rewrites import drop_key_bias, gauge_fix, truncate
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.positions import OtherFrequencies, RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.rewriting.functions import drop_key_bias, gauge_fix, truncate
+from triptych.rewriting.functions.bounds import output_bound, score_bound
 
 
 def normalised(count: int) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triptych.algebra.budget import allocate
+from triptych.rewriting.functions.budget import allocate
 
 SPECTRA = st.lists(
     st.lists(st.integers(0, 20), min_size=1, max_size=4).map(

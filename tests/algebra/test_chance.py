@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra.chance import (
+from triptych.seeing.chance import (
     random_closeness,
     random_copying_spread,
     random_spectra,

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.algebra.cost import cached_numbers, maps_flops, pass_cost, writing_cost
-from triptych.algebra.semantics import HeadGate, Semantics
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import PARAMETERISATIONS, parameterisation
+from triptych.core.algebra.cost import cached_numbers, maps_flops, pass_cost, writing_cost
+from triptych.core.algebra.semantics import HeadGate, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import PARAMETERISATIONS, parameterisation
 
 D, H, D_K, D_V, N = 512, 8, 64, 64, 100
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from made import Made
 from tolerances import assert_same
-from triptych.algebra import BilinearForm
+from triptych.core.algebra import BilinearForm
 
 Dense = np.ndarray[Any, np.dtype[Any]]
 

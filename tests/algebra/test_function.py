@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heads import NUM_HEADS, make_layer, random_input, with_semantics
-from triptych.algebra.function import channels, for_heads, probabilities, run_layer
-from triptych.algebra.positions import (
+from triptych.core.algebra.function import channels, for_heads, probabilities, run_layer
+from triptych.core.algebra.positions import (
     ALiBi,
     DisentangledBias,
     PatchPositionBias,
     RelativePositionBias,
     RotaryEmbedding,
 )
-from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
+from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 
 Array = NDArray[np.float64]
 B, H, N, M, W = 2, 4, 5, 7, 6

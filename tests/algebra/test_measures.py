@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra.measures import HeadMeasures, RotaryPairs, measure_heads
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.similarity import MapSimilarity, compare_maps, span
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.seeing.layer_measures import HeadMeasures, RotaryPairs, measure_heads
+from triptych.seeing.similarity import MapSimilarity, compare_maps, span
 
 D, HEADS, WIDTH, VALUE = 24, 4, 6, 5
 
@@ -223,7 +223,7 @@ def test_maps_of_unlike_inputs_have_no_likeness_and_no_eigenvalues() -> None:
 def test_many_heads_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = layer(torch.float32, groups=2)
     whole = measure_heads(weights)
-    monkeypatch.setattr("triptych.algebra.measures._NUMBERS_AT_A_TIME", D * WIDTH)
+    monkeypatch.setattr("triptych.seeing.layer_measures._NUMBERS_AT_A_TIME", D * WIDTH)
     pieces = measure_heads(weights)
     assert_near(pieces.qk.values, whole.qk.values, 1e-12)
     assert_near(pieces.copying, whole.copying, 1e-12)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from heads import BATCH, LENGTH, MEMORY_LENGTH, NUM_HEADS, gathered, make, random_input, with_semantics
-from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.semantics import HeadGate, HeadNorm
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.semantics import HeadGate, HeadNorm
 from triptych.errors import DataError
+from triptych.rewriting.functions.moments import Moments, MomentsGatherer
 
 
 def assert_alike(one: Moments, other: Moments) -> None:

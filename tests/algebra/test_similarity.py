@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra import similarity
-from triptych.algebra.similarity import (
+from triptych.seeing import similarity
+from triptych.seeing.similarity import (
     MapSimilarity,
     chance_of_as_much,
     compare_maps,

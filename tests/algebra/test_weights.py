@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from heads import make_layer
-from triptych.algebra.forms import BilinearForm
-from triptych.algebra.rewrites.record import Cut
-from triptych.algebra.weights import SIDES, Link
+from triptych.core.algebra.forms import BilinearForm
+from triptych.core.algebra.rewritten import Cut
+from triptych.core.algebra.weights import SIDES, Link
 
 
 def test_a_map_in_half_precision_rounds_as_a_product_in_half_precision_does() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from small_checkpoints import byte_tokenizer
-from triptych.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
-from triptych.opening import OpenedModel
-from triptych.text import Tokenizer, load_tokenizer
+from triptych.core.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
+from triptych.running.opening import OpenedModel
+from triptych.running.text import Tokenizer, load_tokenizer
 
 
 def letters(folder: Path) -> Tokenizer:

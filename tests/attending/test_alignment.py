@@ -7,8 +7,8 @@ import torch
 
 from attending.tiny_readers import language_reader, pair_reader
 from triptych import UsageError
-from triptych.attending import attend
-from triptych.attending.alignment import AlignedWords, word_weights, words_of
+from triptych.seeing.attending import attend
+from triptych.seeing.attending.alignment import AlignedWords, word_weights, words_of
 
 ENGLISH = ["▁A", "▁man", "▁in", "▁a", "▁T", "-", "shi", "rt", ".", "</s>"]
 GERMAN = ["▁Ein", "▁Mann", "▁in", "▁einem", "▁T", "-", "Shirt", ".", "</s>"]

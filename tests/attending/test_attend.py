@@ -12,8 +12,10 @@ import torch
 from attending.models import language_model, translator_model
 from attention_maps import attention_maps
 from triptych import UsageError
-from triptych.attending import Attention, attend
-from triptych.attending.saving import (
+from triptych.core.models.feed_forward import Dropout
+from triptych.running.opening import OpenedModel, Reader, record_calls
+from triptych.seeing.attending import Attention, attend
+from triptych.seeing.attending.attention_files import (
     Saved,
     is_attention_csv,
     is_attention_npz,
@@ -21,8 +23,6 @@ from triptych.attending.saving import (
     write_attention_csv,
     write_npz,
 )
-from triptych.models.feed_forward import Dropout
-from triptych.opening import OpenedModel, Reader, record_calls
 
 TEXT = "to be or not to be"
 
@@ -162,7 +162,7 @@ def test_a_page_marks_what_was_generated_and_keeps_the_largest_of_long_texts(
     (kind,) = found.viewed().texts[0].kinds
     assert kind.first_generated_query == kind.first_generated_key == len(TEXT)
     np.testing.assert_allclose(kind.layers[1].heads[2].map.weights, found.weights[1][2], atol=1e-6)
-    monkeypatch.setattr("triptych.attending.attention.MOST_WEIGHTS_OF_A_PAGE", 100)
+    monkeypatch.setattr("triptych.seeing.attending.attention.MOST_WEIGHTS_OF_A_PAGE", 100)
     (kind,) = found.viewed().texts[0].kinds
     assert kind.layers[0].heads[0].map.keys.shape == (20, 16)
 
@@ -284,7 +284,7 @@ def test_an_attention_is_shown_written_and_asked_for_its_strongest_looks(
 def test_too_many_weights_for_a_file_are_refused_with_what_to_do(
     decoder: Reader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("triptych.attending.saving.MOST_WEIGHTS", 600)
+    monkeypatch.setattr("triptych.seeing.attending.attention_files.MOST_WEIGHTS", 600)
     one = saved(attend(decoder, TEXT))
     for write in (write_npz, write_attention_csv):
         with pytest.raises(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra.resampling import ratio_intervals
-from triptych.attending.behaviour import Kind, LayerFigures, RowFigures, figures_of, key_classes
-from triptych.attending.over import OverText
-from triptych.attending.windows import UnitSums
+from triptych.core.algebra.resampling import ratio_intervals
+from triptych.running.measuring.windows import UnitSums
+from triptych.seeing.attending.behaviour import Kind, LayerFigures, RowFigures, figures_of, key_classes
+from triptych.seeing.attending.over import OverText
 
 #         a  b  c  a  b  d  c  a
 TOKENS = [5, 6, 7, 5, 6, 8, 7, 5]

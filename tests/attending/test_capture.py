@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from triptych.attention import (
+from triptych.core.attention import (
     AlibiPositions,
     Factored,
     Grouped,

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from attending.tiny_readers import TEXTS, language_reader
-from triptych.attending import attend_tokens
-from triptych.attending.explaining import (
+from triptych.running.measuring.windows import cut_windows
+from triptych.seeing.attending import attend_tokens
+from triptych.seeing.attending.explaining import (
     divergence,
     explain_call,
     explain_text,
@@ -16,8 +17,7 @@ from triptych.attending.explaining import (
     of_rank,
     score_parts,
 )
-from triptych.attending.windows import cut_windows
-from triptych.attending.writing import OutputTable, measure_copies, nearest_tokens
+from triptych.seeing.attending.written_tokens import OutputTable, measure_copies, nearest_tokens
 
 PARTS = {
     "learned": {"content", "biases"},

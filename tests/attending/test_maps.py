@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.attending.maps import HeadWeights, RowKeeper
+from triptych.running.measuring.weight_maps import HeadWeights, RowKeeper
 
 
 def weights(num_heads: int, num_queries: int, num_keys: int) -> torch.Tensor:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from attending.tiny_readers import TEXTS, language_reader, pair_reader
-from triptych.attending import attend
-from triptych.attending.behaviour import figures_of
-from triptych.attending.over import attend_over
-from triptych.attending.windows import cut_windows
 from triptych.errors import UsageError
+from triptych.running.measuring.windows import cut_windows
+from triptych.seeing.attending import attend
+from triptych.seeing.attending.behaviour import figures_of
+from triptych.seeing.attending.over import attend_over
 
 
 def test_a_record_has_every_figure_of_every_head_and_is_json() -> None:

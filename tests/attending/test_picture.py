@@ -4,9 +4,9 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from attending.viewed import layers_of, long_page, previous
-from triptych.attending.maps import HeadWeights
-from triptych.attending.page import ViewedKind
-from triptych.attending.picture import head_svg, is_picture
+from triptych.running.measuring.weight_maps import HeadWeights
+from triptych.seeing.attending.attention_page import ViewedKind
+from triptych.seeing.attending.picture import head_svg, is_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,10 +13,10 @@ from checkpoints.oracle import saved
 from checkpoints.tiny_models import TINY
 from checkpoints.tiny_translators import write_tokenizer
 from triptych import UsageError, load
-from triptych.attending import Attention, attend
-from triptych.attending.steps import HeadSteps
-from triptych.attention.projections import PARAMETERISATIONS
-from triptych.opening import Reader
+from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.running.opening import Reader
+from triptych.seeing.attending import Attention, attend
+from triptych.seeing.attending.steps import HeadSteps
 
 TEXT = "to be or not to be"
 WORDS = "w4 w9 w5 w9 w6 w30 w31"

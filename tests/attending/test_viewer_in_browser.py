@@ -7,7 +7,7 @@ import pytest
 
 from attending.viewed import long_page, translation_page
 from browser import Page
-from triptych.attending.page import PAGE_LIMIT_BYTES, AttentionPage, write_attention_page
+from triptych.seeing.attending.attention_page import PAGE_LIMIT_BYTES, AttentionPage, write_attention_page
 
 SHOWN = "document.querySelector('.attention').dataset.shown"
 HEADING = "document.querySelector('[data-part=name]').textContent"

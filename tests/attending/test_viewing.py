@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from attending.viewed import first, layers_of, long_page, previous, translation_page
-from triptych.attending.maps import HeadWeights
-from triptych.attending.page import (
+from triptych.running.measuring.weight_maps import HeadWeights
+from triptych.seeing.attending.attention_page import (
     AttentionPage,
     ViewedKind,
     ViewedText,

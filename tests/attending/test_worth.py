@@ -10,16 +10,16 @@ import torch
 
 from attending.tiny_readers import TEXTS, language_reader, pair_reader, tokenizers
 from triptych import load
-from triptych.algebra.moments import MomentsGatherer
-from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.rewrites.pruning import measure_importance
-from triptych.attending.windows import cut_windows
-from triptych.attending.worth import batches_of, head_outputs
-from triptych.attending.worth import measure_worth as measure
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.models import AttentionConfig
+from triptych.core.models.sites import attention_sites
 from triptych.errors import UsageError
-from triptych.models import AttentionConfig
-from triptych.models.sites import attention_sites
-from triptych.opening import OpenedModel, Reader, record_calls
+from triptych.rewriting.functions.moments import MomentsGatherer
+from triptych.rewriting.functions.pruning import measure_importance
+from triptych.running.measuring.windows import cut_windows
+from triptych.running.measuring.worth import batches_of, head_outputs
+from triptych.running.measuring.worth import measure_worth as measure
+from triptych.running.opening import OpenedModel, Reader, record_calls
 
 
 def masked_reader() -> Any:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attending.tiny_readers import TEXTS, language_reader, pair_reader
-from triptych.attending import attend
 from triptych.errors import UsageError
+from triptych.seeing.attending import attend
 
 
 def test_the_nearest_tokens_are_those_of_the_product_through_the_norm_and_the_table() -> None:

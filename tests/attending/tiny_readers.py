@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from triptych.models import (
+from triptych.core.models import (
     AttentionConfig,
     DecoderConfig,
     EncoderConfig,
@@ -16,9 +16,10 @@ from triptych.models import (
     ModelConfig,
     PositionsConfig,
 )
-from triptych.opening import OpenedModel, Reader
-from triptych.opening.run_folder import DecodingConfig
-from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+from triptych.running.opening import OpenedModel, Reader
+from triptych.running.opening.run_folder import DecodingConfig
+from triptych.running.text import TokenizerPair
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 BIASED = AttentionConfig.model_validate(dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True))
 TEXTS = ["the cat sat on the mat", "a dog ran", "where is the cat now, and where is the dog?"]

@@ -7,8 +7,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from triptych.attending.maps import HeadWeights, RowKeeper
-from triptych.attending.page import AttentionPage, HeadNote, ViewedHead, ViewedKind, ViewedLayer, ViewedText
+from triptych.running.measuring.weight_maps import HeadWeights, RowKeeper
+from triptych.seeing.attending.attention_page import (
+    AttentionPage,
+    HeadNote,
+    ViewedHead,
+    ViewedKind,
+    ViewedLayer,
+    ViewedText,
+)
 
 
 def layers_of(maps: Sequence[Sequence[HeadWeights]]) -> tuple[ViewedLayer, ...]:

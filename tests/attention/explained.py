@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from triptych.algebra.semantics import Semantics
-from triptych.attention.operation import Explanation, explain_inputs
-from triptych.attention.planning import Inputs, Path
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.attention.operation import Explanation, explain_inputs
+from triptych.core.attention.routes import Inputs, Path
 
 
 def explain_attention(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tolerances import assert_same
-from triptych.attention import DecoderCache, LayerCache
+from triptych.core.attention import DecoderCache, LayerCache
 
 
 @given(st.lists(st.integers(1, 40), max_size=8))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tolerances import assert_same
-from triptych.attention import four_way_attention
+from triptych.core.attention import four_way_attention
 
 
 def make(*shapes: tuple[int, ...]) -> list[Tensor]:

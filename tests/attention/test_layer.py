@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tolerances import assert_same
-from triptych.attention import Factored, MultiHeadAttention
+from triptych.core.attention import Factored, MultiHeadAttention
 
 D_MODEL, NUM_HEADS = 16, 4
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triptych.attention import causal_mask, padding_mask
+from triptych.core.attention import causal_mask, padding_mask
 
 
 @pytest.mark.parametrize("pad_id", [0, 7])

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tolerances import assert_same
-from triptych.algebra.positions import GrowingBase, RotaryEmbedding, alibi_slopes
-from triptych.algebra.semantics import Semantics
-from triptych.attention import SinusoidalPositions, sinusoidal
-from triptych.attention.positions import (
+from triptych.core.algebra.positions import GrowingBase, RotaryEmbedding, alibi_slopes
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.attention import SinusoidalPositions, sinusoidal
+from triptych.core.attention.position_modules import (
     AlibiPositions,
     AttentionPositions,
     LearnedPositions,

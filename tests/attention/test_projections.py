@@ -17,12 +17,12 @@ from attention.explained import explain_attention
 from heads import with_semantics
 from made import Made
 from tolerances import assert_same
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import run_layer
-from triptych.algebra.positions import alibi_slopes
-from triptych.algebra.semantics import HeadGate
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import (
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.positions import alibi_slopes
+from triptych.core.algebra.semantics import HeadGate
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import (
     PARAMETERISATIONS,
     AlibiPositions,
     AttentionPositions,
@@ -661,7 +661,7 @@ def test_biases_begin_at_zero_and_heads_begin_different(name: str) -> None:
 def test_the_explanation_is_that_of_the_operation_it_calls(
     name: str, path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triptych.attention import layer as layer_module
+    from triptych.core.attention import layer as layer_module
 
     seen: list[tuple[Any, ...]] = []
     call = layer_module.compute_attention

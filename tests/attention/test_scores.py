@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from triptych import user_code
-from triptych.algebra.function import run_layer
-from triptych.algebra.rewrites.rank import truncate
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.attention import (
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.attention import (
     AlibiPositions,
     Factored,
     Grouped,
@@ -21,14 +20,15 @@ from triptych.attention import (
     Parameterisation,
     RotaryPositions,
 )
-from triptych.decoding import SearchOptions
-from triptych.decoding.batches import BatchSearcher
-from triptych.decoding.engine import Engine
-from triptych.decoding.generation import GenerationOptions, generate_tokens
+from triptych.core.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
+from triptych.core.models.site_configuration import AttentionConfig
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
-from triptych.models.site_configuration import AttentionConfig
-from triptych.text.tokenizers import OutputRules
+from triptych.rewriting.functions.rank import truncate
+from triptych.running.decoding import SearchOptions
+from triptych.running.decoding.batches import BatchSearcher
+from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.generation import GenerationOptions, generate_tokens
+from triptych.running.text.tokenizers import OutputRules
 
 D, H, WIDTH, N = 24, 4, 6, 7
 KINDS: list[dict[str, str]] = [{"scores": "additive"}, {"scores": "cosine"}, {"scale": "outside"}]

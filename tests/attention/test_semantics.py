@@ -10,9 +10,9 @@ from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, make_layer, random_input
 from tolerances import assert_same
-from triptych.algebra.cost import cached_numbers, writing_cost
-from triptych.algebra.function import run_layer
-from triptych.algebra.positions import (
+from triptych.core.algebra.cost import cached_numbers, writing_cost
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.positions import (
     ALiBi,
     DisentangledBias,
     GrowingBase,
@@ -22,12 +22,12 @@ from triptych.algebra.positions import (
     RelativePositionBias,
     RotaryEmbedding,
 )
-from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention, PositionIds
-from triptych.decoding.fused import FusedAttention
-from triptych.decoding.maps import Maps
-from triptych.models import LanguageModel, LanguageModelConfig, ModelConfig
+from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention, PositionIds
+from triptych.core.models import LanguageModel, LanguageModelConfig, ModelConfig
+from triptych.running.decoding.fused import FusedAttention
+from triptych.running.decoding.linear_maps import Maps
 
 H, N = NUM_HEADS, 7
 

@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-from triptych.algebra.weights import SIDES
-from triptych.attention import IdentityOV, MultiHeadAttention
-from triptych.attention.shapes import shapes_only
+from triptych.core.algebra.weights import SIDES
+from triptych.core.attention import IdentityOV, MultiHeadAttention
+from triptych.core.attention.shapes import shapes_only
 
 CODE = """
 import sys, triptych

@@ -21,8 +21,8 @@ from typing import Any
 
 import transformers
 
-from triptych.checkpoints import class_fields
-from triptych.checkpoints.family import families
+from triptych.core.checkpoints import class_fields
+from triptych.core.checkpoints.family import families
 
 FILE = Path(class_fields.__file__).with_suffix(".json")
 # Code that all models and configurations run through. Generating is none of it: it has settings of its own.

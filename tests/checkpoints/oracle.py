@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from triptych.checkpoints.family import family_of
-from triptych.checkpoints.fields import not_understood_of_model
-from triptych.storage.settings import Settings
+from triptych.core.checkpoints.family import family_of
+from triptych.core.checkpoints.fields import not_understood_of_model
+from triptych.core.storage.settings import Settings
 
 
 class _Wide:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from checkpoints.oracle import has_experts, in_float64, saved
 from checkpoints.tiny_models import TINY
-from triptych.checkpoints.family import Family, family_of
-from triptych.checkpoints.models import load_encoder_decoder, load_language_model
-from triptych.checkpoints.specs import ModelSpec
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.storage.settings import Settings
+from triptych.core.checkpoints.family import Family, family_of
+from triptych.core.checkpoints.specs import ModelSpec
+from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.storage.settings import Settings
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 
 from checkpoints import class_fields as made  # noqa: E402
 from checkpoints.tiny_models import TINY  # noqa: E402
-from triptych.checkpoints.class_fields import is_known, known_keys  # noqa: E402
-from triptych.storage.settings import Settings  # noqa: E402
+from triptych.core.checkpoints.class_fields import is_known, known_keys  # noqa: E402
+from triptych.core.storage.settings import Settings  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # A class with other names of its fields, one with records within, one whose code takes older keys.

@@ -12,7 +12,7 @@ import torch
 
 from checkpoints.test_families import TOLERANCE, furthest_of_layers
 from checkpoints.tiny_models import TINY
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.errors import DataError
 
 transformers = pytest.importorskip("transformers")

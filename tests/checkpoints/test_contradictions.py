@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_checkpoints import HEADS, D, gpt2, read_all
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError, UsageError
 
 

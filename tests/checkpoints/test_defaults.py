@@ -13,14 +13,15 @@ from torch import Tensor
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY, a_sixth
-from triptych.checkpoints import checkpoint as opening
-from triptych.checkpoints import positions, reading
-from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.family import Family, family_of
-from triptych.checkpoints.hooks import HOOKS
+from triptych.core.checkpoints import checkpoint as opening
+from triptych.core.checkpoints import reading
+from triptych.core.checkpoints import stored_positions as positions
+from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.checkpoints.family import Family, family_of
+from triptych.core.checkpoints.hooks import HOOKS
+from triptych.core.storage.settings import Settings
+from triptych.core.storage.tensors import Tensors, open_tensors
 from triptych.errors import DataError
-from triptych.storage.settings import Settings
-from triptych.storage.tensors import Tensors, open_tensors
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY, Tiny
-from triptych.algebra.function import run_layer
-from triptych.algebra.positions import PatchPositionBias
-from triptych.algebra.rewrites import EXACT, Truncate
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.positions import PatchPositionBias
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.errors import DataError
-from triptych.inspection.checkpoint import inspect
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import EXACT, Truncate
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.seeing.inspection.inspecting import inspect
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

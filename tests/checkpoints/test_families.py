@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from checkpoints.oracle import has_experts
 from checkpoints.tiny_models import TINY, Tiny, most
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import run_layer
-from triptych.algebra.weights import SIDES
-from triptych.attention import MultiHeadAttention
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.family import families, family_of
-from triptych.checkpoints.layer import Site
-from triptych.checkpoints.reading import LayerReader
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.weights import SIDES
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.family import families, family_of
+from triptych.core.checkpoints.reading import LayerReader
+from triptych.core.checkpoints.stored_layers import Site
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

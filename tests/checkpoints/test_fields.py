@@ -10,11 +10,11 @@ import pytest
 from checkpoints.oracle import has_experts
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
 from checkpoints.tiny_models import TINY
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.family import families
-from triptych.checkpoints.fields import fields_read, of_attention, overlooked
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.family import families
+from triptych.core.checkpoints.fields import fields_read, of_attention, overlooked
 from triptych.errors import ConfigurationWarning, DataError
-from triptych.inspection import inspect
+from triptych.seeing.inspection import inspect
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

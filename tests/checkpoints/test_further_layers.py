@@ -12,8 +12,8 @@ from checkpoints.oracle import apart, changed
 from checkpoints.runs import made, some_ids, theirs
 from small_checkpoints import with_words
 from triptych import UsageError, load
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.models import changed_tensors, load_language_model
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.stored_models import changed_tensors, load_language_model
 from triptych.errors import ConfigurationWarning
 from triptych.rewriting.verification import verify
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 import triptych
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, in_batch, inputs, made, overheard
-from triptych.algebra.function import channels, probabilities, run_layer
-from triptych.algebra.weights import Link
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.models import load_language_model
+from triptych.core.algebra.function import channels, probabilities, run_layer
+from triptych.core.algebra.weights import Link
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import DataError, TriptychError
 
 transformers = pytest.importorskip("transformers")

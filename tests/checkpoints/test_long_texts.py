@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.models import read_language_model
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.stored_models import read_language_model
 
 transformers = pytest.importorskip("transformers")
 

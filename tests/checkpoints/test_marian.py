@@ -12,14 +12,14 @@ import triptych
 from checkpoints.tiny_marian import CONFIG, PAD, VOCAB, Reference, tensors_of, write_marian
 from checkpoints.tiny_spm import PIECES, RULES, spm
 from tolerances import assert_same
-from triptych.attention import sinusoidal
-from triptych.checkpoints.marian_tokenizers import write_tokenizers
-from triptych.checkpoints.translators import read_translator
 from triptych.converting import convert
-from triptych.decoding import SearchOptions, Translator
-from triptych.decoding.translator import split_line
+from triptych.core.attention import sinusoidal
 from triptych.errors import DataError, UsageError
-from triptych.opening import open_model, open_translator
+from triptych.running.decoding import SearchOptions, Translator
+from triptych.running.decoding.translator import split_line
+from triptych.running.opening import open_model, open_translator
+from triptych.running.opening.marian_tokenizers import write_tokenizers
+from triptych.running.opening.translators import read_translator
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
 SRC, TGT = [2, 7, 3, 12, 0], [PAD, 5, 9, 2, 4, 8]

@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 
 from checkpoints.oracle import apart, changed, in_float64
 from checkpoints.runs import ENCODERS, RUNS, TOLERANCE, loaded, made, outputs, read_by, some, theirs
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.models import ReadModel, changed_tensors, load_language_model
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.stored_models import ReadModel, changed_tensors, load_language_model
+from triptych.core.storage.copying import FolderCopy
 from triptych.errors import DataError
-from triptych.storage.copying import FolderCopy
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

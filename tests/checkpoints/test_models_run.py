@@ -35,16 +35,16 @@ from checkpoints.runs import (
 )
 from checkpoints.runs import pair_of as pair_of
 from checkpoints.tiny_models import TINY
-from triptych.attention import DecoderCache, PositionIds
-from triptych.checkpoints.checkpoint import Checkpoint
-from triptych.checkpoints.family import families, family_of
-from triptych.checkpoints.model_map import model_map
-from triptych.checkpoints.models import load_encoder_decoder, load_language_model
-from triptych.decoding.engine import Engine
+from triptych.core.attention import DecoderCache, PositionIds
+from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.checkpoints.family import families, family_of
+from triptych.core.checkpoints.model_map import model_map
+from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model
+from triptych.core.storage.settings import Settings, paths_in
+from triptych.core.storage.tensors import open_tensors
 from triptych.errors import ConfigurationWarning, DataError, UsageError
-from triptych.opening import record_calls
-from triptych.storage.settings import Settings, paths_in
-from triptych.storage.tensors import open_tensors
+from triptych.running.decoding.engine import Engine
+from triptych.running.opening import record_calls
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

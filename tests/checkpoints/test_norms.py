@@ -14,18 +14,19 @@ from safetensors.torch import load_file, save_file
 from checkpoints.test_families import made
 from checkpoints.test_writing import assert_models_agree, loaded, opened
 from checkpoints.tiny_models import TINY, Tiny, a_sixth, most
-from triptych.algebra.rewrites import FoldNorm, FoldOtherNorms, Rewrite, RewriteRefusedError
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.family import family_of, read_family
-from triptych.checkpoints.norm_readers import norm_sites
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.family import family_of, read_family
+from triptych.core.checkpoints.norm_readers import norm_sites
+from triptych.core.storage.settings import Settings
+from triptych.core.storage.tensors import open_tensors
 from triptych.rewriting import other_norms
 from triptych.rewriting.certificate import Certificate, NormRecord, card
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import FoldNorm, FoldOtherNorms, Rewrite
 from triptych.rewriting.measuring import blocks
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
-from triptych.storage.settings import Settings
-from triptych.storage.tensors import open_tensors
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

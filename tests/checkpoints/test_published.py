@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from small_checkpoints import HEADS, WIDTH, D, llama, read_all
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import ConfigurationWarning, DataError
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]

@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 from checkpoints.oracle import has_experts, saved  # noqa: E402
 from checkpoints.runs import outputs, some, theirs  # noqa: E402
-from triptych.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from triptych.checkpoints.models import load_encoder_decoder, load_language_model  # noqa: E402
+from triptych.core.checkpoints.checkpoint import open_checkpoint  # noqa: E402
+from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model  # noqa: E402
 from triptych.errors import DataError  # noqa: E402
 
 FOLDER = Path(__file__).parents[3] / "shared" / "data" / "published-configs"

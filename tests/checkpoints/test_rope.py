@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from triptych.checkpoints.positions import frequencies
+from triptych.core.checkpoints.stored_positions import frequencies
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints.tiny_spm import PIECES, spm
-from triptych.checkpoints.marian_tokenizers import read_sentencepiece
 from triptych.errors import DataError
+from triptych.running.opening.marian_tokenizers import read_sentencepiece
 
 
 def test_a_damaged_file_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from checkpoints.tiny_models import TINY
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.models import read_encoder_decoder, read_language_model
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.stored_models import read_encoder_decoder, read_language_model
 from triptych.errors import DataError, TriptychError
 
 STRANGE: list[Any] = [

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from triptych.checkpoints.layer import MapSizes
-from triptych.checkpoints.layer_map import TRANSPOSED, Named, head_rows, split_rows
-from triptych.checkpoints.specs import FusedLayout
+from triptych.core.checkpoints.layer_map import TRANSPOSED, Named, head_rows, split_rows
+from triptych.core.checkpoints.specs import FusedLayout
+from triptych.core.checkpoints.stored_layers import MapSizes
 from triptych.errors import DataError
 
 LAYOUTS: tuple[FusedLayout, ...] = ("q k v", "by group", "q v k in four parts")

@@ -15,11 +15,11 @@ from checkpoints.oracle import in_float64
 from checkpoints.runs import made
 from checkpoints.tiny_translators import WORDS, translator_folder, write_tokenizer
 from decoding.plain_search import search
-from triptych.checkpoints.models import load_encoder_decoder
-from triptych.decoding import Engine, Hypothesis, SearchOptions
+from triptych.core.checkpoints.stored_models import load_encoder_decoder
+from triptych.core.models import EncoderDecoder
 from triptych.errors import TriptychError, UsageError
-from triptych.models import EncoderDecoder
-from triptych.text import OutputRules
+from triptych.running.decoding import Engine, Hypothesis, SearchOptions
+from triptych.running.text import OutputRules
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.family import read_family
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.family import read_family
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 
 D, HEADS, GROUPS, WIDTH = 16, 4, 2, 4

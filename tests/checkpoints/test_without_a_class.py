@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from checkpoints.oracle import apart, in_float64
 from checkpoints.test_model_writing import trained, write_read_model
-from triptych.checkpoints.models import load_language_model
+from triptych.core.checkpoints.stored_models import load_language_model
 
 transformers = pytest.importorskip("transformers")
 SIZES: dict[str, Any] = {

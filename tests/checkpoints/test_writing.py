@@ -16,13 +16,18 @@ from checkpoints.oracle import has_experts
 from checkpoints.test_families import inputs, made, running
 from checkpoints.tiny_models import TINY, a_sixth, most
 from heads import with_semantics
-from triptych.algebra.function import run_layer
-from triptych.algebra.rewrites import (
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.norm_folding import fold_norm
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.fitted_weights import resizing, sizes_of
+from triptych.core.checkpoints.stored_layers import AttentionLayer, Place
+from triptych.core.storage.copying import FolderCopy
+from triptych.rewriting.functions import (
     LayerToRewrite,
     PruneHeads,
-    RewriteRefusedError,
     drop_key_bias,
-    fold_norm,
     fold_value_bias,
     gauge_fix,
     merge_kv_heads,
@@ -31,12 +36,7 @@ from triptych.algebra.rewrites import (
     repeat_kv_heads,
     truncate,
 )
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.fitting import resizing, sizes_of
-from triptych.checkpoints.layer import AttentionLayer, Place
-from triptych.checkpoints.writing import WrittenLayer, write_layer
-from triptych.storage.copying import FolderCopy
+from triptych.rewriting.writing import WrittenLayer, write_layer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ import torch
 from command import Command
 from small_checkpoints import gpt2
 from triptych import load
-from triptych.attention import QueriesAndKeys
+from triptych.core.attention import QueriesAndKeys
 
 
 def test_the_strongest_looks_of_every_head_are_printed(triptych: Command, small_run: Path) -> None:

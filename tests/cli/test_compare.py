@@ -8,8 +8,8 @@ import pytest
 
 from command import Command
 from triptych.cli.compare import live_table
-from triptych.studies import StudyProgress
-from triptych.studies.job import Result
+from triptych.training.studies import StudyProgress
+from triptych.training.studies.study_job import Result
 
 pytest.importorskip("scipy")
 pytest.importorskip("vl_convert")

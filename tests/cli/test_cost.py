@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from triptych.attention import PARAMETERISATIONS
-from triptych.costing import timing
+from triptych.core.attention import PARAMETERISATIONS
+from triptych.seeing.costing import timing
 
 SMALL = ("--d-model", 16, "--num-heads", 2, "--length", 4, "--context", 6)
 

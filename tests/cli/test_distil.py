@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from command import Command
 from triptych import load
-from triptych.decoding import Translator
 from triptych.errors import DataError, UsageError
-from triptych.text import generate_pairs
+from triptych.running.decoding import Translator
 from triptych.training import distilling, read_recipe, resolve
+from triptych.training.corpora.generated import generate_pairs
 from triptych.training.recipe import Recipe
 
 PAIRS = generate_pairs(3, "test", seed=1)

@@ -19,7 +19,7 @@ from served import Served
 from small_checkpoints import gpt2_that_runs
 from tiny_recipe import text_recipe, write_sides
 from tolerances import assert_same
-from triptych.attention import PARAMETERISATIONS
+from triptych.core.attention import PARAMETERISATIONS
 from triptych.training import recipe as recipes
 from triptych.training import runs
 from triptych.training.progress import LineDisplay
@@ -186,7 +186,7 @@ def shelf(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (here / name).symlink_to(models / "gpt2")
     (here / "opus-mt-en-de").symlink_to("../shared/checkpoints/marian-multi30k")
     (here / "docs").symlink_to(DOCS)
-    shutil.copy(ROOT / "src/triptych/checkpoints/families/gpt2.toml", here / "my.toml")
+    shutil.copy(ROOT / "src/triptych/core/checkpoints/families/gpt2.toml", here / "my.toml")
     shutil.copy(base / "recipes/multi30k.toml", here / "recipe.toml")
     steps = [block.text for block in blocks_of(DOCS / "reference/rewriting.md") if "[[step]]" in block.text]
     (here / "rewrite.toml").write_text(steps[0])

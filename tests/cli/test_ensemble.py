@@ -9,7 +9,7 @@ from command import Command
 from tiny_recipe import tiny_recipe
 from triptych import load
 from triptych.errors import EngineNote, UsageError
-from triptych.opening.run_folder import RECIPE
+from triptych.running.opening.run_folder import RECIPE
 from triptych.training import read_recipe, require_translation, resolve, runs
 from triptych.training.progress import LineDisplay
 

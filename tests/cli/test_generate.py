@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as Inner
 from command import Command
 from small_checkpoints import gpt2_that_runs
 from triptych import load
-from triptych.face.opened import Opened
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.opening import OpenedModel
-from triptych.text import load_tokenizer
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.running.opened_source import Opened
+from triptych.running.opening import OpenedModel
+from triptych.running.text import load_tokenizer
 
 PROMPT = "First"
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "generating.md"

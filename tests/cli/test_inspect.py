@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from command import Command
 from small_checkpoints import WIDTH, D, gpt2
-from triptych.inspection import MEASURES
+from triptych.seeing.inspection import MEASURES
 
 
 def test_it_says_in_words_what_it_found(triptych: Command, small_run: Path) -> None:

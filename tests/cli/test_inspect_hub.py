@@ -22,7 +22,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """With a GPT-2 whose attention lies behind a large table."""
     gpt2(tmp_path / "repository", {"embedding.weight": torch.randn(20_000, D)})
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("triptych.storage.hub._TAKEN_WHOLE", BY_RANGES)
+    monkeypatch.setattr("triptych.core.storage.hub._TAKEN_WHOLE", BY_RANGES)
     with in_place_of_the_hub(tmp_path / "repository", tmp_path / "cache", monkeypatch) as server:
         yield server
 

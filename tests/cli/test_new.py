@@ -9,9 +9,9 @@ import pytest
 
 import triptych as package
 from command import Command
-from triptych.text import generate_pairs
-from triptych.text.corpora import CorpusSpec, read_parallel
 from triptych.training import LanguageRecipe, Recipe, read_recipe
+from triptych.training.corpora.corpora import CorpusSpec, read_parallel
+from triptych.training.corpora.generated import generate_pairs
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import shipped_recipes
 from triptych.training.runs import prepare

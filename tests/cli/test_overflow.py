@@ -14,9 +14,9 @@ from command import Command
 from face.tiny import write_checkpoint
 from served import Served
 from small_checkpoints import bert_that_runs, gpt2_that_runs
-from triptych.models.overflow import NumbersOverflowError
+from triptych.core.models.overflow import NumbersOverflowError
 from triptych.serving.limits import Limits
-from triptych.serving.models import Scoring, ServedModel
+from triptych.serving.served_models import Scoring, ServedModel
 
 TEXT = "w1 w2 w3 w4 w5 w6"
 

@@ -16,13 +16,13 @@ from checkpoints.tiny_marian import write_marian
 from command import Command
 from small_checkpoints import HEADS, LAYERS, D, gpt2, gpt2_that_runs, llama
 from tiny_recipe import tiny_recipe
-from triptych.algebra.rewrites.registry import REWRITES, option_names, purpose, signature
-from triptych.algebra.rewrites.rewrite import Rewrite
-from triptych.rewriting import comparing
+from triptych.core.storage.copying import CERTIFICATE
+from triptych.rewriting import whole_models as comparing
 from triptych.rewriting.certificate import Certificate, read_certificate
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions.registry import REWRITES, option_names, purpose, signature
+from triptych.rewriting.functions.rewrite import Rewrite
 from triptych.rewriting.planning import Plan
-from triptych.storage.copying import CERTIFICATE
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 

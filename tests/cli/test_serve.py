@@ -27,15 +27,15 @@ from benchmarks import serving
 from command import Command
 from served import Served
 from small_checkpoints import bert_that_runs, gpt2_that_runs
-from triptych.attending.alignment import AlignedWords, Word
-from triptych.decoding import GenerationOptions, SamplingOptions, score_continuations
 from triptych.errors import UsageError
 from triptych.face import Model, load
+from triptych.running.decoding import GenerationOptions, SamplingOptions, score_continuations
+from triptych.seeing.attending.alignment import AlignedWords, Word
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.markup import Markup, TextRun
-from triptych.serving.models import Continuing, ServedModel
-from triptych.serving.running import Fleet, Server, Serving
+from triptych.serving.served_models import Continuing, ServedModel
 from triptych.serving.server import Visit
+from triptych.serving.uvicorn_server import Fleet, Server, Serving
 from triptych.serving.worker import Item, Lane, Queue, QueuedJob, Worker
 from triptych.threads import torch_threads
 

@@ -8,7 +8,7 @@ from command import Command
 from tiny_recipe import write_sides
 from triptych import load
 from triptych.errors import UsageError
-from triptych.text.shortlists import read_shortlist
+from triptych.running.text.shortlists import read_shortlist
 
 MARIAN = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
 

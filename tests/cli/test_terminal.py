@@ -18,15 +18,15 @@ from rich.progress import Progress, TextColumn
 
 from command import Answer, Command
 from small_checkpoints import gpt2, gpt2_that_runs
-from triptych.algebra.rewrites import EXACT
 from triptych.cli.main import COMMANDS, application
 from triptych.cli.terminal import Terminal, json_text
+from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import DataError, UsageError
 from triptych.printable import printable
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import EXACT
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.storage.copying import CERTIFICATE
-from triptych.studies import read_study
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.training.studies import read_study
 
 RED, SHOWN = "\x1b[31m\u202ered\x9b", r"\u001b[31m\u202ered\u009b"
 NOT_UTF8 = os.fsdecode(b"\xff")

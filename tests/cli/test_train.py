@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from triptych.opening import open_translator
+from triptych.running.opening import open_translator
 from triptych.training import read_recipe
 
 SMALL = [

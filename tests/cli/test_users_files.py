@@ -12,8 +12,8 @@ from small_checkpoints import gpt2
 from tiny_recipe import FAST_DEMO
 from triptych import demonstration, files
 from triptych.cli.main import COMMANDS
-from triptych.opening import open_translator
-from triptych.reports.html import GENERATOR
+from triptych.running.opening import open_translator
+from triptych.seeing.reports.html import GENERATOR
 from triptych.training.progress import LineDisplay
 from triptych.training.state import RUN_FILES
 

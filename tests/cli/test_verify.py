@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 
 from command import Command
 from small_checkpoints import LAYERS, cannot_be_run, gpt2, gpt2_that_runs
-from triptych.algebra.rewrites import FoldNorm, Truncate
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import DataError
-from triptych.opening import open_text_model
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import card, read_certificate
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import FoldNorm, Truncate
+from triptych.rewriting.on_text import Deviations, compare_outputs
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.rewriting.running import Deviations, compare_outputs
 from triptych.rewriting.verification import check_models
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.running.opening import open_text_model
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_what_cannot_be_run_here_is_said_not_to_be_tried(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert whole_models(triptych, compared / "drawn")["held"]  # by ourselves
-    monkeypatch.setattr("triptych.checkpoints.models.read_language_model", cannot_be_run)
+    monkeypatch.setattr("triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run)
     found = whole_models(triptych, compared / "drawn")
     assert found["held"] is None
     assert "transformers, which would run it, is not installed" in found["found"]

@@ -12,18 +12,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from checkpoints.tiny_marian import CONFIG, write_marian
-from triptych.attention import PARAMETERISATIONS
-from triptych.checkpoints.translators import read_translator
 from triptych.converting import hugging_face
-from triptych.converting.conversion import Conversion, TargetFormat, convert
+from triptych.converting.conversion import Conversion, convert
 from triptych.converting.plain import plain_model
-from triptych.decoding import SearchOptions, Translator
+from triptych.core.attention import PARAMETERISATIONS
+from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.errors import DataError, UsageError
-from triptych.models import EncoderDecoder, ModelConfig
-from triptych.opening import OpenedModel, open_model, open_translator
-from triptych.opening.run_folder import DecodingConfig
-from triptych.text import TokenizerPair, TokenizerSpec, generate_pairs, train_tokenizers
+from triptych.literals import TargetFormat
+from triptych.running.decoding import SearchOptions, Translator
+from triptych.running.opening import OpenedModel, open_model, open_translator
+from triptych.running.opening.run_folder import DecodingConfig
+from triptych.running.opening.translators import read_translator
+from triptych.running.text import TokenizerPair
 from triptych.training import resolve
+from triptych.training.corpora.generated import generate_pairs
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 from triptych.training.runs import train
 
 PARENT = Path(__file__).parents[3] / "shared"

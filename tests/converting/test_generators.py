@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from triptych.algebra.positions import GrowingBase
-from triptych.algebra.semantics import HeadGate, HeadNorm
-from triptych.attention import PARAMETERISATIONS, MultiHeadAttention
-from triptych.checkpoints.models import load_language_model
 from triptych.converting import ctranslate2
 from triptych.converting.ctranslate2 import write_generator
+from triptych.core.algebra.positions import GrowingBase
+from triptych.core.algebra.semantics import HeadGate, HeadNorm
+from triptych.core.attention import PARAMETERISATIONS, MultiHeadAttention
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.core.models.architecture import ExpertsConfig, LanguageModelArchitecture
 from triptych.errors import DataError, UsageError
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.models.architecture import ExpertsConfig, LanguageModelArchitecture
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 LEARNED: dict[str, Any] = {"positions": {"scheme": "learned", "max_tokens": 40}, "norm_eps": 1e-3}

@@ -8,14 +8,14 @@ import torch
 import transformers
 
 from small_checkpoints import gpt2_that_runs
-from triptych.checkpoints.models import load_language_model
 from triptych.converting.conversion import can_convert, convert
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.core.models.storage import write_model
 from triptych.errors import UsageError
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.models.storage import write_model
-from triptych.opening import open_language_model, open_model
-from triptych.text import TokenizerSpec, train_tokenizer
+from triptych.running.opening import open_language_model, open_model
 from triptych.training import resolve, runs
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer
 from triptych.training.progress import LineDisplay
 
 pytestmark = pytest.mark.filterwarnings("ignore")

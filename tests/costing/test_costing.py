@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from triptych.algebra.cost import cached_numbers, pass_cost
-from triptych.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention
-from triptych.costing import pages, timing
-from triptych.costing.counting import CostReport, CostRow, CostSpec, LeftOut, cost, evaluate_formula
-from triptych.costing.timing import Machine, measure_times
+from triptych.core.algebra.cost import cached_numbers, pass_cost
+from triptych.core.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention
+from triptych.seeing.costing import cost_pages as pages
+from triptych.seeing.costing import timing
+from triptych.seeing.costing.counting import CostReport, CostRow, CostSpec, LeftOut, cost, evaluate_formula
+from triptych.seeing.costing.timing import Machine, measure_times
 
 BATCH, LENGTH, CONTEXT, MEMORY = 2, 6, 9, 5
 WORK: dict[str, int] = {"batch": BATCH, "length": LENGTH, "context": CONTEXT}

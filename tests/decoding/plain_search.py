@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from triptych.decoding.engine import DecodingEngine
-from triptych.decoding.loop import Loop
-from triptych.decoding.search import (
+from triptych.core.models import EncoderDecoder
+from triptych.running.decoding.engine import DecodingEngine
+from triptych.running.decoding.search import (
     Hypothesis,
     SearchOptions,
     best_first,
@@ -20,8 +20,8 @@ from triptych.decoding.search import (
     limit_of,
     sentence_text,
 )
-from triptych.models import EncoderDecoder
-from triptych.text import OutputRules
+from triptych.running.decoding.token_loop import Loop
+from triptych.running.text import OutputRules
 
 
 def search(

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from decoding.plain_search import plain_search, search
-from triptych.attention.projections import PARAMETERISATIONS
-from triptych.decoding import Engine, Hypothesis, SearchOptions
-from triptych.decoding.engine import GROUP
-from triptych.decoding.maps import Maps, unsupported_precision
-from triptych.models import (
+from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.core.models import (
     AttentionConfig,
     DecoderConfig,
     EncoderConfig,
@@ -21,7 +18,10 @@ from triptych.models import (
     ModelConfig,
     PositionsConfig,
 )
-from triptych.text import OutputRules
+from triptych.running.decoding import Engine, Hypothesis, SearchOptions
+from triptych.running.decoding.engine import GROUP
+from triptych.running.decoding.linear_maps import Maps, unsupported_precision
+from triptych.running.text import OutputRules
 
 PAD, BOS, EOS = 0, 1, 2
 RULES = OutputRules((BOS,), EOS, (PAD, BOS))

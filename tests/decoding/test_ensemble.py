@@ -10,11 +10,12 @@ from torch import Tensor
 from decoding.plain_search import plain_search, search
 from decoding.test_engine import BOS, EOS, PAD, RULES, SOURCES, assert_alike, make_model, pad
 from decoding.test_neighbours import assert_neighbours_change_nothing, joining, texts_of
-from triptych.decoding import PRECISIONS, Engine, Hypothesis, Precision, SearchOptions
-from triptych.decoding.ensemble import EnsembleEngine
-from triptych.decoding.plain_engine import PlainEngine
-from triptych.decoding.search import BeamText, sentence_text
-from triptych.models import EncoderDecoder
+from triptych.core.models import EncoderDecoder
+from triptych.literals import Precision
+from triptych.running.decoding import PRECISIONS, Engine, Hypothesis, SearchOptions
+from triptych.running.decoding.ensemble import EnsembleEngine
+from triptych.running.decoding.plain_engine import PlainEngine
+from triptych.running.decoding.search import BeamText, sentence_text
 
 VOCAB = 90
 

@@ -4,8 +4,8 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from triptych.decoding import measure_bleu, score_translations
 from triptych.errors import DataError
+from triptych.running.decoding import measure_bleu, score_translations
 
 REFERENCES = [
     "a man in a red shirt walks along the street .",

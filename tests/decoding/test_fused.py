@@ -12,17 +12,13 @@ from algebra.rewrites.random_layers import draw_layer
 from heads import D_MODEL, NUM_HEADS, make_layer
 from tolerances import assert_same
 from triptych import thresholds
-from triptych.algebra.positions import ALiBi, DisentangledBias, RelativePositionBias, RotaryEmbedding
-from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import MultiHeadAttention, PositionIds
-from triptych.attention.projections import PARAMETERISATIONS
-from triptych.costing import CostSpec, cost
-from triptych.decoding.engine import Engine
-from triptych.decoding.fused import FusedAttention, evaluating_copy, fuse
-from triptych.decoding.maps import Maps, PackedLinear
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.models.architecture import (
+from triptych.core.algebra.positions import ALiBi, DisentangledBias, RelativePositionBias, RotaryEmbedding
+from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import MultiHeadAttention, PositionIds
+from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.core.models.architecture import (
     BlockConfig,
     EmbeddingsConfig,
     FeedForwardConfig,
@@ -31,6 +27,10 @@ from triptych.models.architecture import (
     NormConfig,
     SublayerConfig,
 )
+from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.fused import FusedAttention, evaluating_copy, fuse
+from triptych.running.decoding.linear_maps import Maps, PackedLinear
+from triptych.seeing.costing import CostSpec, cost
 
 VOCAB, LENGTH, WIDTH = 11, 24, 6  # so long that many rows are computed by the kernel
 ROTARY = RotaryEmbedding(torch.tensor([0.7, 0.1]))

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from triptych import thresholds
-from triptych.algebra.semantics import Temperature
-from triptych.attention import MultiHeadAttention
-from triptych.decoding.batches import LONGEST_PROMPT
-from triptych.decoding.engine import Engine
-from triptych.decoding.generation import GenerationOptions, begin, generate_tokens
-from triptych.decoding.loop import Loop
-from triptych.decoding.maps import PRECISIONS, Maps, Precision
-from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.search import Hypothesis
+from triptych.core.algebra.semantics import Temperature
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.models import LanguageModel, LanguageModelConfig, PositionsConfig
 from triptych.errors import UsageError
-from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
+from triptych.literals import Precision
+from triptych.running.decoding.batches import LONGEST_PROMPT
+from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.generation import GenerationOptions, begin, generate_tokens
+from triptych.running.decoding.linear_maps import PRECISIONS, Maps
+from triptych.running.decoding.sampling import SamplingOptions
+from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding.token_loop import Loop
 
 VOCAB = 29
 SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi"]
@@ -312,7 +313,7 @@ def test_weights_are_packed_only_where_a_copy_is_a_small_part_of_the_memory(
         packed.append(options["packed"])
         return Maps(*arguments, **options)
 
-    monkeypatch.setattr("triptych.decoding.engine.Maps", watched)
+    monkeypatch.setattr("triptych.running.decoding.engine.Maps", watched)
     Engine(make())
     monkeypatch.setattr(thresholds, "SHARE_PACKED", 1e-9)
     Engine(make())

@@ -8,12 +8,12 @@ import pytest
 
 from decoding.test_search import BOS, EOS, PAD, RULES, log_prob_of, make_model
 from decoding.test_translator import ENGLISH, GERMAN, tokenizers, translator  # noqa: F401 - fixtures
-from triptych.decoding import Engine, SearchOptions, Translator, length_penalty
-from triptych.decoding.glossary import Glossary, Sentence, Terms
-from triptych.decoding.loop import Loop
-from triptych.decoding.search import sentence_text
 from triptych.errors import UsageError
-from triptych.text import ByteLevelTokenizer, TokenizerPair
+from triptych.running.decoding import Engine, SearchOptions, Translator, length_penalty
+from triptych.running.decoding.glossary import Glossary, Sentence, Terms
+from triptych.running.decoding.search import sentence_text
+from triptych.running.decoding.token_loop import Loop
+from triptych.running.text import ByteLevelTokenizer, TokenizerPair
 
 TERMS = {"Hund": "children", "Buch": "red park", "ein Haus": "book"}
 

@@ -9,14 +9,14 @@ import torch
 
 import triptych
 from small_checkpoints import gpt2_that_runs
-from triptych.decoding import GenerationOptions
-from triptych.decoding.likelihood import measure_likelihood, token_losses
+from triptych.converting.engines import evaluate_text
+from triptych.core.models import LanguageModel, LanguageModelConfig, PositionsConfig
 from triptych.errors import DataError, UsageError
-from triptych.face.engines import evaluate_text
-from triptych.models import LanguageModel, LanguageModelConfig, PositionsConfig
-from triptych.opening import open_language_model
-from triptych.text import Tokenizer, TokenizerSpec, train_tokenizers
-from triptych.text.training import train_tokenizer
+from triptych.running.decoding import GenerationOptions
+from triptych.running.decoding.likelihood import measure_likelihood, token_losses
+from triptych.running.opening import open_language_model
+from triptych.running.text import Tokenizer
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, train_tokenizers
 
 TEXTS = ["the cat sat on the mat", "a dog ran", "", "where is the cat now, and where is the dog?"]
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from triptych.decoding.maps import MappedFiles
-from triptych.storage.tensors import open_tensors
+from triptych.core.storage.tensors import open_tensors
+from triptych.running.decoding.linear_maps import MappedFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems give nothing back")
 _NUMBERS = 1 << 22  # of 4 bytes

@@ -12,28 +12,28 @@ from torch import Tensor
 
 from decoding.plain_search import search
 from decoding.test_engine import make_model
-from triptych.algebra.semantics import HeadGate, Semantics
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import MultiHeadAttention
-from triptych.decoding import (
+from triptych.core.algebra.semantics import HeadGate, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.literals import Precision
+from triptych.running.decoding import (
     PRECISIONS,
     Engine,
     GenerationOptions,
-    Precision,
     SamplingOptions,
     SearchOptions,
     generate_tokens,
 )
-from triptych.decoding.cache import even_length, hidden_past
-from triptych.decoding.fused import FusedAttention, numbers_of
-from triptych.decoding.generation import begin
-from triptych.decoding.loop import Loop, Text
-from triptych.decoding.maps import Maps
-from triptych.decoding.neighbours import attention_differs
-from triptych.decoding.search import sentence_text
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.opening import open_model
-from triptych.text import OutputRules
+from triptych.running.decoding.cache import even_length, hidden_past
+from triptych.running.decoding.fused import FusedAttention, numbers_of
+from triptych.running.decoding.generation import begin
+from triptych.running.decoding.linear_maps import Maps
+from triptych.running.decoding.neighbours import attention_differs
+from triptych.running.decoding.search import sentence_text
+from triptych.running.decoding.token_loop import Loop, Text
+from triptych.running.opening import open_model
+from triptych.running.text import OutputRules
 from triptych.threads import torch_threads
 
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.decoding.translator import split_line
+from triptych.running.decoding.translator import split_line
 
 LINES = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from(" .,;!?…。\n\t")), min_size=1, max_size=120

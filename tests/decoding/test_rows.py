@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triptych.decoding import PRECISIONS, Precision, rows
-from triptych.decoding.maps import Maps, PackedLinear
-from triptych.decoding.rows import ProductShape, RowCounts, row_counts
+from triptych.literals import Precision
+from triptych.running.decoding import PRECISIONS
+from triptych.running.decoding import row_counts as rows
+from triptych.running.decoding.linear_maps import Maps, PackedLinear
+from triptych.running.decoding.row_counts import ProductShape, RowCounts, row_counts
 
 NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 13, 29, 32, 33, 65, 117, 126, 200, 300)
 # Widths, feed-forward layers and queries, keys and values of published models.

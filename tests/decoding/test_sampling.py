@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triptych.decoding.sampling import (
+from triptych.running.decoding.sampling import (
     RowState,
     SamplingOptions,
     choose,

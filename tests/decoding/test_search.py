@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from decoding.plain_search import plain_search, search
 from decoding.test_engine import BOS, EOS, PAD, RULES, SOURCES, pad
-from triptych.decoding import Engine, Hypothesis, SearchOptions, length_penalty
-from triptych.decoding.engine import GROUP
-from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.running.decoding import Engine, Hypothesis, SearchOptions, length_penalty
+from triptych.running.decoding.engine import GROUP
 
 MAX_EXTRA = 6
 ALPHAS = (0.0, 0.6, 1.0, 1.5, 2.0, 3.0)

@@ -11,12 +11,13 @@ from torch import Tensor
 from decoding.plain_search import search
 from decoding.test_engine import make_model, pad
 from decoding.test_neighbours import assert_neighbours_change_nothing, texts_of
-from triptych.decoding import PRECISIONS, Engine, Hypothesis, Precision, SearchOptions
-from triptych.decoding.engine import GROUP, DecodingEngine
-from triptych.decoding.shortlisting import ShortlistEngine
-from triptych.models import EncoderDecoder
-from triptych.text import OutputRules
-from triptych.text.shortlists import Shortlist
+from triptych.core.models import EncoderDecoder
+from triptych.literals import Precision
+from triptych.running.decoding import PRECISIONS, Engine, Hypothesis, SearchOptions
+from triptych.running.decoding.engine import GROUP, DecodingEngine
+from triptych.running.decoding.shortlisting import ShortlistEngine
+from triptych.running.text import OutputRules
+from triptych.running.text.shortlists import Shortlist
 
 VOCAB = 301
 RULES = OutputRules((1,), 2, (0, 1))

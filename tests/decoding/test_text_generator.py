@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from triptych.decoding import GenerationOptions, SamplingOptions, TextGenerator
-from triptych.decoding.text_generator import TextStream
+from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.errors import DataError, UsageError
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.text import Tokenizer, load_tokenizer
-from triptych.text.chat import WrittenChat
+from triptych.running.decoding import GenerationOptions, SamplingOptions, TextGenerator
+from triptych.running.decoding.text_generator import TextStream
+from triptych.running.text import Tokenizer, load_tokenizer
+from triptych.running.text.chat import WrittenChat
 
 END = "<|endoftext|>"
 SAMPLING = SamplingOptions(temperature=1.0)

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from decoding.plain_search import search
-from triptych.decoding import Candidate, Engine, SearchOptions, Translation, Translator
-from triptych.decoding.batches import LONGEST_LINE
-from triptych.decoding.translator import split_line
-from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
-from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.running.decoding import Candidate, Engine, SearchOptions, Translation, Translator
+from triptych.running.decoding.batches import LONGEST_LINE
+from triptych.running.decoding.translator import split_line
+from triptych.running.text import TokenizerPair
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 GERMAN = [
     "Der Hund schläft.",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from triptych.decoding import Hypothesis, SearchOptions, Translator
-from triptych.decoding.workers import Hypotheses, Searcher, Sentences, WorkerPool
-from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
-from triptych.text import TokenizerSpec, train_tokenizers
+from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.running.decoding import Hypothesis, SearchOptions, Translator
+from triptych.running.decoding.workers import Hypotheses, Searcher, Sentences, WorkerPool
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 LINES = [f"{'Der Hund schläft. ' * (1 + i % 4)}Zeile {i}" for i in range(260)]
 LINES[7] = ""

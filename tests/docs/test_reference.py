@@ -13,11 +13,11 @@ import typer
 from pydantic import BaseModel
 
 from blocks import blocks_of
-from rooms import MODULES, module_of
-from triptych.algebra.rewrites import legality
-from triptych.attention import PARAMETERISATIONS
+from modules import MODULES, module_of
 from triptych.cli.failures import UnforeseenError
 from triptych.cli.main import COMMANDS, application
+from triptych.core.algebra import legality
+from triptych.core.attention import PARAMETERISATIONS
 from triptych.errors import TriptychError, UsageError
 from triptych.training.recipe import ContinuedRecipe, LanguageRecipe, Recipe
 

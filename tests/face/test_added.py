@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from face.tiny import write_checkpoint
 from triptych import Model, load
-from triptych.models.sites import attention_sites
+from triptych.core.models.sites import attention_sites
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 TEXT, TARGET = "hear me speak", "so do I"

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from small_checkpoints import gpt2_that_runs
 from triptych import Model, TriptychError, UsageError, load
-from triptych.face.changes import Patch
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.opening import TextIds
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.running.changes import Patch
+from triptych.running.opening import TextIds
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

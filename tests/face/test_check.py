@@ -9,7 +9,7 @@ import torch
 from checkpoints.test_families import made
 from small_checkpoints import gpt2_that_runs
 from triptych import UsageError, load
-from triptych.opening import OpenedModel, open_model
+from triptych.running.opening import OpenedModel, open_model
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,7 +58,7 @@ def test_a_wrong_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             next(opened.model.parameters()).add_(torch.randn(32) / 100)
         return opened
 
-    monkeypatch.setattr("triptych.face.checking.open_model", shifted)
+    monkeypatch.setattr("triptych.rewriting.against_transformers.open_model", shifted)
     assert model.check().logits > 1e-3
 
 

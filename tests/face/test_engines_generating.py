@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from triptych.checkpoints.models import load_language_model
-from triptych.decoding.engine import Engine
-from triptych.decoding.generation import GenerationOptions, generate_tokens
-from triptych.decoding.sampling import SamplingOptions
-from triptych.decoding.search import Hypothesis
+from triptych.converting.engines import CTranslate2Generator
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.errors import UsageError
-from triptych.face.engines import CTranslate2Generator
 from triptych.files import cache_folder
-from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.generation import GenerationOptions, generate_tokens
+from triptych.running.decoding.sampling import SamplingOptions
+from triptych.running.decoding.search import Hypothesis
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 PROMPTS = [[1, 2, 3, 4, 5], [7], [8, 9, 3], [4, 4], [11, 2, 7, 7, 1, 0, 3], [6, 1, 2]]

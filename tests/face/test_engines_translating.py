@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from triptych import load
-from triptych.decoding import Precision, SearchOptions, Stop, Translation, Translator
+from triptych.converting import engines as cache
+from triptych.converting.engines import CTranslate2Searcher
+from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.errors import DataError, EngineNote, UsageError
-from triptych.face import engines as cache
-from triptych.face.engines import CTranslate2Searcher
-from triptych.models import EncoderDecoder, ModelConfig
-from triptych.opening import OpenedModel
-from triptych.opening.run_folder import DecodingConfig
-from triptych.text import TokenizerPair, TokenizerSpec, train_tokenizers
+from triptych.literals import Precision, Stop
+from triptych.running.decoding import SearchOptions, Translation, Translator
+from triptych.running.opening import OpenedModel
+from triptych.running.opening.run_folder import DecodingConfig
+from triptych.running.text import TokenizerPair
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 SHARED = Path(__file__).parents[3] / "shared"
 MARIAN, MULTI30K = SHARED / "checkpoints" / "marian-multi30k", SHARED / "data" / "multi30k"
@@ -169,7 +171,7 @@ def test_a_trained_checkpoint_translates_as_our_own_engine_does() -> None:
 def test_a_precision_that_the_device_has_no_products_in_is_said_to_be_slow(
     precision: Precision, is_fast: bool, run: OpenedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.face.engines.has_fast_bf16", lambda kind: is_fast)
+    monkeypatch.setattr("triptych.converting.engines.has_fast_bf16", lambda kind: is_fast)
     with warnings.catch_warnings(record=True, action="always") as notes:
         cache.make_translator(run, cache.Options("cpu", precision=precision))
     assert len(notes) == (precision == "bf16" and not is_fast)

@@ -12,9 +12,9 @@ import torch
 
 from face.tiny import write_checkpoint
 from triptych import DataError, Model, UsageError, load
-from triptych.decoding.sampling import RowState, allowed, filtered
 from triptych.errors import GenerationNote
-from triptych.opening.generation_config import Asked, GenerationConfig
+from triptych.running.decoding.sampling import RowState, allowed, filtered
+from triptych.running.opening.generation_config import Asked, GenerationConfig
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 TEXT, LONG = "hear me speak", 24
@@ -273,7 +273,7 @@ def test_every_setting_of_transformers_is_followed_refused_or_changes_no_text() 
         # They change what a beam finds, which `num_beams` asks for, or how scores are shown.
         *("early_stopping", "length_penalty", "renormalize_logits"),
     }
-    from triptych.opening.generation_config import _KINDS, _NOT_FOLLOWED
+    from triptych.running.opening.generation_config import _KINDS, _NOT_FOLLOWED
 
     theirs = set(vars(transformers.GenerationConfig()))
     assert theirs == harmless | _KINDS.keys() | (_NOT_FOLLOWED.keys() & theirs)

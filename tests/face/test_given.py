@@ -11,7 +11,7 @@ import torch
 from face.tiny import write_checkpoint
 from small_checkpoints import byte_tokenizer
 from triptych import DataError, UsageError, load
-from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.core.models import LanguageModel, LanguageModelConfig
 
 transformers = pytest.importorskip("transformers")
 TEXT = "two young men are playing"

@@ -10,8 +10,8 @@ from checkpoints import runs
 from checkpoints.test_families import made
 from small_checkpoints import byte_tokenizer
 from triptych import Model, TriptychError, UsageError, load
-from triptych.models import LanguageModel, LanguageModelConfig
-from triptych.models.site_configuration import AttentionConfig, PositionsConfig
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.core.models.site_configuration import AttentionConfig, PositionsConfig
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -113,7 +113,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             tensors[f"{at}.self_attn.{side}_proj.weight"] = torch.randn(rows, 512)
         tensors[f"{at}.input_layernorm.weight"] = torch.randn(512)
     save_file(tensors, folder / "model.safetensors")
-    monkeypatch.setattr("triptych.storage.hub._TAKEN_WHOLE", BY_RANGES)
+    monkeypatch.setattr("triptych.core.storage.hub._TAKEN_WHOLE", BY_RANGES)
     with in_place_of_the_hub(folder, tmp_path / "cache", monkeypatch) as server:
         yield server
 

@@ -24,8 +24,8 @@ from triptych import Model, TriptychError, load
 from triptych.cli.main import COMMANDS
 from triptych.cli.options import load_model
 from triptych.cli.verbs import read_verb, spelled
-from triptych.decoding import Translator
-from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.running.decoding import Translator
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from face.tiny import write_checkpoint, write_run
 from triptych import DataError, Model, UsageError, load
-from triptych.face.read_only import ReadOnlyTensor
-from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.core.read_only import ReadOnlyTensor
 
 pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 TEXT = "hear me speak"

@@ -9,15 +9,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from small_checkpoints import HEADS, WIDTH, D, bert_that_runs, gpt2_that_runs, llama
-from triptych.algebra.centring import removed_directions
-from triptych.algebra.weights import Norm
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.core.algebra.centring import removed_directions
+from triptych.core.algebra.weights import Norm
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.models.configuration import LanguageModelConfig
+from triptych.core.models.language_model import LanguageModel
+from triptych.core.models.site_configuration import AttentionConfig, PositionsConfig
 from triptych.face import load
-from triptych.inspection import MEASURES, inspect
-from triptych.inspection.record import findings
-from triptych.models.configuration import LanguageModelConfig
-from triptych.models.language_model import LanguageModel
-from triptych.models.site_configuration import AttentionConfig, PositionsConfig
+from triptych.seeing.inspection import MEASURES, inspect
+from triptych.seeing.inspection.record import findings
 
 TEXT = "The cat sat on the mat"
 

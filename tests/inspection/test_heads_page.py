@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from browser import Page
-from triptych.inspection import MEASURES, InspectedLayer
-from triptych.inspection.drawing import render_heads
+from triptych.seeing.inspection import MEASURES, InspectedLayer
+from triptych.seeing.inspection.drawing import render_heads
 
 LAYERS, HEADS, WIDTH = 25, 40, 128
 LARGEST = 5_000_000

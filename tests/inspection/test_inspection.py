@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_checkpoints import HEADS, LAYERS, WIDTH, D, gpt2, llama
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import MultiHeadAttention
-from triptych.attention.projections import parameterisation
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.projections import parameterisation
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
-from triptych.inspection import MEASURES, Inspection, inspect
-from triptych.inspection.drawing import shaded_map
-from triptych.inspection.record import (
+from triptych.seeing.inspection import MEASURES, Inspection, inspect
+from triptych.seeing.inspection.drawing import shaded_map
+from triptych.seeing.inspection.record import (
     average_lines,
     findings,
     heads_page,
@@ -366,7 +366,7 @@ def test_a_table_of_pandas_has_a_row_per_head_and_its_absence_is_one_line(
 ) -> None:
     found = inspected(gpt2(tmp_path))
     with monkeypatch.context() as without:
-        without.setattr("triptych.inspection.record.is_installed", lambda name: False)
+        without.setattr("triptych.seeing.inspection.record.is_installed", lambda name: False)
         with pytest.raises(UsageError, match="needs pandas: pip install pandas"):
             found.to_pandas()
     pytest.importorskip("pandas")

@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from tiny_recipe import generated
-from triptych.attention import (
+from triptych.core.attention import (
     PARAMETERISATIONS,
     AlibiPositions,
     Bilinear,
@@ -25,8 +25,7 @@ from triptych.attention import (
     Stacked,
     Symmetric,
 )
-from triptych.errors import UsageError
-from triptych.models import (
+from triptych.core.models import (
     AttentionConfig,
     DecoderConfig,
     EncoderConfig,
@@ -34,7 +33,8 @@ from triptych.models import (
     ModelConfig,
     PositionsConfig,
 )
-from triptych.models.sites import attention_sites
+from triptych.core.models.sites import attention_sites
+from triptych.errors import UsageError
 from triptych.training import read_recipe, resolve
 
 DATA = generated()

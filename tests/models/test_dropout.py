@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tolerances import assert_same
-from triptych.models.feed_forward import Dropout
+from triptych.core.models.feed_forward import Dropout
 
 
 def training(p: float) -> Dropout:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tolerances import assert_same
-from triptych.attention import sinusoidal
-from triptych.models import (
+from triptych.core.attention import sinusoidal
+from triptych.core.models import (
     PRESETS,
     AttentionConfig,
     DecoderConfig,
@@ -16,9 +16,9 @@ from triptych.models import (
     EncoderDecoder,
     ModelConfig,
 )
-from triptych.models.blocks import Residual
-from triptych.models.feed_forward import Dropout
-from triptych.models.storage import stored_parameters
+from triptych.core.models.blocks import Residual
+from triptych.core.models.feed_forward import Dropout
+from triptych.core.models.storage import stored_parameters
 
 Norm = Literal["post", "pre"]
 BIASED = AttentionConfig(q_bias=True, k_bias=True, v_bias=True, o_bias=True)

@@ -8,10 +8,8 @@ import torch
 from tests.tolerances import assert_same
 from torch import Tensor
 
-from triptych.attention import MultiHeadAttention
-from triptych.decoding.fused import fuse
-from triptych.decoding.maps import Maps
-from triptych.models.architecture import (
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.models.architecture import (
     BlockConfig,
     EmbeddingsConfig,
     ExpertsConfig,
@@ -19,9 +17,11 @@ from triptych.models.architecture import (
     LanguageModelArchitecture,
     SublayerConfig,
 )
-from triptych.models.experts import Experts
-from triptych.models.feed_forward import combined
-from triptych.models.language_model import LanguageModel
+from triptych.core.models.experts import Experts
+from triptych.core.models.feed_forward import combined
+from triptych.core.models.language_model import LanguageModel
+from triptych.running.decoding.fused import fuse
+from triptych.running.decoding.linear_maps import Maps
 
 D_MODEL, D_FF, COUNT = 12, 10, 8
 SWIGLU = FeedForwardConfig(D_FF, "swish", gated=True, bias=False, out_bias=False)

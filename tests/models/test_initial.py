@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from triptych.attention import PARAMETERISATIONS
-from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
-from triptych.models.initial import DeferredInit
+from triptych.core.attention import PARAMETERISATIONS
+from triptych.core.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
+from triptych.core.models.initial import DeferredInit
 
 
 def drawn(seed: int, projections: str = "factored", **changes: object) -> dict[str, torch.Tensor]:

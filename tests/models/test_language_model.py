@@ -4,8 +4,8 @@ import pytest
 import torch
 from tests.tolerances import assert_same
 
-from triptych.attention import PositionIds
-from triptych.models import AttentionConfig, LanguageModel, LanguageModelConfig, PositionsConfig
+from triptych.core.attention import PositionIds
+from triptych.core.models import AttentionConfig, LanguageModel, LanguageModelConfig, PositionsConfig
 
 VOCAB = 23
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tiny_recipe import generated
 from tolerances import assert_same
-from triptych.attention import SinusoidalPositions
+from triptych.core.attention import SinusoidalPositions
+from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig, PositionsConfig
+from triptych.core.models.feed_forward import FeedForward
 from triptych.errors import UsageError
-from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig, PositionsConfig
-from triptych.models.feed_forward import FeedForward
 from triptych.training import resolve
 
 DATA = generated()

@@ -7,10 +7,10 @@ import torch
 
 from decoding.plain_search import plain_search, search
 from tolerances import assert_same
-from triptych.attention import DecoderCache
-from triptych.decoding import Engine, SearchOptions
-from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig, PositionsConfig
-from triptych.text import OutputRules
+from triptych.core.attention import DecoderCache
+from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig, PositionsConfig
+from triptych.running.decoding import Engine, SearchOptions
+from triptych.running.text import OutputRules
 
 PAD, BOS, EOS, VOCAB = 0, 1, 2, 20
 RULES = OutputRules((BOS,), EOS, (PAD, BOS))

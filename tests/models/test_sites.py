@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tolerances import assert_same
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import Factored, MultiHeadAttention, RotaryPositions, parameterisation
-from triptych.models import (
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import Factored, MultiHeadAttention, RotaryPositions, parameterisation
+from triptych.core.models import (
     AttentionConfig,
     DecoderConfig,
     EncoderConfig,
@@ -24,7 +24,7 @@ from triptych.models import (
     with_attention,
     write_model,
 )
-from triptych.models.sites import input_norms
+from triptych.core.models.sites import input_norms
 
 PAD, VOCAB = 0, 20
 SRC = torch.tensor([[5, 6, 7, 8, 2], [9, 10, 2, PAD, PAD], [11, 2, PAD, PAD, PAD]])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from triptych.models import PRESETS, DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.core.models import PRESETS, DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 
 # The paper does not say how many rows its tables had; these, the same for every row of one size, give
 # all of its figures (37,000 rows, what it says of the text, would make the big model 214 million).

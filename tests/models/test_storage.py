@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tolerances import assert_same
-from triptych.errors import DataError
-from triptych.models import (
+from triptych.core.models import (
     AttentionConfig,
     DecoderConfig,
     EncoderConfig,
@@ -19,7 +18,8 @@ from triptych.models import (
     read_model,
     write_model,
 )
-from triptych.models.storage import load_tensors, read_tensors
+from triptych.core.models.storage import load_tensors, read_tensors
+from triptych.errors import DataError
 
 CONFIG = ModelConfig(
     d_model=8,

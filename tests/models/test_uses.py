@@ -11,12 +11,12 @@ from torch import Tensor
 from attending.tiny_readers import language_reader, pair_reader, tokenizers
 from tolerances import assert_same as assert_same_within
 from triptych import load
-from triptych.attending.windows import cut_windows
-from triptych.attending.worth import measure_worth
-from triptych.decoding.engine import Engine
-from triptych.models import LanguageModel, attention_sites
-from triptych.models.encoder_decoder import EncoderDecoder
-from triptych.opening import Reader
+from triptych.core.models import LanguageModel, attention_sites
+from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.running.decoding.engine import Engine
+from triptych.running.measuring.windows import cut_windows
+from triptych.running.measuring.worth import measure_worth
+from triptych.running.opening import Reader
 
 ORDER = (0, 1, 0, 1, 1)
 TEXTS = ["the cat sat on the mat", "a dog ran", "where is the cat now, and where is the dog?"]

@@ -9,9 +9,9 @@ import altair as alt
 import pytest
 import vl_convert
 
-from triptych.reports import Bar, BarChart, MetricPoint, Report, Table, TranslationSample, write_report
-from triptych.reports.charts import bar_chart
-from triptych.reports.html import render_report
+from triptych.seeing.reports import Bar, BarChart, MetricPoint, Report, Table, TranslationSample, write_report
+from triptych.seeing.reports.charts import bar_chart
+from triptych.seeing.reports.html import render_report
 
 ATTACK = "<script>alert(1)</script>"
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from triptych.reports import AttentionPicture, Bar, BarChart, Table, TranslationSample
+from triptych.seeing.reports import AttentionPicture, Bar, BarChart, Table, TranslationSample
 
 
 def test_mean_over_heads_is_the_mean() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from triptych.reports import (
+from triptych.seeing.reports import (
     AttentionPicture,
     Table,
     TranslationSample,

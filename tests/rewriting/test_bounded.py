@@ -10,14 +10,14 @@ from torch import Tensor
 
 from checkpoints.test_families import in_batch, made, overheard
 from checkpoints.tiny_models import TINY
-from triptych.algebra.function import channels, for_heads
-from triptych.algebra.rewrites import Truncate
-from triptych.algebra.weights import Norm
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.layer import AttentionLayer
+from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.weights import Norm
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.stored_layers import AttentionLayer
 from triptych.rewriting.certificate import Certificate, Measured
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import Truncate
 from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

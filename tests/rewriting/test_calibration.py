@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from small_checkpoints import with_words
-from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import LayerToRewrite, PruneHeads, Truncate
-from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.layer import AttentionLayer
-from triptych.opening import Reader, open_text_model
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.stored_layers import AttentionLayer
 from triptych.rewriting.calibration import gather_moments
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import LayerToRewrite, PruneHeads, Truncate
+from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.running.opening import Reader, open_text_model
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

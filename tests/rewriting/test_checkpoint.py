@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_checkpoints import gpt2, llama, with_words
-from triptych.algebra.rewrites import (
+from triptych.core.algebra.norm_folding import fold_norm
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.storage.copying import CERTIFICATE
+from triptych.core.storage.shards import tensor_hash
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.rewriting.certificate import MODEL_CARD, Certificate, card, read_certificate
+from triptych.rewriting.functions import (
     EXACT,
     DropKeyBias,
     FoldNorm,
@@ -24,24 +31,17 @@ from triptych.algebra.rewrites import (
     PruneHeads,
     RepeatKVHeads,
     Rewrite,
-    RewriteRefusedError,
     SortHeads,
     Truncate,
-    fold_norm,
     require_order,
 )
-from triptych.attending.over import attend_over
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.writing import write_layer
-from triptych.errors import DataError, TriptychError, UsageError
-from triptych.opening import Reader, open_model
-from triptych.rewriting.certificate import MODEL_CARD, Certificate, card, read_certificate
-from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import Rewriting, plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify
-from triptych.storage.copying import CERTIFICATE
-from triptych.storage.shards import tensor_hash
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.rewriting.writing import write_layer
+from triptych.running.opening import Reader, open_model
+from triptych.seeing.attending.over import attend_over
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

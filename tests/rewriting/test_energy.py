@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, make_layer, turned_by, with_semantics
-from triptych.algebra.function import channels, for_heads
-from triptych.algebra.moments import MomentsGatherer
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites import LayerToRewrite, RewriteRefusedError, Truncate
-from triptych.algebra.weights import AttentionWeights
-from triptych.attention.projections import PARAMETERISATIONS
+from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.rewriting.functions import LayerToRewrite, Truncate
+from triptych.rewriting.functions.moments import MomentsGatherer
 
 ROTATION = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.001], dtype=torch.float64), "halves")
 LONGEST = 40

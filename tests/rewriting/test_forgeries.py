@@ -15,11 +15,11 @@ from torch import Tensor
 from rewriting.test_rounding import tiny
 from small_checkpoints import gpt2_that_runs
 from triptych import EncoderDecoder, ModelConfig
-from triptych.algebra.rewrites import DropKeyBias, FoldNorm, GaugeFix, PruneHeads, SortHeads, Truncate
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.models import write_model
+from triptych.core.storage.shards import tensor_hash
 from triptych.errors import UsageError
 from triptych.files import file_hash
-from triptych.models import write_model
 from triptych.rewriting.certificate import (
     CERTIFICATE,
     MODEL_CARD,
@@ -30,11 +30,11 @@ from triptych.rewriting.certificate import (
     read_certificate,
 )
 from triptych.rewriting.checking import same_words
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import DropKeyBias, FoldNorm, GaugeFix, PruneHeads, SortHeads, Truncate
 from triptych.rewriting.measuring import measure_change
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import Claim, verify
-from triptych.storage.shards import tensor_hash
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

@@ -12,19 +12,19 @@ from safetensors.torch import load, save
 
 from checkpoints.tiny_marian import write_marian
 from small_checkpoints import cannot_be_run, gpt2_that_runs
-from triptych.algebra.function import run_layer
-from triptych.algebra.rewrites import FoldNorm, FoldValueBias, Truncate
-from triptych.algebra.weights import Norm
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.layer import Site
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.weights import Norm
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.stored_layers import Site
+from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import DataError
-from triptych.opening import Seen
 from triptych.rewriting.certificate import read_certificate
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import FoldNorm, FoldValueBias, Truncate
 from triptych.rewriting.inputs import INPUTS, before_gain, read_inputs, write_inputs
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
-from triptych.storage.copying import CERTIFICATE
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.running.opening import Seen
 
 pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 ON_TEXT = "errors measured on what the text gives"
@@ -171,7 +171,7 @@ def test_a_model_whose_layers_cannot_be_listened_to_is_compared_all_the_same(
 
     monkeypatch.setattr(Checkpoint, "input_modules", deaf)
     monkeypatch.setattr(
-        "triptych.checkpoints.models.read_language_model", cannot_be_run
+        "triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run
     )  # by transformers, then
     done = rewrite_checkpoint(str(rewritten / "source"), tmp_path / "out", EXACT, text=rewritten / "text.txt")
     assert done.end_to_end is not None

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 import triptych
-from triptych.checkpoints.checkpoint import OwnModel
-from triptych.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
-from triptych.models.sites import input_norms
-from triptych.models.storage import read_own_model
-from triptych.opening import open_text_model, why_not_run
+from triptych.core.checkpoints.checkpoint import OwnModel
+from triptych.core.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
+from triptych.core.models.sites import input_norms
+from triptych.core.models.storage import read_own_model
+from triptych.running.opening import open_text_model, why_not_run
 
 
 def make_model(kind: str = "decoder", **config: object) -> LanguageModel:

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from small_checkpoints import with_words
 from triptych import load
-from triptych.algebra.rewrites import EXACT, RewriteRefusedError
-from triptych.checkpoints.models import load_language_model
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.core.storage.copying import CERTIFICATE
+from triptych.core.storage.shards import tensor_hash
 from triptych.rewriting.certificate import Certificate
-from triptych.rewriting.checkpoint import rewrite_checkpoint
+from triptych.rewriting.functions import EXACT
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
-from triptych.storage.copying import CERTIFICATE
-from triptych.storage.shards import tensor_hash
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.algebra.function import run_layer
-from triptych.algebra.rewrites import fold_norm
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.weights import AttentionWeights, Link, Norm
-from triptych.checkpoints.layer import AttentionLayer, Site
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.norm_folding import fold_norm
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link, Norm
+from triptych.core.checkpoints.stored_layers import AttentionLayer, Site
 from triptych.rewriting.certificate import Measured, Probes
 from triptych.rewriting.measuring import measure_change, measure_map, total_errors
 

@@ -15,16 +15,14 @@ from decoding.plain_search import search
 from heads import with_semantics
 from tolerances import assert_same
 from triptych import EncoderDecoder, ModelConfig, MultiHeadAttention
-from triptych.algebra import rewrites
-from triptych.algebra.function import run_layer
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.semantics import HeadGate, HeadNorm, Temperature
-from triptych.algebra.weights import Norm
-from triptych.attention import PARAMETERISATIONS, LayerCache, RotaryPositions, Stacked
-from triptych.attention.checks import HELD
-from triptych.decoding import Engine, SearchOptions
-from triptych.models import (
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadGate, HeadNorm, Temperature
+from triptych.core.algebra.weights import Norm
+from triptych.core.attention import PARAMETERISATIONS, LayerCache, RotaryPositions, Stacked
+from triptych.core.attention.requirements import HELD
+from triptych.core.models import (
     LanguageModel,
     LanguageModelConfig,
     attention_sites,
@@ -33,7 +31,9 @@ from triptych.models import (
     with_attention,
     write_model,
 )
-from triptych.text import OutputRules
+from triptych.rewriting import functions as rewrites
+from triptych.running.decoding import Engine, SearchOptions
+from triptych.running.text import OutputRules
 
 VOCAB, PAD, BOS, EOS = 40, 0, 1, 2
 RULES = OutputRules((BOS,), EOS, (PAD, BOS))
@@ -427,7 +427,7 @@ def test_what_no_configuration_of_ours_says_makes_no_model(traits: dict[str, Any
 
 def test_a_part_that_is_new_is_refused_until_a_layer_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = MultiHeadAttention(8, 2).weights()
-    monkeypatch.setattr("triptych.attention.checks.HELD", HELD - {"window"})
+    monkeypatch.setattr("triptych.core.attention.requirements.HELD", HELD - {"window"})
     with pytest.raises(ValueError, match="a layer with a window, which MultiHeadAttention does not support"):
         MultiHeadAttention.from_weights(with_semantics(weights, window=3))
 

@@ -12,7 +12,12 @@ from torch import nn
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY
 from small_checkpoints import HEADS, D, gpt2, llama
-from triptych.algebra.rewrites import (
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.models import EncoderDecoder, ModelConfig, write_model
+from triptych.errors import TriptychError, UsageError
+from triptych.rewriting.functions import (
     EXACT,
     REWRITES,
     DropKeyBias,
@@ -27,18 +32,13 @@ from triptych.algebra.rewrites import (
     PermuteHeads,
     PruneHeads,
     RepeatKVHeads,
-    RewriteRefusedError,
     SortHeads,
     ToLatent,
     Truncate,
 )
-from triptych.attention.projections import PARAMETERISATIONS
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.errors import TriptychError, UsageError
-from triptych.models import EncoderDecoder, ModelConfig, write_model
-from triptych.rewriting.checkpoint import rewrite_checkpoint
 from triptych.rewriting.planning import plan_rewrite
 from triptych.rewriting.recipe import RewriteRecipe, to_recipe
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

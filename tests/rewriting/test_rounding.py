@@ -8,15 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.tiny_models import TINY
-from triptych.algebra.rewrites import EXACT, GaugeFix, PruneHeads, SortHeads
-from triptych.algebra.semantics import Semantics
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.family import read_family
-from triptych.opening import NotFiniteError, open_text_model
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.family import read_family
+from triptych.core.storage.copying import CERTIFICATE
 from triptych.rewriting.certificate import MODEL_CARD, card, read_certificate
-from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.comparing import FailedRewriteError
+from triptych.rewriting.functions import EXACT, GaugeFix, PruneHeads, SortHeads
+from triptych.rewriting.on_text import compare_outputs
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import (
     RoundedAgain,
@@ -26,9 +25,10 @@ from triptych.rewriting.rounding import (
     judge_rounding,
     unit,
 )
-from triptych.rewriting.running import compare_outputs
 from triptych.rewriting.verification import verify
-from triptych.storage.copying import CERTIFICATE
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.rewriting.whole_models import FailedRewriteError
+from triptych.running.opening import NotFiniteError, open_text_model
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 

@@ -11,11 +11,11 @@ from checkpoints.tiny_translators import translator_folder
 from rewriting.test_calibration import bert, text_in
 from small_checkpoints import cannot_be_run, gpt2_that_runs
 from tolerances import assert_same
-from triptych.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
 from triptych.errors import DataError, UsageError
-from triptych.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
-from triptych.opening import TransformersModel, open_text_model, why_not_run
-from triptych.rewriting.comparing import Original, open_original
+from triptych.rewriting.whole_models import Original, open_original
+from triptych.running.opening import TransformersModel, open_text_model, why_not_run
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -62,7 +62,7 @@ def test_without_transformers_what_we_run_ourselves_can_be_run_and_no_other_mode
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert why_not_run(tmp_path / "ours") == why_not_run(tmp_path / "gpt2") == ""
     assert open_text_model(tmp_path / "gpt2").by == "triptych"
-    monkeypatch.setattr("triptych.checkpoints.models.read_language_model", cannot_be_run)
+    monkeypatch.setattr("triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run)
     assert why_not_run(tmp_path / "ours") == ""
     said = "this family cannot be run; transformers, which would run it, is not installed: pip install"
     assert said in why_not_run(tmp_path / "gpt2")
@@ -80,7 +80,7 @@ def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
     monkeypatch.setattr(LanguageModel, "forward", fail)
     with pytest.raises(RuntimeError, match="shapes differ"):
         open_original(folder, None)
-    monkeypatch.setattr("triptych.checkpoints.models.read_language_model", cannot_be_run)
+    monkeypatch.setattr("triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run)
     monkeypatch.setattr("transformers.GPT2LMHeadModel.forward", fail)
     said = "GPT2LMHeadModel does not run on token ids alone: shapes differ"
     assert open_original(folder, None) == f"the original cannot be run: {folder}: {said}"

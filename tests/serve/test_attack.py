@@ -13,7 +13,7 @@ from serve.odd_values import REQUESTS, body_of, matrix, with_chat_template
 from served import Served
 from small_checkpoints import bert_that_runs
 from triptych.face import Model, load
-from triptych.text import chat
+from triptych.running.text import chat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes and memory are looked at in /proc")

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from served import Served
-from triptych.attending.alignment import AlignedWords, Word
 from triptych.errors import DataError
 from triptych.face import Model
+from triptych.seeing.attending.alignment import AlignedWords, Word
 from triptych.serving import application
 from triptych.serving.limits import Limits
 from triptych.serving.serve import serve
-from triptych.serving.translation import _links
+from triptych.serving.translation_api import _links
 
 LIMITS = Limits(max_requests=4, max_strangers=4, max_connections=8, stranger_seconds=1.0, body_seconds=1.0)
 FIELDS = {"q": ["twelve"], "source": "en", "target": "de"}

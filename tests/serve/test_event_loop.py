@@ -13,8 +13,8 @@ from serve.odd_values import with_chat_template
 from served import Served
 from small_checkpoints import gpt2_that_runs
 from triptych.face import Model, load
+from triptych.running.text import chat
 from triptych.serving.answers import json_text
-from triptych.text import chat
 
 # Of the processor, not of the clock: other processes take it at any time.
 MOST_SECONDS = 0.2

@@ -17,11 +17,11 @@ from torch import nn
 from face.tiny import write_run
 from served import Served
 from small_checkpoints import byte_tokenizer
-from triptych.decoding.maps import MappedFiles, own_memory
+from triptych.core.models.sites import attention_sites
+from triptych.core.storage.tensors import open_tensors
 from triptych.errors import DataError
 from triptych.face import Model, load, require_same_files
-from triptych.models.sites import attention_sites
-from triptych.storage.tensors import open_tensors
+from triptych.running.decoding.linear_maps import MappedFiles, own_memory
 
 WIDTH, NUM_TOKENS = 256, 30
 

@@ -7,7 +7,7 @@ import pytest
 from face.tiny import write_checkpoint
 from served import Served
 from triptych import load
-from triptych.decoding import engine
+from triptych.running.decoding import engine
 
 PROMISED = "had the same bits alone and together"
 

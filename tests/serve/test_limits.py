@@ -12,7 +12,7 @@ import pytest
 
 from served import Served
 from triptych.face import Model
-from triptych.serving import models
+from triptych.serving import served_models as models
 from triptych.serving.limits import Limits
 
 LIMITS = Limits(max_characters=50, max_attended=20, max_weights=3000, max_waiting=6)

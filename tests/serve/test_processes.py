@@ -12,10 +12,10 @@ import pytest
 
 from served import Served, ServedCommand
 from triptych.face import Model, load
-from triptych.serving import processes
+from triptych.serving import worker_processes as processes
 from triptych.serving.limits import Limits, RequestError
-from triptych.serving.processes import ServingProcess
 from triptych.serving.worker import Item, QueuedJob
+from triptych.serving.worker_processes import ServingProcess
 from triptych.threads import torch_threads
 
 FIELDS = {"q": ["twelve", "three hundred and one"] * 4, "source": "en", "target": "de"}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from served import Served
-from triptych.decoding import generation
 from triptych.face import Model
+from triptych.running.decoding import generation
 
 OPTIONS = {"max_tokens": 30, "temperature": 1.0, "seed": 5}
 PROMPTS = ["The cat sat", "Once upon a time", "A dog", "The end"]

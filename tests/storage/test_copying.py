@@ -19,10 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from triptych.core.storage import shards
+from triptych.core.storage.copying import FolderCopy
+from triptych.core.storage.shards import TensorHash, tensor_hash
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.storage import shards
-from triptych.storage.copying import FolderCopy
-from triptych.storage.shards import TensorHash, tensor_hash
 
 TENSORS = {
     "layers.0.q.weight": torch.randn(6, 4),

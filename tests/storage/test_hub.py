@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from hub_server import BY_RANGES, Hub, served, settled
+from triptych.core.storage.hub import HubBytes, is_hub_id, open_hub
 from triptych.errors import DataError, SourceNote
-from triptych.storage.hub import HubBytes, is_hub_id, open_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore::triptych.errors.SourceNote")
 LARGE = torch.randn(400, 1000)
@@ -25,7 +25,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     save_file({"large": LARGE, "small": SMALL}, folder / "model.safetensors")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("triptych.storage.hub._TAKEN_WHOLE", BY_RANGES)
+    monkeypatch.setattr("triptych.core.storage.hub._TAKEN_WHOLE", BY_RANGES)
     with served(folder) as server:
         yield server
 
@@ -174,7 +174,7 @@ def test_an_answer_without_end_is_cut(hub: Hub) -> None:
 
 
 def test_an_answer_that_drips_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triptych.storage.hub._PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("triptych.core.storage.hub._PATIENCE_SECONDS", 0.3)
     hub.instead = drop_by_drop
     assert "bytes came in 0 seconds" in refusal(hub)
 
@@ -208,7 +208,7 @@ def test_weights_whose_bytes_are_inverted_in_a_range_are_refused_or_said_not_to_
     hub.instead = inverted
     with pytest.warns(SourceNote, match="only a whole file can be compared with the Hub's hash"):
         open_hub("someone/model", endpoint=hub.url).tensors()
-    monkeypatch.setattr("triptych.storage.hub._TAKEN_WHOLE", 1 << 25)
+    monkeypatch.setattr("triptych.core.storage.hub._TAKEN_WHOLE", 1 << 25)
     with pytest.raises(DataError, match=r"model\.safetensors: what came has the hash"):
         open_hub("someone/model", endpoint=hub.url).tensors()
 

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from made import Made
+from triptych.core.storage import quantised
+from triptych.core.storage.quantised import dequantised
+from triptych.core.storage.settings import Settings
+from triptych.core.storage.tensors import open_tensors
 from triptych.errors import DataError
-from triptych.storage import quantised
-from triptych.storage.quantised import dequantised
-from triptych.storage.settings import Settings
-from triptych.storage.tensors import open_tensors
 
 D_OUT, D_IN, GROUP = 16, 64, 32
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from triptych.core.storage.tensors import open_tensors
 from triptych.errors import DataError
-from triptych.storage.tensors import open_tensors
-from triptych.storage.untrusted import LocalBytes, read_json
+from triptych.untrusted import LocalBytes, read_json
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),

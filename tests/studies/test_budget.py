@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from triptych.attention import PARAMETERISATIONS
+from triptych.core.attention import PARAMETERISATIONS
+from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.studies.budget import VocabularySizes, amount, solve
 from triptych.training.recipe import AnyRecipe, resolve, with_values
+from triptych.training.studies.compute_budget import VocabularySizes, amount, solve
 
 SIZES = VocabularySizes(50, 50)
 

@@ -14,21 +14,25 @@ from benchmarks.study_results import judged_again, read_runs_csv
 
 from studying import CUT, STUDY
 from triptych.errors import UsageError
-from triptych.reports import CurveChart, Report, Table
 from triptych.rewriting.recipe import read_rewrite_recipe
-from triptych.studies import (
+from triptych.seeing.reports import CurveChart, Report, Table
+from triptych.training.studies import (
     Outcome,
     StudyProgress,
     StudyStoppedError,
     compare_study,
-    pages,
     read_study,
-    running,
     write_study_page,
     write_study_pictures,
 )
-from triptych.studies.comparing import NOISE
-from triptych.studies.tables import (
+from triptych.training.studies import (
+    parallel_runs as running,
+)
+from triptych.training.studies import (
+    study_pages as pages,
+)
+from triptych.training.studies.comparing import NOISE
+from triptych.training.studies.tables import (
     conclusions,
     curves_csv,
     figures,

@@ -12,10 +12,10 @@ import pytest
 from studying import BASE
 from triptych import load
 from triptych.errors import DataError, UsageError
-from triptych.studies.job import Result, StudyJob, TrainedRun, do_job, read_result
-from triptych.text import LanguageCorpusSpec
+from triptych.running.text import LanguageCorpusSpec
 from triptych.training.metrics import read_metrics
 from triptych.training.runs import validate
+from triptych.training.studies.study_job import Result, StudyJob, TrainedRun, do_job, read_result
 
 
 def test_a_job_trains_measures_and_writes_its_result(place: Path) -> None:

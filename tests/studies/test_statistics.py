@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from triptych.studies.statistics import (
+from triptych.training.studies.statistics import (
     compare,
     effect_size,
     estimate,

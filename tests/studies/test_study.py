@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from studying import CUT, STUDY
-from triptych.algebra.rewrites.registry import read_rewrite
+from triptych.core.models import LanguageModelConfig
 from triptych.errors import UsageError
-from triptych.models import LanguageModelConfig
-from triptych.studies import read_study
-from triptych.studies.study import recipes_of, rewrites_of
-from triptych.text.tasks import TASKS
+from triptych.rewriting.functions.registry import read_rewrite
+from triptych.training.corpora.tasks import TASKS
+from triptych.training.studies import read_study
+from triptych.training.studies.study import recipes_of, rewrites_of
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "studies"
 # The others are recipes, which studies change.

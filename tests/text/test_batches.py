@@ -5,7 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.errors import UsageError
-from triptych.text import EncodedCorpus, TokenBatches, TokenSequences
+from triptych.running.text import TokenSequences
+from triptych.training.corpora.encoded import EncodedCorpus
+from triptych.training.corpora.pair_batches import TokenBatches
 
 
 def make_corpus(lengths: list[tuple[int, int]]) -> EncodedCorpus:

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.text import PretrainedTokenizer, load_tokenizer
+from triptych.running.text import PretrainedTokenizer, load_tokenizer
 
 CHATML = """{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
 INSTRUCTION = """{{ bos_token }}
@@ -186,7 +186,7 @@ def test_the_process_of_a_template_may_not_open_files(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    from triptych.text import chat_rendering
+    from triptych.running.text import chat_rendering
 
     code = f"""
 import sys

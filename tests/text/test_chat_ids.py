@@ -11,7 +11,7 @@ from text.test_chat import BLOCKS, CHATML, CONVERSATIONS, HEADERS, INSTRUCTION, 
 from text.test_pretrained import CORPUS, byte_level
 from text.test_tokenizer_classes import whole_albert, whole_spelled, whole_t5
 from triptych.errors import UsageError
-from triptych.text import PretrainedTokenizer, load_tokenizer
+from triptych.running.text import PretrainedTokenizer, load_tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 MACRO = """{%- macro turn(role, content) -%}

@@ -10,7 +10,8 @@ import zstandard
 from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
-from triptych.text import CorpusSpec, ParallelCorpus, generate_pairs, read_parallel
+from triptych.training.corpora.corpora import CorpusSpec, ParallelCorpus, read_parallel
+from triptych.training.corpora.generated import generate_pairs
 
 PAIRS = [("Hallo.", "Hello."), ("Guten Tag.", "Good day."), ("Tschüss!", "Bye!")]
 RECORDS = [{"de": de, "en": en} for de, en in PAIRS]

@@ -3,17 +3,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triptych.text import (
-    CorpusSpec,
-    EncodedCorpus,
-    ParallelCorpus,
-    TokenizerSpec,
-    TokenSequences,
-    encode_corpus,
-    encoded,
-    read_parallel,
-    train_tokenizers,
-)
+from triptych.running.text import TokenSequences
+from triptych.training.corpora import encoded
+from triptych.training.corpora.corpora import CorpusSpec, ParallelCorpus, read_parallel
+from triptych.training.corpora.encoded import EncodedCorpus, encode_corpus
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 CORPUS = read_parallel(CorpusSpec(generated=50, generated_part="train"))
 TOKENIZERS = train_tokenizers(TokenizerSpec(vocab_size=400, joint=False), CORPUS.source, CORPUS.target)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.text import generated, spelled
-from triptych.text.generated import PARTS, example_pairs, generate_pairs, part_of
+from triptych.training.corpora import generated, spelled
+from triptych.training.corpora.generated import PARTS, example_pairs, generate_pairs, part_of
 
 # Every function below is written without num2words: it is the second opinion.
 TABLE = """

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from triptych.errors import UsageError
-from triptych.text import as_lines, as_texts, encode_texts
-from triptych.text.numbered import NumberedTokens
-from triptych.text.pieces import bytes_of, piece_of
+from triptych.running.text import as_lines, as_texts, encode_texts
+from triptych.running.text.numbered import NumberedTokens
+from triptych.running.text.pieces import bytes_of, piece_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.text import TokenizerSpec, train_tokenizer, trained_once
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, trained_once
 
 SPEC = TokenizerSpec(vocab_size=300)
 TEXTS = ["the cat sat on the mat", "the dog sat by the cat"]
@@ -56,7 +56,7 @@ def test_another_purpose_and_changed_code_train_anew(tmp_path: Path, monkeypatch
     training(SPEC, TEXTS, purpose="another")
     assert training.times == 2
     code = tmp_path / "training.py"
-    monkeypatch.setattr("triptych.text.training._CODE", (code,))
+    monkeypatch.setattr("triptych.training.corpora.tokenizer_training._CODE", (code,))
     for times, text in ((3, "as it was"), (3, "as it was"), (4, "changed")):
         code.write_text(text)
         training(SPEC, TEXTS)

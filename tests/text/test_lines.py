@@ -6,7 +6,7 @@ import pytest
 import zstandard
 
 from triptych.errors import DataError, UsageError
-from triptych.text import iterate_lines, read_lines
+from triptych.running.text import iterate_lines, read_lines
 
 CONTENT = "Guten Morgen.\nZweite Zeile – mit Strich.\n".encode()
 LINES = ["Guten Morgen.", "Zweite Zeile – mit Strich."]
@@ -153,7 +153,7 @@ def test_only_line_feeds_end_a_line() -> None:
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triptych.text.lines._LONGEST_LINE_BYTES", 8)
+    monkeypatch.setattr("triptych.running.text.lines._LONGEST_LINE_BYTES", 8)
     lines = iterate_lines(io.BytesIO(b"12345678\n123456789 and so on"), "stdin")
     assert next(lines) == "12345678"
     with pytest.raises(DataError, match="stdin, line 2: has more than 8 bytes; break it into lines"):

@@ -9,17 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triptych.errors import UsageError
-from triptych.text import (
-    Masking,
-    MaskingSpec,
-    PackedBatches,
-    TokenizerSpec,
-    TokenShards,
-    generate_pairs,
-    train_tokenizer,
-    train_tokenizers,
-    write_shards,
-)
+from triptych.running.text import Masking, MaskingSpec
+from triptych.training.corpora.generated import generate_pairs
+from triptych.training.corpora.packing import PackedBatches
+from triptych.training.corpora.token_shards import TokenShards, write_shards
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, train_tokenizers
 
 TEXTS = [target for _, target in generate_pairs(300, "train", 0)]
 TOKENIZER = train_tokenizer(TokenizerSpec(vocab_size=400), TEXTS)

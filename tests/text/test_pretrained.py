@@ -15,7 +15,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
 from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, Piece, spm
 from triptych.errors import DataError, UsageError
-from triptych.text import PretrainedTokenizer, StreamDecoder, load_tokenizer, read_tokenizer
+from triptych.running.text import PretrainedTokenizer, StreamDecoder, load_tokenizer, read_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 END = "<|endoftext|>"

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, SPECIALS, Piece, block, charsmap, spm
 from triptych.errors import DataError, UsageError
-from triptych.text import (
+from triptych.running.text import (
     SentencePieceRecord,
     SentencePieceTokenizer,
     TokenizerPair,
     read_sentence_tokenizer,
 )
-from triptych.text.sentencepiece import load_sentencepiece
+from triptych.running.text.sentencepiece import load_sentencepiece
 
 WORDS: list[Piece] = [
     *SPECIALS,

@@ -19,22 +19,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
-from triptych.text import (
-    LanguageCorpusSpec,
-    PackedBatches,
-    TextPart,
-    Tokenizer,
-    TokenizerSpec,
-    TokenShards,
-    documents,
-    read_documents,
-    read_shards,
-    tokenize_corpus,
-    train_tokenizer,
-    train_tokenizers,
-    write_shards,
-)
-from triptych.text.sentence_tokenizers import EOS_ID
+from triptych.running.text import LanguageCorpusSpec, TextPart, Tokenizer, documents, read_documents
+from triptych.running.text.sentence_tokenizers import EOS_ID
+from triptych.training.corpora.packing import PackedBatches
+from triptych.training.corpora.token_shards import TokenShards, read_shards, tokenize_corpus, write_shards
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, train_tokenizers
 
 BYTES: Tokenizer = train_tokenizers(TokenizerSpec(vocab_size=300), ["the cat and the dog"] * 3, []).source
 TEXT = "One line.\nAnother line.\n\n  \nA new paragraph, äöü.\nIts end.\n"
@@ -225,7 +214,7 @@ def test_shards_that_were_interrupted_are_finished_to_the_same_bytes(
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("triptych.text.shards._CHARACTERS_AT_ONCE", 3)
+        patch.setattr("triptych.training.corpora.token_shards._CHARACTERS_AT_ONCE", 3)
         with pytest.raises(Killed):
             write_shards(until_killed(), BYTES, folder / "a", tokens_per_shard=size)
         write_shards(parts, BYTES, folder / "a", tokens_per_shard=size)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from triptych.errors import DataError, UsageError
-from triptych.text import TokenizerPair, TokenizerSpec, TokenSequences, generate_pairs, train_tokenizers
-from triptych.text.shortlists import Shortlist, learn_shortlist, read_shortlist
+from triptych.running.text import TokenizerPair, TokenSequences
+from triptych.running.text.shortlists import Shortlist, learn_shortlist, read_shortlist
+from triptych.training.corpora.generated import generate_pairs
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 PAIRS = generate_pairs(60, "train", seed=1)
 

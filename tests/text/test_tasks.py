@@ -5,8 +5,10 @@ from typing import get_args
 import pytest
 
 from triptych.errors import UsageError
-from triptych.text import CorpusSpec, TokenizerSpec, generate_pairs, read_parallel, train_tokenizers
-from triptych.text.tasks import TASKS, Task
+from triptych.training.corpora.corpora import CorpusSpec, read_parallel
+from triptych.training.corpora.generated import generate_pairs
+from triptych.training.corpora.tasks import TASKS, Task
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 
 def answer_of_recall(source: str) -> str:

@@ -20,7 +20,7 @@ from text.test_pretrained import (
     word_pieces,
 )
 from triptych.errors import DataError
-from triptych.text import load_tokenizer
+from triptych.running.text import load_tokenizer
 
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "[CLS]", "[SEP]", "[UNK]", "[PAD]", "[MASK]", "<mask>"]
 LETTERS: list[Piece] = [(letter, -5.0, "normal") for letter in "dghjklmnopqrstuvwxyzTIQ'D0"]
@@ -260,8 +260,8 @@ def test_a_class_gives_the_ids_and_texts_of_transformers(
 def test_every_type_and_class_that_transformers_knows_is_followed_or_refused() -> None:
     from transformers.models.auto import tokenization_auto as auto
 
-    from triptych.checkpoints.family import families
-    from triptych.text import tokenizer_classes as ours
+    from triptych.core.checkpoints.family import families
+    from triptych.running.text import tokenizer_classes as ours
 
     ours_of, theirs_of = ours._CLASS_OF_TYPE, auto.TOKENIZER_MAPPING_NAMES
     types = {name for family in families() for name in family.model_types}

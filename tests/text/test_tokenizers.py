@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
-from triptych.text import (
-    TokenizerPair,
-    TokenizerSpec,
-    generate_pairs,
-    read_sentence_tokenizer,
-    train_tokenizers,
-)
-from triptych.text.sentence_tokenizers import BYTE_ALPHABET, BYTE_OF
+from triptych.running.text import TokenizerPair, read_sentence_tokenizer
+from triptych.running.text.sentence_tokenizers import BYTE_ALPHABET, BYTE_OF
+from triptych.training.corpora.generated import generate_pairs
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 PAIRS = generate_pairs(300, "train", 0)
 SOURCE = [source for source, _ in PAIRS]
@@ -98,8 +94,8 @@ def test_the_byte_of_every_character_of_the_alphabet_is_known() -> None:
 def test_another_process_trains_the_same_tokenizers() -> None:
     program = (
         "import json\n"
-        "from triptych.text.training import TokenizerSpec, train_tokenizers\n"
-        "from triptych.text.generated import generate_pairs\n"
+        "from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers\n"
+        "from triptych.training.corpora.generated import generate_pairs\n"
         "source, target = zip(*generate_pairs(300, 'train', 0))\n"
         f"specs = [TokenizerSpec(kind=kind, vocab_size=500) for kind in {KINDS}]\n"
         "print(json.dumps([train_tokenizers(spec, source, target).source.to_json() for spec in specs]))\n"

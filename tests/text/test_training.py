@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.errors import DataError, UsageError
-from triptych.text import (
-    PretrainedTokenizer,
-    TokenizerSpec,
-    read_tokenizer,
-    train_tokenizer,
-    train_tokenizers,
-)
+from triptych.running.text import PretrainedTokenizer, read_tokenizer
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, train_tokenizers
 
 TEXTS = ["The cat and the dog.\n", "Der Hund und die Katze\t– größer.", "  two  spaces\n\n<eos>"] * 4
 KINDS = ("bpe", "unigram", "bytes", "characters")

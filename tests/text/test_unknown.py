@@ -5,9 +5,9 @@ import string
 
 import pytest
 
-from triptych.text import Tokenizer, TokenizerSpec, load_tokenizer, train_tokenizers
-from triptych.text.training import train_tokenizer
-from triptych.text.unknown import MOST_UNKNOWN, count_unknown, unknown_token, why_no_bits
+from triptych.running.text import Tokenizer, load_tokenizer
+from triptych.running.text.unknown_characters import MOST_UNKNOWN, count_unknown, unknown_token, why_no_bits
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, train_tokenizers
 
 TEXTS = {
     "latin": "The weather is nice today.",

@@ -9,15 +9,18 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.models.blocks import recompute_activations
 from triptych.launch import end_now
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.models.blocks import recompute_activations
-from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
+from triptych.running.text import TokenSequences
 from triptych.training import AnyRecipe, Recipe, resolve
 from triptych.training.computing import Computing, Whole, rows_of_rank
+from triptych.training.corpora.encoded import EncodedCorpus
+from triptych.training.corpora.packing import LanguageBatch
+from triptych.training.corpora.pair_batches import TokenBatches
+from triptych.training.device_plan import filled
 from triptych.training.objectives import LanguageObjective, Objective, TranslationObjective
 from triptych.training.optimizers import Optimizer
-from triptych.training.planning import filled
 from triptych.training.processes import World, launched
 
 # Weights and activations of a few MB each: what is not a tensor of the step is small compared with them.

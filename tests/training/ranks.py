@@ -17,17 +17,19 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from triptych.attention import PARAMETERISATIONS
+from triptych.core.attention import PARAMETERISATIONS
+from triptych.core.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
+from triptych.core.models.blocks import recompute_activations
+from triptych.core.models.initial import DeferredInit
+from triptych.core.models.storage import model_tensors
 from triptych.errors import TriptychError
 from triptych.launch import end_now
-from triptych.models import PRESETS, EncoderDecoder, LanguageModel, LanguageModelConfig
-from triptych.models.blocks import recompute_activations
-from triptych.models.initial import DeferredInit
-from triptych.models.storage import model_tensors
-from triptych.text import EncodedCorpus, LanguageBatch, TokenBatches, TokenSequences
-from triptych.text.packing import NOT_COUNTED
+from triptych.running.text import TokenSequences
 from triptych.training import TrainingConfig, ValidationConfig
 from triptych.training.computing import Computing, LazyParameters, NotCounted, Whole, rows_of_rank
+from triptych.training.corpora.encoded import EncodedCorpus
+from triptych.training.corpora.packing import NOT_COUNTED, LanguageBatch
+from triptych.training.corpora.pair_batches import TokenBatches
 from triptych.training.distributed import spread as in_shards
 from triptych.training.objectives import LanguageObjective, Objective, TranslationObjective
 from triptych.training.optimizers import Optimizer

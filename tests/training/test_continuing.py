@@ -17,10 +17,10 @@ from checkpoints.tiny_models import TINY
 from interrupting import SignalAt, assert_same_run
 from small_checkpoints import gpt2_that_runs
 from tiny_recipe import text_tree
-from triptych.checkpoints.models import load_language_model
+from triptych.converting.engines import evaluate_text
+from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.face.engines import evaluate_text
-from triptych.opening import open_language_model
+from triptych.running.opening import open_language_model
 from triptych.training import ContinuedRecipe, read_recipe, resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay

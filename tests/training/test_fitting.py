@@ -7,14 +7,9 @@ import pytest
 
 import triptych
 from tiny_recipe import generated
-from triptych.models import PRESETS
+from triptych.core.models import PRESETS
 from triptych.training import AnyRecipe, LanguageRecipe, Recipe, read_recipe, resolve
-from triptych.training.fitting import (
-    choices,
-    fit_language_training,
-    fit_tokenizer,
-    fit_training,
-)
+from triptych.training.choices import choices, fit_language_training, fit_tokenizer, fit_training
 
 DATA = generated()
 SHIPPED = sorted((Path(triptych.__file__).parent / "recipes").glob("*.toml"))
@@ -44,7 +39,7 @@ def fitted(num_tokens: int, device: str = "cpu", **sections: Any) -> Recipe:
 def test_the_recipes_that_come_along_leave_only_their_precision_to_be_chosen(
     path: Path, device: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triptych.training.fitting.has_fast_bf16", lambda kind: precision == "bf16")
+    monkeypatch.setattr("triptych.training.choices.has_fast_bf16", lambda kind: precision == "bf16")
     recipe = read_recipe(path)
     chosen = fit(recipe, 500_000, device)
     if recipe.training.precision != "auto":

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 import triptych
 from interrupting import SignalAt, assert_same_run
 from tiny_recipe import text_tree
+from triptych.core.models import read_model
+from triptych.core.models.architecture import HeadConfig
+from triptych.core.models.language_model import LanguageModelHead
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.models import read_model
-from triptych.models.architecture import HeadConfig
-from triptych.models.language_model import LanguageModelHead
-from triptych.opening import open_language_model
+from triptych.running.opening import open_language_model
 from triptych.training import LanguageRecipe, resolve, runs
 from triptych.training.losses import head_loss
 from triptych.training.metrics import read_metrics

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from triptych.models import PRESETS, EncoderDecoder
-from triptych.text import Batch, EncodedCorpus, TokenBatches, TokenSequences
+from triptych.core.models import PRESETS, EncoderDecoder
+from triptych.running.text import TokenSequences
 from triptych.training import Trainer, TrainingConfig, ValidationConfig
+from triptych.training.corpora.encoded import EncodedCorpus
+from triptych.training.corpora.pair_batches import Batch, TokenBatches
 from triptych.training.objectives import TranslationObjective
 from triptych.training.progress import LineDisplay
 from triptych.training.state import Counters

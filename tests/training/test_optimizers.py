@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.models import LanguageModel, LanguageModelConfig
+from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.training import TrainingConfig
 from triptych.training.optimizers import Optimizer
 from triptych.training.state import Counters, read_state, write_state

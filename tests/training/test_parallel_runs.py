@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from small_checkpoints import gpt2_that_runs
 from tiny_recipe import text_tree, tiny_recipe
 from training.launching import start
-from triptych.checkpoints.models import load_language_model
+from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.training import resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay

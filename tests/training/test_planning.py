@@ -12,8 +12,8 @@ from training.launching import start
 from training.measured import recipe_of
 from triptych.errors import UsageError
 from triptych.training import read_recipe, resolve
+from triptych.training.device_plan import Step, TrainingPlan, filled, plan
 from triptych.training.layouts import Cluster, Exchange, LayoutSettings, PlannedLayout
-from triptych.training.planning import Step, TrainingPlan, filled, plan
 
 MEASURED = Path(__file__).with_name("measured.py")
 LLAMA = Path(__file__).parents[2] / "docs" / "examples" / "llama-70b.toml"

@@ -12,7 +12,7 @@ from torch import Tensor
 import triptych
 from tiny_recipe import tiny_recipe
 from training.ranks import language
-from triptych.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.training import read_recipe, resolve
 from triptych.training.computing import Whole
 from triptych.training.losses import output_loss

@@ -7,8 +7,8 @@ import pytest
 
 import triptych
 from tiny_recipe import generated
+from triptych.core.models import PRESETS, ModelConfig
 from triptych.errors import UsageError
-from triptych.models import PRESETS, ModelConfig
 from triptych.training import Recipe, read_recipe, resolve
 
 MINIMAL = """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from training.ranks import language, translation
-from triptych.models.blocks import recompute_activations
+from triptych.core.models.blocks import recompute_activations
 from triptych.training.computing import Whole
 from triptych.training.objectives import Objective
 

@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 from interrupting import KillAt, KillError, SignalAt, WaitAt, assert_same_run, full_disk, wait_until
 from tiny_recipe import tiny_recipe
 from triptych.errors import DataError, TriptychError, UsageError
-from triptych.text import TokenizerPair, generate_pairs
+from triptych.running.text import TokenizerPair
 from triptych.training import Recipe, read_recipe, resolve, runs
+from triptych.training.corpora.generated import generate_pairs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
 from triptych.training.runs import prepare

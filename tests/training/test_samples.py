@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from triptych.errors import UsageError
-from triptych.text import generate_pairs, read_parallel
 from triptych.training import read_recipe, resolve
+from triptych.training.corpora.corpora import read_parallel
+from triptych.training.corpora.generated import generate_pairs
 from triptych.training.recipe import LanguageRecipe
 
 TEXT = (Path(__file__).parents[2] / "docs" / "how-to" / "text.md").read_text(encoding="utf-8")

@@ -9,11 +9,11 @@ from torch import Tensor
 
 import triptych
 from studying import BASE
+from triptych.core.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
+from triptych.core.models.storage import read_own_model
+from triptych.core.models.vectors import WordVectors
 from triptych.errors import DataError, TriptychError
-from triptych.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
-from triptych.models.storage import read_own_model
-from triptych.models.vectors import WordVectors
-from triptych.text import read_tokenizer
+from triptych.running.text import read_tokenizer
 
 PIECES = ["▁the", "▁Cat", "s", None, "▁"]
 LINES = "the 1 2 3\ncat 4 5 6\n<pad> 9 9 9\ndog 7 8 9\n"

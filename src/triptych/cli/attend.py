@@ -4,19 +4,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from triptych.attending import Attention, AttentionBatch
-from triptych.attending.looks import looks_table, written_table
-from triptych.attending.over import OverText
-from triptych.attending.picture import is_picture
-from triptych.attending.saving import (
-    Saved,
-    is_attention_csv,
-    is_attention_npz,
-    json_pieces,
-    write_attention_csv,
-    write_npz,
-)
-from triptych.attending.steps import HeadSteps
 from triptych.cli.options import load_model, refuse_options, special_tokens_of, token_ids
 from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
@@ -32,8 +19,21 @@ from triptych.cli.terminal import (
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
-from triptych.reports import Table, is_page, render_table, write_csv
-from triptych.text import Text, read_lines
+from triptych.running.text import Text, read_lines
+from triptych.seeing.attending import Attention, AttentionBatch
+from triptych.seeing.attending.attention_files import (
+    Saved,
+    is_attention_csv,
+    is_attention_npz,
+    json_pieces,
+    write_attention_csv,
+    write_npz,
+)
+from triptych.seeing.attending.looks import looks_table, written_table
+from triptych.seeing.attending.over import OverText
+from triptych.seeing.attending.picture import is_picture
+from triptych.seeing.attending.steps import HeadSteps
+from triptych.seeing.reports import Table, is_page, render_table, write_csv
 
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40

@@ -14,8 +14,14 @@ from triptych.cli.failures import is_given, say
 from triptych.cli.terminal import Terminal, print_json, print_table
 from triptych.files import write_text
 from triptych.launch import speaks
-from triptych.studies import StudyProgress, read_study, tables, write_study_page, write_study_pictures
 from triptych.training.processes import launched
+from triptych.training.studies import (
+    StudyProgress,
+    read_study,
+    tables,
+    write_study_page,
+    write_study_pictures,
+)
 
 
 def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> None:
@@ -66,7 +72,7 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
         raise typer.Exit(1)
 
 
-def _write_outcome(outcome: "triptych.studies.Outcome", folder: Path) -> None:
+def _write_outcome(outcome: "triptych.training.studies.Outcome", folder: Path) -> None:
     write_text(folder / "runs.csv", tables.runs_csv(outcome))
     write_text(folder / "curves.csv", tables.curves_csv(outcome))
     if outcome.study.sweep.learning_rates:
@@ -106,7 +112,7 @@ def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
     return table
 
 
-def _print_outcome(outcome: "triptych.studies.Outcome", folder: Path) -> None:
+def _print_outcome(outcome: "triptych.training.studies.Outcome", folder: Path) -> None:
     console = Terminal()
     for table in tables.tables(outcome):
         print_table(table, console)

@@ -12,12 +12,12 @@ from triptych.cli.options import refuse_options
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
-from triptych.costing import pages
-from triptych.costing.counting import CostReport, CostSpec
-from triptych.costing.timing import TimingReport
+from triptych.core.models.device import find_device
 from triptych.errors import UsageError
-from triptych.models.device import find_device
-from triptych.reports import is_page, render_table, require_charts, write_report
+from triptych.seeing.costing import cost_pages as pages
+from triptych.seeing.costing.counting import CostReport, CostSpec
+from triptych.seeing.costing.timing import TimingReport
+from triptych.seeing.reports import is_page, render_table, require_charts, write_report
 
 
 def cost(

@@ -8,7 +8,7 @@ import triptych
 from triptych.cli.process import prepare_training
 from triptych.cli.terminal import Terminal, print_json, training_display
 from triptych.demonstration import Interrupted
-from triptych.reports import render_attention, render_samples
+from triptych.seeing.reports import render_attention, render_samples
 
 
 def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False) -> None:

@@ -5,23 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.cli.options import (
-    load_model,
-    number_of_workers,
-    plain,
-    refuse_options,
-    special_tokens_of,
-)
+from triptych.cli.options import load_model, number_of_workers, plain, refuse_options, special_tokens_of
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
-from triptych.decoding import Evaluation, Likelihood
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
 from triptych.files import write_text
-from triptych.reports import Table
-from triptych.text import read_lines
-from triptych.text.documents import Documents, LanguageCorpusSpec, read_documents, whole_documents
+from triptych.literals import Documents
+from triptych.running.decoding import Evaluation, Likelihood
+from triptych.running.text import read_lines
+from triptych.running.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+from triptych.seeing.reports import Table
 from triptych.training.processes import do_each, launched
 
 

@@ -8,15 +8,15 @@ from typing import Annotated
 from urllib.parse import urlencode
 
 import triptych
-from triptych.attending.held_out import HeldOutText
 from triptych.cli.failures import say
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_written, progress_bar
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
-from triptych.opening.run_folder import RECIPE
-from triptych.reports import is_page
+from triptych.running.opening.run_folder import RECIPE
+from triptych.seeing.attending.held_out import HeldOutText
+from triptych.seeing.reports import is_page
 from triptych.serving.recording import write_page
 from triptych.training import read_recipe
 from triptych.training.validation import validation_text

@@ -5,22 +5,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.attending import attend_tokens
-from triptych.attending.saving import head_records
-from triptych.cli.options import (
-    check_attention,
-    load_model,
-    refuse_options,
-    special_tokens_of,
-    token_ids,
-)
+from triptych.cli.options import check_attention, load_model, refuse_options, special_tokens_of, token_ids
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
-from triptych.decoding import Continuation
 from triptych.errors import UsageError
 from triptych.face import Model, load
-from triptych.opening import TextIds
-from triptych.text import Text, iterate_file
+from triptych.running.decoding import Continuation
+from triptych.running.opening import TextIds
+from triptych.running.text import Text, iterate_file
+from triptych.seeing.attending import attend_tokens
+from triptych.seeing.attending.attention_files import head_records
 
 # Prompts of a file that are read and continued before the first are printed.
 _PROMPTS_AT_A_TIME = 256

@@ -14,9 +14,9 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_written, progress_bar
 from triptych.face import Model, load
 from triptych.files import write_text
-from triptych.inspection import MEASURES, Inspection
-from triptych.inspection.record import heads_page, side_by_side
-from triptych.reports import is_page, is_parquet, render_table, write_csv, write_parquet
+from triptych.seeing.inspection import MEASURES, Inspection
+from triptych.seeing.inspection.record import heads_page, side_by_side
+from triptych.seeing.reports import is_page, is_parquet, render_table, write_csv, write_parquet
 from triptych.training.processes import do_each, launched
 
 # The first columns that `--csv` writes, in this release and others.

@@ -11,8 +11,8 @@ from triptych.cli.verbs import spelled
 from triptych.errors import UsageError
 from triptych.face import Model, load
 from triptych.launch import num_on_machine
+from triptych.literals import SpecialTokens
 from triptych.printable import shortened
-from triptych.text import SpecialTokens
 from triptych.threads import num_cores
 
 

@@ -6,10 +6,10 @@ from typing import Annotated
 import triptych
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole
-from triptych.reports import Table
+from triptych.seeing.reports import Table
 from triptych.training import read_recipe
+from triptych.training.device_plan import TrainingPlan
 from triptych.training.layouts import USABLE, Cluster, PlannedLayout
-from triptych.training.planning import TrainingPlan
 from triptych.training.progress import duration
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import triptych
 from triptych.cli.failures import say
 from triptych.cli.outputs import Output, require_free
-from triptych.reports import is_page
+from triptych.seeing.reports import is_page
 
 
 def report(run: Path, *, html: Path | None = None, force: bool = False) -> None:

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from triptych.algebra.rewrites.registry import REWRITES, option_names, purpose, read_rewrite, signature
-from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.cli.options import load_model, numbers
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, progress_bar
@@ -25,6 +23,8 @@ from triptych.rewriting.certificate import (
     renumbered,
     said_layers,
 )
+from triptych.rewriting.functions.registry import REWRITES, option_names, purpose, read_rewrite, signature
+from triptych.rewriting.functions.rewrite import Rewrite
 from triptych.rewriting.planning import Plan
 
 

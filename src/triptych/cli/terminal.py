@@ -18,9 +18,9 @@ from triptych.cli.failures import is_given
 from triptych.errors import DataError, UsageError
 from triptych.launch import speaks
 from triptych.printable import printable
-from triptych.reports import Table, render_table
-from triptych.storage.untrusted import LONGEST_TEXT
+from triptych.seeing.reports import Table, render_table
 from triptych.training.progress import Display, SilentDisplay, display_for
+from triptych.untrusted import LONGEST_TEXT
 
 # A word with a folder in it, or with an ending of a few letters.
 _FILE_NAME = re.compile(r"[^\s]*(?:/[^\s]*[^\s.!?/]|[^\s.]\.[a-z0-9]{1,7})")

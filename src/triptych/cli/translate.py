@@ -5,18 +5,18 @@ from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.attending.saving import head_records
 from triptych.cli.failures import say
 from triptych.cli.options import check_attention, load_model, number_of_workers, special_tokens_of
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
-from triptych.decoding import Translation
 from triptych.errors import DataError, UsageError
 from triptych.face import Model, load
 from triptych.files import write_atomically
-from triptych.reports import is_page
-from triptych.text import iterate_file, iterate_lines
+from triptych.running.decoding import Translation
+from triptych.running.text import iterate_file, iterate_lines
+from triptych.seeing.attending.attention_files import head_records
+from triptych.seeing.reports import is_page
 from triptych.threads import Ahead
 
 # Lines translated together: few at first, so that there is soon something to read.

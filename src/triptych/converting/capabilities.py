@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from triptych.checkpoints.checkpoint import Checkpoint
 from triptych.converting.conversion import can_convert
-from triptych.face.changes import Change
-from triptych.face.opened import Opened, why_not_saved
-from triptych.models import LanguageModel
-from triptych.opening import OpenedModel
+from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.models import LanguageModel
+from triptych.running.changes import Change
+from triptych.running.opened_source import Opened, why_not_saved
+from triptych.running.opening import OpenedModel
 
 
 def capabilities(source: Opened, changes: Sequence[Change]) -> tuple[str, ...]:

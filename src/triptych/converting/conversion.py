@@ -6,24 +6,23 @@ it get its name.
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 
-from triptych.checkpoints.source import is_own_config
 from triptych.converting import ctranslate2, hugging_face
-from triptych.converting.checks import ConversionCheck, Quantization, WrittenModel
 from triptych.converting.onnx import write_onnx
+from triptych.converting.output_checks import ConversionCheck, WrittenModel
+from triptych.core.checkpoints.source import is_own_config
+from triptych.core.models import read_model
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
-from triptych.models import read_model
-from triptych.opening import OpenedModel
+from triptych.literals import Quantization, TargetFormat
 from triptych.printable import printable
-from triptych.storage.untrusted import read_json
-from triptych.text import TokenizerPair
+from triptych.running.opening import OpenedModel
+from triptych.running.text import TokenizerPair
 from triptych.training.continuing import goes_on
-
-TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
+from triptych.untrusted import read_json
 
 
 @final

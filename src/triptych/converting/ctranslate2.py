@@ -17,12 +17,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.marian_tokenizers import write_tokenizers
-from triptych.converting.checks import (
+from triptych.converting.output_checks import (
     ConversionCheck,
-    Quantization,
     WrittenModel,
     compare_logits,
     compute_logits,
@@ -39,14 +35,18 @@ from triptych.converting.plain import (
     require_plain,
     rotary_base,
 )
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.models import EncoderDecoder, LanguageModel, attention_weights
+from triptych.core.models.blocks import Block, OffsetNorm
+from triptych.core.models.feed_forward import FeedForward
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
-from triptych.models import EncoderDecoder, LanguageModel, attention_weights
-from triptych.models.blocks import Block, OffsetNorm
-from triptych.models.feed_forward import FeedForward
-from triptych.opening import OpenedModel
-from triptych.text import PretrainedTokenizer, SentencePieceTokenizer
+from triptych.literals import Quantization
+from triptych.running.opening import OpenedModel
+from triptych.running.opening.marian_tokenizers import write_tokenizers
+from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer
 
 _TOLERANCE = 1e-4
 _ACTIVATIONS = {

@@ -12,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
-from triptych.checkpoints.models import load_language_model
-from triptych.checkpoints.translators import read_marian
-from triptych.converting import formats
-from triptych.converting.checks import (
+from triptych.converting import target_formats as formats
+from triptych.converting.output_checks import (
     TOLERANCES,
     ConversionCheck,
     WrittenModel,
@@ -26,13 +23,16 @@ from triptych.converting.checks import (
     random_pairs,
 )
 from triptych.converting.plain import plain_model
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.core.models import LanguageModel
+from triptych.core.models.storage import write_weights
 from triptych.errors import DataError
 from triptych.extras import is_installed, quiet_transformers
 from triptych.files import write_json, write_text
-from triptych.models import LanguageModel
-from triptych.models.storage import write_weights
-from triptych.opening import OpenedModel
-from triptych.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
+from triptych.running.opening import OpenedModel
+from triptych.running.opening.marian_tokenizers import TARGET_FOLDER, write_tokenizers
+from triptych.running.opening.translators import read_marian
+from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
 from triptych.training.continuing import copy_checkpoint, goes_on
 
 _LOGITS = "logits of the folder, read by {}, and of the model"

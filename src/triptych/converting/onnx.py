@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from triptych.attention import AttentionCache, DecoderCache, PositionIds
-from triptych.checkpoints.marian_tokenizers import TARGET_FOLDER, write_tokenizers
-from triptych.converting.checks import (
+from triptych.converting.output_checks import (
     ConversionCheck,
     Pairs,
     WrittenModel,
@@ -26,15 +24,17 @@ from triptych.converting.checks import (
     random_pairs,
 )
 from triptych.converting.plain import max_positions
-from triptych.decoding import Engine
-from triptych.decoding.fused import FusedAttention, beyond_fusing, numbers_of
+from triptych.core.attention import AttentionCache, DecoderCache, PositionIds
+from triptych.core.models import EncoderDecoder
+from triptych.core.models.blocks import NewTokens
+from triptych.core.models.sites import attention_sites, blocks_of
 from triptych.errors import UsageError
 from triptych.extras import is_installed, require_extra
-from triptych.models import EncoderDecoder
-from triptych.models.blocks import NewTokens
-from triptych.models.sites import attention_sites, blocks_of
-from triptych.opening import OpenedModel
-from triptych.text import SentencePieceTokenizer
+from triptych.running.decoding import Engine
+from triptych.running.decoding.fused import FusedAttention, beyond_fusing, numbers_of
+from triptych.running.opening import OpenedModel
+from triptych.running.opening.marian_tokenizers import TARGET_FOLDER, write_tokenizers
+from triptych.running.text import SentencePieceTokenizer
 
 ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
 _OPSET = 18

@@ -14,15 +14,21 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from triptych.algebra import rewrites
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.weights import AttentionWeights, Link, standard_scale
-from triptych.attention import LearnedPositions, sinusoidal
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights, Link, standard_scale
+from triptych.core.attention import LearnedPositions, sinusoidal
+from triptych.core.models import (
+    EncoderDecoder,
+    LanguageModel,
+    attention_sites,
+    attention_weights,
+    with_attention,
+)
+from triptych.core.models.architecture import FeedForwardConfig, NormConfig
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder, LanguageModel, attention_sites, attention_weights, with_attention
-from triptych.models.architecture import FeedForwardConfig, NormConfig
-from triptych.rewriting.models import WeightsRewrite, rewrite
+from triptych.rewriting import functions as rewrites
+from triptych.rewriting.in_memory import WeightsRewrite, rewrite
 
 # Makes the error of a format from the part that does not fit.
 Refused = Callable[[str], UsageError]

@@ -6,25 +6,10 @@ does with texts in `running.py` (`translate`, `attend`, `run`), what changes or 
 change gives a new `Model`. Start with `model.py`.
 """
 
-from triptych.face.changes import Change
-from triptych.face.composition import Composition
-from triptych.face.heads import Head, Layer, Layers, RotaryForm, Stack
 from triptych.face.model import Model, load, renamed, reopened, require_same_files
-from triptych.face.run import Activations, Run
-from triptych.face.sweep import Sweep
 
 __all__ = [
-    "Activations",
-    "Change",
-    "Composition",
-    "Head",
-    "Layer",
-    "Layers",
     "Model",
-    "RotaryForm",
-    "Run",
-    "Stack",
-    "Sweep",
     "load",
     "renamed",
     "reopened",

@@ -7,23 +7,40 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.algebra.rewrites import Rewrite
-from triptych.attention import Activation, LearnedPositions, SinusoidalPositions
-from triptych.checkpoints.family import Family, read_family
-from triptych.checkpoints.layer import in_ranges
-from triptych.checkpoints.source import Source, find_source, tokenizer_folder
-from triptych.checkpoints.translators import Languages
-from triptych.converting.checks import Quantization
-from triptych.converting.conversion import Conversion, TargetFormat, convert
-from triptych.decoding import Precision
+from triptych.converting.conversion import Conversion, convert
+from triptych.converting.engines import require_ctranslate2
+from triptych.core.attention import LearnedPositions, SinusoidalPositions
+from triptych.core.checkpoints.family import Family, read_family
+from triptych.core.checkpoints.source import Source, find_source, tokenizer_folder
+from triptych.core.checkpoints.stored_layers import in_ranges
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.places import Heads, head_of, in_words
 from triptych.errors import UsageError
-from triptych.face.changes import (
+from triptych.face.running import RunnableModel
+from triptych.literals import (
+    Activation,
+    By,
+    Dtype,
+    EngineName,
+    Precision,
+    Quantization,
+    TargetFormat,
+    check_choices,
+)
+from triptych.progress import Progress, untold
+from triptych.rewriting.against_transformers import Check, check_against_transformers
+from triptych.rewriting.functions import Rewrite
+from triptych.rewriting.planning import Plan, plan_rewrite
+from triptych.rewriting.recipe import RewriteRecipe, to_recipe
+from triptych.rewriting.saving import save_changed, save_unchanged
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.running.changes import (
     SIDE_OF,
     Change,
     Edit,
@@ -39,25 +56,13 @@ from triptych.face.changes import (
     with_map,
     without_positions,
 )
-from triptych.face.checking import Check, check_against_transformers
-from triptych.face.choices import check_choices
-from triptych.face.engines import require_ctranslate2
-from triptych.face.opened import Opened, why_not_saved
-from triptych.face.run import Run
-from triptych.face.running import RunnableModel
-from triptych.face.saving import save_changed, save_unchanged
-from triptych.face.sweep import Sweep, sweep_heads
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.opening.options import EngineName, Options
-from triptych.opening.places import Heads, head_of, in_words
-from triptych.progress import Progress, untold
-from triptych.rewriting.checkpoint import rewrite_checkpoint
-from triptych.rewriting.planning import Plan, plan_rewrite
-from triptych.rewriting.recipe import RewriteRecipe, to_recipe
+from triptych.running.opened_source import Opened, why_not_saved
+from triptych.running.opening.options import Options
+from triptych.running.opening.translators import Languages
+from triptych.running.run import Run
+from triptych.seeing.sweep import Sweep, sweep_heads
 from triptych.user_code import use_code
 
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-By = Literal["zero", "mean", "resample"]
 # Maps that a layer does not have where it borrows keys and values.
 _OF_KEYS = ("W_K", "W_V")
 # A rewrite as a call or a record, a recipe of several, or the file of one.

@@ -5,21 +5,21 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
 
-from triptych.checkpoints.layer import AttentionSource
 from triptych.converting.capabilities import capabilities
+from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.core.heads import Head, Layer, Layers, Stack
+from triptych.core.places import PlaceNames
+from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import UsageError
-from triptych.face.changes import Change
-from triptych.face.choices import check_choices
-from triptych.face.composition import Composition, Into, compose
-from triptych.face.cost import ModelCost, cost_of
-from triptych.face.heads import Head, Layer, Layers, Stack
-from triptych.face.opened import ChangedSource, Opened, stack_of, summary_of
-from triptych.inspection import Inspection, inspect
-from triptych.opening import PlaceNames
+from triptych.literals import Into, check_choices
 from triptych.printable import table_html
 from triptych.progress import Progress, untold
 from triptych.rewriting.certificate import Certificate, read_certificate
-from triptych.storage.copying import CERTIFICATE
+from triptych.running.changes import Change
+from triptych.running.opened_source import ChangedSource, Opened, stack_of, summary_of
+from triptych.seeing.composition import Composition, compose
+from triptych.seeing.inspection import Inspection, inspect
+from triptych.seeing.model_cost import ModelCost, cost_of
 
 
 class ReadableModel(ABC):

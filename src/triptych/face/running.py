@@ -3,42 +3,37 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from triptych.attending import Attention, AttentionBatch, attend, attend_over
-from triptych.attending.over import OverText, given_lines, given_texts, refuse_file_name
-from triptych.attending.worth import Instead
-from triptych.decoding import (
+from triptych.converting.engines import evaluate_text, identify, make_generator, make_translator
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.face.reading import ReadableModel
+from triptych.literals import Documents, FileSettings, Instead, SpecialTokens, Stop, check_choices
+from triptych.progress import Progress, untold
+from triptych.running.changes import changed_copy, continue_changed
+from triptych.running.decoding import (
     Filling,
     GenerationOptions,
-    Stop,
     TextGenerator,
     Translator,
     evaluate_translations,
     fill_masks,
 )
-from triptych.errors import DataError, TriptychError, UsageError
-from triptych.face.changes import changed_copy, continue_changed
-from triptych.face.choices import check_choices
-from triptych.face.engines import evaluate_text, identify, make_generator, make_translator
-from triptych.face.reading import ReadableModel
-from triptych.face.run import Run, run_texts
-from triptych.face.shortlist import write_shortlist
-from triptych.opening import OpenedModel, Reader
-from triptych.opening.generation_config import Asked, GenerationConfig
-from triptych.progress import Progress, untold
-from triptych.text import SpecialTokens, Text, as_lines, as_texts
-from triptych.text.documents import Documents
-from triptych.text.shortlists import Coverage
+from triptych.running.opening import OpenedModel, Reader
+from triptych.running.opening.generation_config import Asked, GenerationConfig
+from triptych.running.run import Run, run_texts
+from triptych.running.text import Text, as_lines, as_texts
+from triptych.running.text.shortlists import Coverage
+from triptych.seeing.attending import Attention, AttentionBatch, attend, attend_over
+from triptych.seeing.attending.over import OverText, given_lines, given_texts, refuse_file_name
 from triptych.training import Recipe, read_recipe, require_translation
 from triptych.training.distilling import Distilled, distil_text
 from triptych.training.processes import launched
 from triptych.training.progress import Display, LineDisplay
-
-FileSettings = Literal["follow", "ignore"]
+from triptych.training.shortlist import write_shortlist
 
 
 class RunnableModel(ReadableModel):

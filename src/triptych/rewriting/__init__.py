@@ -7,6 +7,6 @@ layers, one at a time: of a model in memory (`models.py`), or of a checkpoint (`
 `driver.py`.
 """
 
-from triptych.rewriting.models import RewriteResult, rewrite
+from triptych.rewriting.in_memory import RewriteResult, rewrite
 
 __all__ = ["RewriteResult", "rewrite"]

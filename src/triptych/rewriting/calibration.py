@@ -3,16 +3,23 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from triptych.algebra.moments import Moments, MomentsGatherer
-from triptych.algebra.weights import AttentionWeights
-from triptych.attending.windows import cut_windows
-from triptych.attending.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
-from triptych.attending.worth import measure_worth
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.source import Source
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.checkpoints.source import Source
+from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, Site
 from triptych.errors import UsageError
-from triptych.opening import Reader, TextModel, open_model, open_text_model, read_tab_pairs, read_whole_text
+from triptych.rewriting.functions.moments import Moments, MomentsGatherer
 from triptych.rewriting.inputs import before_gain
+from triptych.running.measuring.windows import cut_windows
+from triptych.running.measuring.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
+from triptych.running.measuring.worth import measure_worth
+from triptych.running.opening import (
+    Reader,
+    TextModel,
+    open_model,
+    open_text_model,
+    read_tab_pairs,
+    read_whole_text,
+)
 
 MOST_TOKENS = 1 << 16
 # What is held of layers in one pass over the text: their maps and moments, in float64. More take more passes.

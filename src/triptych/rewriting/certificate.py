@@ -14,14 +14,14 @@ from typing import Any, ClassVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 
-from triptych.algebra.cost import WritingCost
-from triptych.algebra.rewrites.record import TIERS, Tier
-from triptych.checkpoints.layer import AttentionLayer
+from triptych.core.algebra.cost import WritingCost
+from triptych.core.algebra.rewritten import TIERS, Tier
+from triptych.core.checkpoints.stored_layers import AttentionLayer
+from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
 from triptych.rewriting.driver import StepOutcome
-from triptych.storage.copying import CERTIFICATE
-from triptych.storage.untrusted import read_json
+from triptych.untrusted import read_json
 
 MODEL_CARD = "README.md"
 CARD_HEADING = "## Rewritten attention"

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import ValidationError
 
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.rewrites.registry import read_rewrite
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource
+from triptych.core.storage.tensors import open_tensors
 from triptych.errors import TriptychError, first_line
-from triptych.opening import Seen, open_text_model
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, Measured, NormRecord, StepRecord
-from triptych.rewriting.formats import storage_format
+from triptych.rewriting.folder_formats import storage_format
+from triptych.rewriting.functions.registry import read_rewrite
 from triptych.rewriting.inputs import gather_inputs
 from triptych.rewriting.measuring import (
     Rounding,
@@ -32,7 +32,7 @@ from triptych.rewriting.measuring import (
 from triptych.rewriting.planning import FinishedLayer, Rewriting, total
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
-from triptych.storage.tensors import open_tensors
+from triptych.running.opening import Seen, open_text_model
 
 _MOST_NAMED = 3
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")

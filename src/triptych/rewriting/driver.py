@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, final
 
-from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites.record import RewriteRecord, RewriteRefusedError
-from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite, Rewrite
-from triptych.algebra.weights import AttentionWeights
+from triptych.core.algebra.rewritten import RewriteRecord, RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.rewriting.functions.moments import Moments
+from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite, Rewrite
 
 
 class StepOutcome(NamedTuple):

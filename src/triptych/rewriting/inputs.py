@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from triptych.algebra.weights import Norm
-from triptych.checkpoints.layer import AttentionSource
+from triptych.core.algebra.weights import Norm
+from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.core.storage.tensors import Safetensors
 from triptych.errors import DataError, UsageError
 from triptych.files import write_bytes
-from triptych.opening import Seen, TextModel, Window
-from triptych.storage.tensors import Safetensors
-from triptych.storage.untrusted import LocalBytes
+from triptych.running.opening import Seen, TextModel, Window
+from triptych.untrusted import LocalBytes
 
 # No ending that programs look for tensors of a model by.
 INPUTS = "certificate.inputs"

@@ -8,16 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import run_layer
-from triptych.algebra.rewrites import FORMS, Form, RewriteRefusedError, fold_norm
-from triptych.algebra.rewrites.moves import measure_move
-from triptych.algebra.weights import SIDES, AttentionWeights, Norm
-from triptych.checkpoints.layer import AttentionLayer
-from triptych.opening import Seen
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.norm_folding import fold_norm
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import SIDES, AttentionWeights, Norm
+from triptych.core.checkpoints.stored_layers import AttentionLayer
 from triptych.rewriting.certificate import Measured, Probes
+from triptych.rewriting.functions import FORMS, Form
+from triptych.rewriting.functions.bounds import output_bound, score_bound
+from triptych.rewriting.functions.moves import measure_move
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
+from triptych.running.opening import Seen
 
 # Numbers of a map outside the attention that are in float64 at once; of the maps of a layer whose heads are
 # bounded one by one.

@@ -7,25 +7,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from triptych.algebra.forms import are_finite
-from triptych.algebra.rewrites import (
-    FoldNorm,
-    FoldOtherNorms,
-    OtherReaders,
-    Rewrite,
-    RewriteRefusedError,
-    fold_norm_into_map,
-    require_readers_foldable,
-)
-from triptych.algebra.weights import Norm
-from triptych.checkpoints.layer import Site
-from triptych.checkpoints.norm_readers import NormReader, NormSite
+from triptych.core.algebra.forms import are_finite
+from triptych.core.algebra.norm_folding import OtherReaders, fold_norm_into_map, require_readers_foldable
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import Norm
+from triptych.core.checkpoints.norm_readers import NormReader, NormSite
+from triptych.core.checkpoints.stored_layers import Site
+from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.driver import applies_to, give_back_memory
-from triptych.rewriting.formats import Format
+from triptych.rewriting.folder_formats import Format
+from triptych.rewriting.functions import FoldNorm, FoldOtherNorms, Rewrite
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
-from triptych.storage.tensors import Tensors
 
 _NAME = "fold_other_norms"
 IsFolded = Callable[[Site], bool]

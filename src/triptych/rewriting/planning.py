@@ -8,16 +8,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.forms import are_finite
-from triptych.algebra.moments import Moments
-from triptych.algebra.rewrites import LayerToRewrite, Rewrite, RewriteRefusedError, ToLatent, Truncate
-from triptych.algebra.weights import AttentionWeights
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.family import Family
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource, Site
-from triptych.checkpoints.source import Source, find_source
-from triptych.checkpoints.writing import WrittenLayer
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.algebra.forms import are_finite
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.family import Family
+from triptych.core.checkpoints.source import Source, find_source
+from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, Site
 from triptych.errors import DataError, UsageError
 from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments, measure_head_losses
@@ -31,10 +29,13 @@ from triptych.rewriting.certificate import (
     shown_rewrite,
 )
 from triptych.rewriting.driver import Driver, RewrittenLayer, StepOutcome, applies_to
-from triptych.rewriting.formats import storage_format
+from triptych.rewriting.folder_formats import storage_format
+from triptych.rewriting.functions import LayerToRewrite, Rewrite, ToLatent, Truncate
+from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
-from triptych.storage.untrusted import shown
+from triptych.rewriting.writing import WrittenLayer
+from triptych.untrusted import shown
 
 
 def _require_finite_layer(source: AttentionSource, read: AttentionLayer) -> None:

@@ -16,10 +16,10 @@ from pydantic import (
     model_validator,
 )
 
-from triptych.algebra.rewrites.registry import EXACT, read_rewrite, require_order
-from triptych.algebra.rewrites.rewrite import Rewrite
 from triptych.errors import UsageError
-from triptych.opening import read_whole_text
+from triptych.rewriting.functions.registry import EXACT, read_rewrite, require_order
+from triptych.rewriting.functions.rewrite import Rewrite
+from triptych.running.opening import read_whole_text
 from triptych.toml import read_toml
 
 

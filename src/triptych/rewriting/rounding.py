@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.weights import SIDES, AttentionWeights, Link, Side
-from triptych.checkpoints.layer import AttentionLayer, AttentionSource
-from triptych.opening import TextModel, Window
+from triptych.core.algebra.weights import SIDES, AttentionWeights, Link, Side
+from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource
+from triptych.core.storage.tensors import Tensors
 from triptych.rewriting.certificate import TensorRecord
-from triptych.rewriting.running import Deviations, largest_difference
-from triptych.storage.tensors import Tensors
+from triptych.rewriting.on_text import Deviations, largest_difference
+from triptych.running.opening import TextModel, Window
 
 # An exact rewrite may move outputs by this factor times the largest move of some random roundings.
 # Correct rewrites stay below 1.2 over all families (docs/contributing/log/).

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from triptych.checkpoints.checkpoint import open_checkpoint
-from triptych.checkpoints.family import Family, read_family
-from triptych.checkpoints.layer import AttentionSource
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.family import Family, read_family
+from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.core.storage.copying import CERTIFICATE, is_own
+from triptych.core.storage.shards import tensor_hash
+from triptych.core.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
 from triptych.errors import DataError, TriptychError, UsageError, first_line
 from triptych.files import file_hash
-from triptych.opening import open_text_model, read_whole_text, why_not_run
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import (
     MODEL_CARD,
@@ -31,17 +33,15 @@ from triptych.rewriting.checking import (
     check_recipe,
     format_figure,
 )
-from triptych.rewriting.comparing import why_not_rounding
-from triptych.rewriting.formats import Format
+from triptych.rewriting.folder_formats import Format
 from triptych.rewriting.inputs import INPUTS, read_inputs
 from triptych.rewriting.measuring import PROBES
+from triptych.rewriting.on_text import Deviations, compare_outputs
 from triptych.rewriting.planning import local_folder
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.running import Deviations, compare_outputs
-from triptych.storage.copying import CERTIFICATE, is_own
-from triptych.storage.shards import tensor_hash
-from triptych.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
-from triptych.storage.untrusted import LONGEST_TEXT, read_json, read_limited, shown, stays_in_folder
+from triptych.rewriting.whole_models import why_not_rounding
+from triptych.running.opening import open_text_model, read_whole_text, why_not_run
+from triptych.untrusted import LONGEST_TEXT, read_json, read_limited, shown, stays_in_folder
 
 
 def verify(

@@ -15,7 +15,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from triptych.serving import completions, embeddings, page, records, translation
+from triptych.serving import (
+    attention_records as records,
+)
+from triptych.serving import (
+    completions,
+    embeddings,
+)
+from triptych.serving import (
+    translation_api as translation,
+)
+from triptych.serving import (
+    translation_page as page,
+)
 from triptych.serving.connections import CUT_OFF
 from triptych.serving.doors import KEY_NEEDED, check_host, check_origin
 from triptych.serving.limits import RequestError, openai_error

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from triptych.decoding import Continuation, GenerationOptions, SamplingOptions
+from triptych.literals import SpecialTokens
+from triptych.running.decoding import Continuation, GenerationOptions, SamplingOptions
 from triptych.serving.answers import json_answer
-from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError, openai_error
 from triptych.serving.logprobs import (
     TokenNames,
@@ -23,10 +23,10 @@ from triptych.serving.logprobs import (
     as_completion_logprobs,
     told_tokens,
 )
-from triptych.serving.models import Continuing, Scored, Scoring, ServedModel
 from triptych.serving.openai_fields import CHAT, COMPLETIONS, check_fields, flag
+from triptych.serving.request_fields import Fields
+from triptych.serving.served_models import Continuing, Scored, Scoring, ServedModel
 from triptych.serving.server import Server
-from triptych.text import SpecialTokens
 
 _MOST_SAMPLES, _MOST_LOGPROBS = 16, 20
 # Tokens of a prompt whose logits are held at once.

@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from torch.nn import functional as F
 
-from triptych.decoding.batches import LONGEST_SHOWN, check_length
-from triptych.models.overflow import require_finite_values
+from triptych.core.models.overflow import require_finite_values
+from triptych.running.decoding.batches import LONGEST_SHOWN, check_length
+from triptych.running.text import encode_texts
 from triptych.serving.answers import json_answer
 from triptych.serving.completions import read_token_ids
 from triptych.serving.limits import RequestError
-from triptych.serving.models import JobOfEach
 from triptych.serving.openai_fields import EMBEDDINGS, check_fields
+from triptych.serving.served_models import JobOfEach
 from triptych.serving.server import Server
-from triptych.text import encode_texts
 
 
 async def embed(server: Server, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """What the page at `/` asks: a model's computation of attention, and what a change of it changes.
 
 Every answer is a record of the face (`Model.attend`, `steps`, `run`, `inspect`), and every what-if one of its
-changes. The page is `reports/explore.html`.
+changes. The page is `seeing/reports/explore.html`.
 """
 
 import inspect
@@ -14,16 +14,18 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from triptych.algebra.chance import random_spectra
-from triptych.attending import Attention
-from triptych.attending.attention import readable
-from triptych.attending.held_out import HeldOutText
-from triptych.attending.over import OverText
-from triptych.attending.page import HeadNote, viewer_data
-from triptych.attending.writing import OutputTable
+from triptych.core.heads import Head, Layer, RotaryForm
+from triptych.core.models.sites import attention_sites
 from triptych.errors import TriptychError, UsageError
-from triptych.face import Head, Layer, Model, RotaryForm, Run
-from triptych.models.sites import attention_sites
+from triptych.face import Model
+from triptych.running.run import Run
+from triptych.seeing.attending import Attention
+from triptych.seeing.attending.attention import readable
+from triptych.seeing.attending.attention_page import HeadNote, viewer_data
+from triptych.seeing.attending.held_out import HeldOutText
+from triptych.seeing.attending.over import OverText
+from triptych.seeing.attending.written_tokens import OutputTable
+from triptych.seeing.chance import random_spectra
 
 # Models with what-ifs that are kept, each with what it generates with, and texts that they read.
 _MOST_MODELS, _MOST_TEXTS = 4, 16
@@ -276,7 +278,7 @@ class Explorer:
         }
 
     def view(self, asked: Shown, *, measured: bool = False) -> dict[str, Any]:
-        """All attention weights of the text as `reports/viewer.js` draws them.
+        """All attention weights of the text as `seeing/reports/viewer.js` draws them.
 
         `measured` adds what heads do: over the text that was given at the start, or on this one.
         """

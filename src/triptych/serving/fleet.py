@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from triptych.attending.held_out import HeldOutText
 from triptych.errors import UsageError
 from triptych.face import Model, reopened
+from triptych.seeing.attending.held_out import HeldOutText
 from triptych.serving.limits import Limits
-from triptych.serving.models import ServedModel
-from triptych.serving.processes import ServingProcess
+from triptych.serving.served_models import ServedModel
+from triptych.serving.worker_processes import ServingProcess
 
 
 @dataclass(frozen=True)

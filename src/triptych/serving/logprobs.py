@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-from triptych.attending.attention import readable
-from triptych.decoding import Top
-from triptych.text import StreamDecoder, Tokenizer
-from triptych.text.pieces import bytes_of
+from triptych.running.decoding import Top
+from triptych.running.text import StreamDecoder, Tokenizer
+from triptych.running.text.pieces import bytes_of
+from triptych.seeing.attending.attention import readable
 
 # Tokens before the first one that are decoded: they say whether it begins with a space.
 _BEFORE = 8

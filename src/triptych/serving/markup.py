@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 import torch
 from turbohtml import Token, TokenType, tokenize
 
-from triptych.attending.alignment import AlignedWords, Word
+from triptych.seeing.attending.alignment import AlignedWords, Word
 from triptych.serving.limits import RequestError
 
 # Elements inside a sentence that are in each other: a word may be put into all of them.

@@ -8,8 +8,8 @@ that nobody documents.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from triptych.serving.fields import Fields
 from triptych.serving.limits import RequestError
+from triptych.serving.request_fields import Fields
 
 
 class Kind(NamedTuple):

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from triptych.attending.held_out import HeldOutText
 from triptych.errors import TriptychError
 from triptych.face import Model
 from triptych.files import write_text
 from triptych.printable import printable
 from triptych.progress import Progress, untold
-from triptych.reports import make_page
+from triptych.seeing.attending.held_out import HeldOutText
+from triptych.seeing.reports import make_page
 from triptych.serving.exploring import Explorer, Shown, rounded
 
 _DIGITS, _NEW_TOKENS = 4, 12

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from triptych.attending.held_out import HeldOutText
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.face import Model
+from triptych.seeing.attending.held_out import HeldOutText
 from triptych.serving import hangups
 from triptych.serving.fleet import PageTexts
 from triptych.serving.limits import Limits
 from triptych.serving.logs import flush_log, log
-from triptych.storage.untrusted import read_limited
 from triptych.threads import torch_threads
+from triptych.untrusted import read_limited
 
 KEY_VARIABLE = "TRIPTYCH_API_KEY"
 _MOST_WORKERS = 256
@@ -68,7 +68,7 @@ def serve(
         *("starlette", "uvicorn", "python_multipart", "prometheus_client", "turbohtml"),
         what="triptych serve",
     )
-    from triptych.serving import running
+    from triptych.serving import uvicorn_server as running
 
     keys = _keys(keys_file)
     public = not _is_loopback(host)

@@ -15,14 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from triptych.decoding.maps import give_memory_back
 from triptych.errors import TriptychError
+from triptych.running.decoding.linear_maps import give_memory_back
 from triptych.serving.doors import Keys
-from triptych.serving.fields import Fields
 from triptych.serving.fleet import Fleet
 from triptych.serving.limits import GONE, Limits, RequestError
 from triptych.serving.logs import log, num_lost
-from triptych.serving.models import ModelJob, ServedModel
+from triptych.serving.request_fields import Fields
+from triptych.serving.served_models import ModelJob, ServedModel
 from triptych.serving.worker import Item
 from triptych.threads import LEFT
 

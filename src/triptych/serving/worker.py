@@ -17,7 +17,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from triptych.decoding import Asked, Loop
+from triptych.running.decoding import Asked, Loop
 from triptych.serving.limits import GONE, Limits, RequestError
 
 # Texts that wait for others to end go on when there are so few of the others.

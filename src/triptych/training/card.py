@@ -3,14 +3,14 @@
 import hashlib
 from pathlib import Path
 
+from triptych.core.models import LanguageModelConfig, ModelConfig
 from triptych.files import write_text
-from triptych.models import LanguageModelConfig, ModelConfig
 from triptych.printable import printable
-from triptych.storage.untrusted import LONGEST_TEXT, read_limited
 from triptych.training import AnyRecipe, TextRecipe, TrainingResult
 from triptych.training.objectives import LEAST_BLEU
 from triptych.training.progress import Display
 from triptych.training.sections import ContinuedModelConfig
+from triptych.untrusted import LONGEST_TEXT, read_limited
 
 # What follows on this line of a model card is the hash of the text before it.
 _CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as you wrote it. sha256 "

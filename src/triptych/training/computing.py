@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
+from triptych.core.models.device import find_device
+from triptych.core.models.storage import OwnModel, load_tensors
 from triptych.errors import UsageError
-from triptych.models.device import find_device
-from triptych.models.storage import OwnModel, load_tensors
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.precision import NarrowTwin

@@ -11,30 +11,30 @@ from pathlib import Path
 
 import torch
 
-from triptych.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.checkpoints.models import (
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.source import is_own_config
+from triptych.core.checkpoints.stored_models import (
     LoadedModel,
     changed_tensors,
     load_language_model,
     tie_shared,
     why_not_written,
 )
-from triptych.checkpoints.source import is_own_config
+from triptych.core.models import LanguageModel
+from triptych.core.models.device import find_device
+from triptych.core.models.storage import OwnModel, write_weights
+from triptych.core.storage.copying import CERTIFICATE, CONFIG, names_beside
+from triptych.core.storage.tensors import SAFETENSORS
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.files import write_text
-from triptych.models import LanguageModel
-from triptych.models.device import find_device
-from triptych.models.storage import OwnModel, write_weights
-from triptych.storage.copying import CERTIFICATE, CONFIG, names_beside
-from triptych.storage.tensors import SAFETENSORS
-from triptych.storage.untrusted import LONGEST_JSON, read_json, read_limited
-from triptych.text import load_tokenizer
+from triptych.running.text import load_tokenizer
 from triptych.training import ContinuedRecipe
-from triptych.training.fitting import fit_continued_training, say_choices
+from triptych.training.choices import fit_continued_training, say_choices
 from triptych.training.folder import Prepared, holds_run, settings
 from triptych.training.language import TextOfRun, prepared_text
 from triptych.training.progress import Display
 from triptych.training.state import RUN_FILES, save_or_explain
+from triptych.untrusted import LONGEST_JSON, read_json, read_limited
 
 _TOKENIZER_JSON = "tokenizer.json"
 # Files of the original run that say nothing of the new one.

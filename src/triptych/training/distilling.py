@@ -15,17 +15,17 @@ from typing import Any
 
 import tomli_w
 
-from triptych.decoding import Translator, measure_bleu
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash, hold_folder, write_json, write_text
 from triptych.progress import Progress
-from triptych.storage.untrusted import read_json
-from triptych.text import ParallelCorpus
+from triptych.running.decoding import Translator, measure_bleu
 from triptych.training import Recipe, resolve
+from triptych.training.corpora.corpora import ParallelCorpus
 from triptych.training.folder import hash_parts
 from triptych.training.processes import World
 from triptych.training.progress import Display
 from triptych.training.translation import read_corpora, with_tokenizers_of
+from triptych.untrusted import read_json
 
 # Sentences of a block; what an interruption loses is the blocks in hand.
 _BLOCK = 512

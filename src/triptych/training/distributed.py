@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from triptych.core.models import EncoderDecoder
+from triptych.core.models.blocks import OffsetNorm
+from triptych.core.models.storage import OwnModel
 from triptych.errors import UsageError
-from triptych.models import EncoderDecoder
-from triptych.models.blocks import OffsetNorm
-from triptych.models.storage import OwnModel
 from triptych.training.computing import Computing, Kind, LazyParameters
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch

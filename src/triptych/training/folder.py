@@ -1,4 +1,4 @@
-"""Run folders that training makes; `opening/run_folder.py` has the files that lie in one."""
+"""Run folders that training makes; `running/opening/run_folder.py` has the files that lie in one."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from triptych.checkpoints.source import is_own_config
+from triptych.core.checkpoints.source import is_own_config
+from triptych.core.models.storage import OwnModel
+from triptych.core.models.vectors import WordVectors
 from triptych.errors import DataError, UsageError
-from triptych.models.storage import OwnModel
-from triptych.models.vectors import WordVectors
-from triptych.opening.run_folder import DECODING, RECIPE
-from triptych.storage.untrusted import read_json
-from triptych.text import Tokenizer
+from triptych.running.opening.run_folder import DECODING, RECIPE
+from triptych.running.text import Tokenizer
 from triptych.training import AnyRecipe
 from triptych.training.objectives import Objective
 from triptych.training.state import RUN_FILES, Publish, own_files, publish_weights
+from triptych.untrusted import read_json
 
 SUMMARY = "summary.json"
 

@@ -6,36 +6,32 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from triptych.decoding.engine import Engine
-from triptych.decoding.generation import GenerationOptions, generate_tokens
-from triptych.decoding.sampling import SamplingOptions
+from triptych.core.models import LanguageModel
+from triptych.core.models.device import find_device, to_device
+from triptych.core.models.storage import OwnModel, write_config
 from triptych.errors import DataError, UsageError
-from triptych.models import LanguageModel
-from triptych.models.device import find_device, to_device
-from triptych.models.storage import OwnModel, write_config
-from triptych.opening.run_folder import TOKENIZER
 from triptych.printable import printable
-from triptych.text import (
+from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.generation import GenerationOptions, generate_tokens
+from triptych.running.decoding.sampling import SamplingOptions
+from triptych.running.opening.run_folder import TOKENIZER
+from triptych.running.text import (
     LanguageCorpusSpec,
     Masking,
-    PackedBatches,
     PretrainedTokenizer,
     TextPart,
     Tokenizer,
-    TokenizerSpec,
-    TokenShards,
     read_documents,
     read_tokenizer,
     require_kept_file,
-    tokenize_corpus,
-    train_tokenizer,
-    trained_once,
-    write_shards,
 )
-from triptych.text.documents import find_files, fingerprint, require_documents
-from triptych.text.unknown import unknown_token, why_no_bits
+from triptych.running.text.documents import find_files, fingerprint, require_documents
+from triptych.running.text.unknown_characters import unknown_token, why_no_bits
 from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
-from triptych.training.fitting import fit_language_training, fit_tokenizer, say_choices
+from triptych.training.choices import fit_language_training, fit_tokenizer, say_choices
+from triptych.training.corpora.packing import PackedBatches
+from triptych.training.corpora.token_shards import TokenShards, tokenize_corpus, write_shards
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, trained_once
 from triptych.training.folder import Prepared, hash_parts, word_vectors
 from triptych.training.objectives import LanguageObjective
 from triptych.training.progress import Display

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
+from triptych.core.models.blocks import recompute_activations
+from triptych.core.models.device import has_fast_bf16
+from triptych.core.models.storage import OwnModel, model_tensors, read_tensors
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
-from triptych.models.blocks import recompute_activations
-from triptych.models.device import has_fast_bf16
-from triptych.models.storage import OwnModel, model_tensors, read_tensors
 from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, Whole, rows_of_rank
 from triptych.training.machine import (
     StopRequest,

@@ -8,7 +8,7 @@ from typing import Any, final
 from triptych.errors import DataError, TriptychError
 from triptych.extras import is_installed
 from triptych.files import write_text
-from triptych.storage.untrusted import LONGEST_METRICS, read_limited
+from triptych.untrusted import LONGEST_METRICS, read_limited
 
 MetricsRecord = Mapping[str, float | int | str | list[float]]
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
-from triptych.attention import PositionIds
-from triptych.models import EncoderDecoder, LanguageModel
-from triptych.text import Batch, TokenBatches
-from triptych.text.packing import NOT_COUNTED, LanguageBatch
+from triptych.core.attention import PositionIds
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.training.corpora.packing import NOT_COUNTED, LanguageBatch
+from triptych.training.corpora.pair_batches import Batch, TokenBatches
 from triptych.training.losses import Loss, head_loss, output_loss, rdrop_loss, teacher_loss
 from triptych.training.sections import TrainingConfig, ValidationConfig
 

@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from triptych.attention import LearnedPositions
-from triptych.models.storage import OwnModel, stored_parameters
+from triptych.core.attention import LearnedPositions
+from triptych.core.models.storage import OwnModel, stored_parameters
 from triptych.training.sections import OptimisationConfig
 
 # What each optimizer keeps of a parameter, by the word its entries in a saved state begin with.

@@ -12,8 +12,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from triptych.models.embedding import Embeddings
-from triptych.models.storage import OwnModel
+from triptych.core.models.embedding import Embeddings
+from triptych.core.models.storage import OwnModel
 
 
 @final

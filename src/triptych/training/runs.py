@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from triptych.core.models.device import find_device, has_fast_bf16, to_device
+from triptych.core.models.initial import DeferredInit
+from triptych.core.models.storage import OwnModel, read_own_model
+from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import UsageError
 from triptych.files import NewFolder, hold_folder, write_json, write_text
 from triptych.launch import num_restarts
-from triptych.models.device import find_device, has_fast_bf16, to_device
-from triptych.models.initial import DeferredInit
-from triptych.models.storage import OwnModel, read_own_model
-from triptych.opening.run_folder import RECIPE
-from triptych.storage.copying import CERTIFICATE
+from triptych.running.opening.run_folder import RECIPE
 from triptych.threads import torch_threads
 from triptych.training import (
     AnyRecipe,

@@ -4,9 +4,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from triptych.opening.run_folder import Section
-from triptych.text import CorpusSpec
-from triptych.text.documents import LanguageCorpusSpec
+from triptych.running.opening.run_folder import Section
+from triptych.running.text.documents import LanguageCorpusSpec
+from triptych.training.corpora.corpora import CorpusSpec
 
 
 class DataConfig(Section):

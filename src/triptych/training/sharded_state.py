@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from triptych.core.models.storage import OwnModel, model_tensors
 from triptych.errors import DataError, TriptychError, first_line
-from triptych.models.storage import OwnModel, model_tensors
 from triptych.training.optimizers import Optimizer
 from triptych.training.processes import World
 from triptych.training.state import Counters, complete_states, read_marker, shards_folder, write_marker

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from triptych.core.models.storage import OwnModel, load_tensors, model_tensors
 from triptych.errors import DataError, TriptychError
 from triptych.files import sync, write_bytes, write_json
-from triptych.models.storage import OwnModel, load_tensors, model_tensors
-from triptych.storage.untrusted import LONGEST_JSON, read_limited, require_regular
 from triptych.training.optimizers import Optimizer
+from triptych.untrusted import LONGEST_JSON, read_limited, require_regular
 
 _LAST = "last.safetensors"
 _MARKER, _MARKER_FORMAT = "complete.json", 1

@@ -9,30 +9,22 @@ from typing import Any
 
 import torch
 
-from triptych.checkpoints.source import is_own_config
-from triptych.decoding import SearchOptions, Translator, score_bleu
+from triptych.core.checkpoints.source import is_own_config
+from triptych.core.models import EncoderDecoder
+from triptych.core.models.device import find_device, to_device
+from triptych.core.models.storage import OwnModel, read_own_model, write_config
+from triptych.core.storage.tensors import SAFETENSORS
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
-from triptych.models import EncoderDecoder
-from triptych.models.device import find_device, to_device
-from triptych.models.storage import OwnModel, read_own_model, write_config
-from triptych.opening.run_folder import check_tokenizers
-from triptych.storage.tensors import SAFETENSORS
-from triptych.text import (
-    ByteLevelTokenizer,
-    CorpusSpec,
-    EncodedCorpus,
-    ParallelCorpus,
-    TokenBatches,
-    TokenizerPair,
-    encode_corpus,
-    read_parallel,
-    require_kept_file,
-    train_tokenizers,
-    trained_once,
-)
+from triptych.running.decoding import SearchOptions, Translator, score_bleu
+from triptych.running.opening.run_folder import check_tokenizers
+from triptych.running.text import ByteLevelTokenizer, TokenizerPair, require_kept_file
 from triptych.training import Recipe, require_translation, resolve
-from triptych.training.fitting import fit_tokenizer, fit_training, say_choices
+from triptych.training.choices import fit_tokenizer, fit_training, say_choices
+from triptych.training.corpora.corpora import CorpusSpec, ParallelCorpus, read_parallel
+from triptych.training.corpora.encoded import EncodedCorpus, encode_corpus
+from triptych.training.corpora.pair_batches import TokenBatches
+from triptych.training.corpora.tokenizer_training import train_tokenizers, trained_once
 from triptych.training.folder import Prepared, hash_parts, settings, word_vectors
 from triptych.training.objectives import Bleu, Scorer, TranslationObjective
 from triptych.training.progress import Display

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from triptych.text import ParallelCorpus
-from triptych.text.corpora import read_parallel
-from triptych.text.documents import TextPart, whole_documents
+from triptych.running.text.documents import TextPart, whole_documents
+from triptych.training.corpora.corpora import ParallelCorpus, read_parallel
 from triptych.training.language import TextOfRun
 from triptych.training.recipe import AnyRecipe, Recipe, TextRecipe
 

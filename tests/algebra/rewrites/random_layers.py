@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych.algebra.positions import (
+from triptych.core.algebra.positions import (
     ALiBi,
     DisentangledBias,
     GrowingBase,
@@ -15,8 +15,8 @@ from triptych.algebra.positions import (
     RotaryEmbedding,
     ScoreBias,
 )
-from triptych.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Semantics, Temperature
-from triptych.algebra.weights import AttentionWeights, Chain, Link, Norm
+from triptych.core.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Semantics, Temperature
+from triptych.core.algebra.weights import AttentionWeights, Chain, Link, Norm
 
 D_MODEL = 12
 

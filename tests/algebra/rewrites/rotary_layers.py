@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from heads import gathered, with_semantics
-from triptych.algebra.moments import Moments
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.weights import AttentionWeights
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.rewriting.functions.moments import Moments
 
 
 def rotation_of(pairing: Any = "halves", start: int = 0, factor: float = 1.0) -> RotaryEmbedding:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from heads import LENGTH, NAMES, assert_same_function, make, output_of, random_input, storages, with_semantics
-from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm
-from triptych.algebra.weights import Link
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadNorm
+from triptych.core.algebra.weights import Link
+from triptych.rewriting.functions.biases import drop_key_bias, fold_value_bias
 
 WITHOUT_KEY_MAP = ("bilinear", "direct")
 

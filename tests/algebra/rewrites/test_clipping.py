@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from heads import LENGTH, make_layer, make_norm, random_input, with_semantics
-from triptych.algebra.bounds import output_bound, score_bound
-from triptych.algebra.function import channels, run_layer
-from triptych.algebra.rewrites import (
-    RewriteRefusedError,
-    Rewritten,
+from triptych.core.algebra.function import channels, run_layer
+from triptych.core.algebra.norm_folding import fold_norm
+from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.rewriting.functions import (
     drop_key_bias,
     expand,
     factor,
     fold,
-    fold_norm,
     fold_value_bias,
     gauge_fix,
     measure_importance,
@@ -29,7 +28,7 @@ from triptych.algebra.rewrites import (
     to_latent,
     truncate,
 )
-from triptych.algebra.weights import AttentionWeights
+from triptych.rewriting.functions.bounds import output_bound, score_bound
 
 Rewrite = Callable[[AttentionWeights], Rewritten]
 CLIP = 1.5

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from heads import LENGTH, MEMORY_LENGTH, NAMES, Untouched, make_layer, make_norm, random_input
-from triptych.algebra.rewrites.biases import drop_key_bias, fold_value_bias
-from triptych.algebra.rewrites.folding import expand, factor, fold
-from triptych.algebra.rewrites.gauge import gauge_fix
-from triptych.algebra.rewrites.heads import permute_heads, repeat_kv_heads
-from triptych.algebra.rewrites.latent import to_latent
-from triptych.algebra.rewrites.norm_folding import fold_norm
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.weights import AttentionWeights, Norm
-from triptych.attention import (
+from triptych.core.algebra.norm_folding import fold_norm
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights, Norm
+from triptych.core.attention import (
     PARAMETERISATIONS,
     AlibiPositions,
     AttentionPositions,
     MultiHeadAttention,
     RotaryPositions,
 )
+from triptych.rewriting.functions.biases import drop_key_bias, fold_value_bias
+from triptych.rewriting.functions.folding import expand, factor, fold
+from triptych.rewriting.functions.gauge import gauge_fix
+from triptych.rewriting.functions.head_order import permute_heads, repeat_kv_heads
+from triptych.rewriting.functions.latent import to_latent
 
 
 def fold_chains(weights: AttentionWeights) -> AttentionWeights:

@@ -9,11 +9,11 @@ import torch
 
 from heads import D_MODEL, NAMES, NUM_HEADS, assert_same_function, make_layer, storages, with_semantics
 from tolerances import assert_same
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.rewrites.folding import expand, factor, fold
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm
-from triptych.algebra.weights import AttentionWeights, Chain, Link
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadNorm
+from triptych.core.algebra.weights import AttentionWeights, Chain, Link
+from triptych.rewriting.functions.folding import expand, factor, fold
 
 
 def make(name: str, kind: Any = "self", *, biased: bool = False, **options: int) -> AttentionWeights:

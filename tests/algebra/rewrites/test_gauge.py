@@ -21,12 +21,12 @@ from heads import (
     random_input,
     with_semantics,
 )
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import run_layer
-from triptych.algebra.rewrites.gauge import gauge_fix
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadNorm
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.rewriting.functions.gauge import gauge_fix
 
 WITH_QK_GAUGE = tuple(name for name in NAMES if name not in ("bilinear", "collaborative"))
 

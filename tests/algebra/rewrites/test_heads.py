@@ -23,17 +23,17 @@ from heads import (
     with_semantics,
 )
 from tolerances import assert_same
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.function import run_layer
-from triptych.algebra.positions import DisentangledBias
-from triptych.algebra.rewrites.heads import SortHeads, permute_heads, repeat_kv_heads
-from triptych.algebra.rewrites.merging import merge_kv_heads
-from triptych.algebra.rewrites.pruning import PruneHeads, measure_importance, prune_heads
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.rewrite import LayerToRewrite
-from triptych.algebra.semantics import HeadNorm, Semantics
-from triptych.algebra.weights import AttentionWeights, Link
-from triptych.attention import MultiHeadAttention
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.positions import DisentangledBias
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadNorm, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import MultiHeadAttention
+from triptych.rewriting.functions.head_order import SortHeads, permute_heads, repeat_kv_heads
+from triptych.rewriting.functions.merging import merge_kv_heads
+from triptych.rewriting.functions.pruning import PruneHeads, measure_importance, prune_heads
+from triptych.rewriting.functions.rewrite import LayerToRewrite
 
 # Permuting.
 

@@ -25,14 +25,14 @@ from heads import (
     turned_by,
     with_semantics,
 )
-from triptych.algebra.function import run_layer
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites.heads import repeat_kv_heads
-from triptych.algebra.rewrites.merging import merge_kv_heads
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm, Semantics
-from triptych.algebra.weights import AttentionWeights, Link, Side
-from triptych.attention import MultiHeadAttention
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadNorm, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link, Side
+from triptych.core.attention import MultiHeadAttention
+from triptych.rewriting.functions.head_order import repeat_kv_heads
+from triptych.rewriting.functions.merging import merge_kv_heads
 
 
 def served(copies: int) -> int:

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from heads import D_MODEL, NUM_HEADS, make, with_semantics
-from triptych.algebra.positions import GrowingBase, RotaryEmbedding
-from triptych.algebra.rewrites.legality import TRAITS, Need
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.registry import REWRITES, read_rewrite
-from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
-from triptych.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Temperature
-from triptych.algebra.weights import AttentionWeights
+from triptych.core.algebra.legality import TRAITS, Need
+from triptych.core.algebra.positions import GrowingBase, RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Temperature
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.rewriting.functions.registry import REWRITES, read_rewrite
+from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite
 
 WIDTH = D_MODEL // NUM_HEADS
 ROTATION = RotaryEmbedding.of_width(WIDTH)

@@ -18,18 +18,18 @@ from heads import (
     with_semantics,
 )
 from tolerances import assert_same
-from triptych.algebra.function import run_layer
-from triptych.algebra.rewrites.folding import expand
-from triptych.algebra.rewrites.norm_folding import (
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.norm_folding import (
     OtherReaders,
     fold_norm,
     fold_norm_into_map,
     require_readers_foldable,
 )
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadGate, HeadNorm, Semantics
-from triptych.algebra.weights import AttentionWeights, Link, Norm, Side
-from triptych.attention.projections import PARAMETERISATIONS
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link, Norm, Side
+from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.rewriting.functions.folding import expand
 
 # A fixed map takes up nothing.
 FIXED = {"direct": "q", "identity_query": "q", "identity_value": "v", "identity_ov": "v"}

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from algebra.rewrites.random_layers import D_MODEL, draw_call, draw_layer
-from triptych.algebra.function import run_layer
-from triptych.algebra.positions import ScoreBias
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.registry import read_rewrite
-from triptych.algebra.rewrites.rewrite import LayerRewrite, LayerToRewrite
-from triptych.algebra.semantics import ALIKE_FOR_HEADS, HEADS_OF, HeadGate, HeadNorm, Scores, Semantics
-from triptych.algebra.weights import AttentionWeights, Link, Norm
-from triptych.attention import MultiHeadAttention
-from triptych.attention.checks import check_can_be_held
+from triptych.core.algebra.function import run_layer
+from triptych.core.algebra.positions import ScoreBias
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import ALIKE_FOR_HEADS, HEADS_OF, HeadGate, HeadNorm, Scores, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link, Norm
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.requirements import check_can_be_held
+from triptych.rewriting.functions.registry import read_rewrite
+from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite
 
 # Pairs of a rewrite and something that each head has of its own.
 FOLLOWS = {

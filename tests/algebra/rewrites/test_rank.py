@@ -28,13 +28,13 @@ from heads import (
     random_input,
     with_semantics,
 )
-from triptych.algebra.cost import writing_cost
-from triptych.algebra.rewrites.latent import to_latent
-from triptych.algebra.rewrites.rank import truncate
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.semantics import HeadNorm
-from triptych.algebra.weights import AttentionWeights, Link, Side
-from triptych.attention import MultiHeadAttention
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.semantics import HeadNorm
+from triptych.core.algebra.weights import AttentionWeights, Link, Side
+from triptych.core.attention import MultiHeadAttention
+from triptych.rewriting.functions.latent import to_latent
+from triptych.rewriting.functions.rank import truncate
 
 
 def assert_the_layer_computes(weights: AttentionWeights) -> None:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
-from triptych.algebra.function import channels, for_heads
-from triptych.algebra.positions import RotaryEmbedding
-from triptych.algebra.rewrites import RewriteRefusedError
-from triptych.algebra.rewrites.moves import measure_move
-from triptych.algebra.rewrites.rank import measure_energies, truncate
-from triptych.algebra.weights import AttentionWeights, Link
+from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.rewriting.functions.moves import measure_move
+from triptych.rewriting.functions.rank import measure_energies, truncate
 
 TOKENS = 9
 maps_of_rank = partial(truncate, rotary="maps")

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
-from triptych.algebra.function import channels, for_heads
-from triptych.algebra.measures import RotaryPairs, measure_heads
-from triptych.algebra.positions import OtherFrequencies, RotaryEmbedding
-from triptych.algebra.rewrites.rank import measure_energies, truncate
-from triptych.algebra.rewrites.record import RewriteRefusedError
-from triptych.algebra.rewrites.rotary_pairs import RotaryHeads, pair_scores
-from triptych.algebra.weights import AttentionWeights
+from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.positions import OtherFrequencies, RotaryEmbedding
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.rewriting.functions.rank import measure_energies, truncate
+from triptych.rewriting.functions.rotary_pairs import RotaryHeads, pair_scores
+from triptych.seeing.layer_measures import RotaryPairs, measure_heads
 
 PAIRINGS: tuple[Any, ...] = ("halves", "interleaved")
 pairs_kept = partial(truncate, rotary="pairs")

@@ -1,0 +1,531 @@
+"""The libraries that run a model: ours, or CTranslate2.
+
+CTranslate2 takes the place of our own search. A model is converted once (`converting.ctranslate2`) and kept
+in a cache folder between runs. Scores are ours: CTranslate2 returns plain log-probabilities of a full beam,
+which are put in the order of our length penalty.
+
+Source: github.com/OpenNMT/CTranslate2, version 4.8.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
+from triptych.converting.plain import max_positions
+from triptych.core.models import LanguageModel
+from triptych.core.models.blocks import Block
+from triptych.core.models.device import find_device, has_fast_bf16
+from triptych.core.models.sites import require_lengths
+from triptych.errors import DataError, EngineNote, TriptychError, UsageError
+from triptych.extras import require_extra
+from triptych.files import cache_folder, write_folder
+from triptych.literals import EngineName, Precision, SpecialTokens, Stop
+from triptych.running.changes import is_patched
+from triptych.running.decoding import (
+    Hypothesis,
+    Likelihood,
+    SearchOptions,
+    TextGenerator,
+    Translator,
+    length_penalty,
+    measure_likelihood,
+)
+from triptych.running.decoding.batches import batches_of_like_length
+from triptych.running.decoding.generation import (
+    GenerationOptions,
+    NewToken,
+    OtherEngine,
+    check_prompts,
+    collected,
+    limit_of_prompt,
+)
+from triptych.running.decoding.sampling import SamplingOptions
+from triptych.running.decoding.search import Finish, best_first, limit_of
+from triptych.running.decoding.text_generator import check_vocabulary
+from triptych.running.decoding.workers import Hypotheses, Sentences
+from triptych.running.opening import OpenedModel
+from triptych.running.opening.options import Options
+
+_Ends = Callable[[int, int], bool]
+_BATCH_TOKENS = 2048
+_COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
+
+
+def require_ctranslate2() -> None:
+    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
+
+
+def _compute_type(precision: Precision, device: str) -> str:
+    import ctranslate2
+
+    wanted = _COMPUTE_TYPES[precision]
+    supported = ctranslate2.get_supported_compute_types(device)
+    if wanted not in supported:
+        able = ", ".join(name for name, theirs in _COMPUTE_TYPES.items() if theirs in supported)
+        raise UsageError(f"CTranslate2 cannot compute in {precision} on this {device}: it can in {able}")
+    return wanted
+
+
+def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
+    """CTranslate2's device and its number."""
+    import ctranslate2
+
+    found = find_device(device)
+    count = ctranslate2.get_cuda_device_count()
+    if found.type == "cuda" and (found.index or 0) < count:
+        return "cuda", found.index or 0
+    if found.type == "cuda" and device != "auto":
+        raise UsageError(f"device {device!r} is given, but CTranslate2 sees {count} GPUs here")
+    return "cpu", 0
+
+
+@contextmanager
+def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
+    """The folder of a converted model, made if it is not there; a context, within which it can be read.
+
+    It stays in the cache folder. Where that cannot be written, it is a temporary folder.
+    """
+    place = cache_folder() / name
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.is_dir() and os.access(place.parent, os.W_OK):
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            write_folder(place, write)
+    if place.is_dir():
+        yield place
+        return
+    with tempfile.TemporaryDirectory(prefix="triptych-") as temporary:
+        place = Path(temporary, "model")
+        write_folder(place, write)
+        yield place
+
+
+def _load_converted(
+    name: str,
+    model: nn.Module,
+    texts: Iterable[str],
+    write: Callable[[Path], object],
+    precision: Precision,
+    device: str,
+    threads: tuple[int, int],
+) -> Any:
+    """CTranslate2's class of this name for a model, which is converted unless it is in the cache folder.
+
+    The cache goes by the hash of all weights and of `texts`. Threads are those between batches, which a GPU
+    does without, and those within a product.
+    """
+    require_ctranslate2()
+    import ctranslate2
+
+    place, index = _find_place(device)
+    kind = _compute_type(precision, place)
+    with _converted(f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, texts)}", write) as folder:
+        try:
+            return getattr(ctranslate2, name)(
+                str(folder),
+                device=place,
+                device_index=index,
+                compute_type=kind,
+                inter_threads=threads[0] if place == "cpu" else 1,
+                intra_threads=threads[1],
+            )
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"{folder} cannot be read by CTranslate2 ({error}): remove it") from None
+
+
+def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
+    """sha256 of all weights of a model, with their names, and of texts; in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for text in texts:
+        encoded = text.encode("utf-8", "surrogatepass")
+        digest.update(f"{len(encoded)}\n".encode() + encoded)
+    return digest.hexdigest()
+
+
+@final
+class CTranslate2Searcher:
+    """Searches for any number of sentences with CTranslate2; a `Searcher`."""
+
+    # Where a hypothesis reaches the limit on length, all of its sentence is searched for by our own engine in
+    # fp32, on the CPU: CTranslate2 cuts such outputs off without their end.
+
+    def __init__(
+        self, run: OpenedModel, options: SearchOptions, precision: Precision, workers: int, device: str
+    ) -> None:
+        """Convert a model, or find it converted, and load it."""
+        if options.beam_size > 1 and options.stop != "full":
+            raise UsageError(
+                "CTranslate2 ends a search when the beam is full of finished hypotheses: "
+                f'stop must be "full", and it is "{options.stop}"'
+            )
+        self.options = options
+        self._run = run
+        self._own: Translator | None = None
+        self._source, self._target = run.tokenizers.source, run.tokenizers.target
+        self._names = self._source.vocabulary
+        self._ids = {token: i for i, token in enumerate(self._target.vocabulary)}
+        decoding = run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
+        roomy = run.with_decoding(decoding)
+        length = max_positions(run.encoder_decoder, options.max_extra_tokens)
+        config = run.encoder_decoder.config.model_dump_json()
+        listed = () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
+        texts = (str(length), config, self._source.to_json(), self._target.to_json(), *listed)
+        self._translator = _load_converted(
+            "Translator",
+            run.encoder_decoder,
+            texts,
+            lambda folder: write_ct2_translator(roomy, folder, "float32"),
+            precision,
+            device,
+            (workers, 1),
+        )
+        self.workers: int = self._translator.num_translators  # 1 on a GPU
+
+    def __call__(self, sentences: Sentences) -> Hypotheses:
+        """Hypotheses for sentences, token ids without the end of sentence, in their order."""
+        batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
+        found: list[list[Hypothesis]] = [[] for _ in sentences]
+        pending = [self._begin([sentences[i] for i in batch]) for batch in batches]
+        for batch, results in zip(batches, pending, strict=True):
+            for i, result in zip(batch, results, strict=True):
+                found[i] = self._hypotheses(result.result(), self._limit(sentences[i]))
+        if cut := [i for i, hypotheses in enumerate(found) if not hypotheses]:
+            if self._own is None:
+                options = replace(self.options, stop="full")
+                self._own = self._run.translator(options)
+            ours = self._own.search_tokens([list(sentences[i]) for i in cut])
+            for i, hypotheses in zip(cut, ours, strict=True):
+                found[i] = hypotheses
+        return found
+
+    def _begin(self, sentences: Sentences) -> list[Any]:
+        """Ask for a batch; the results are there when they are waited for."""
+        options = self.options
+        never = dict.fromkeys((self._target.pad_id, self._target.bos_id))
+        return self._translator.translate_batch(  # type: ignore[no-any-return]
+            [[self._names[token] for token in ids] for ids in sentences],
+            asynchronous=True,
+            beam_size=options.beam_size,
+            num_hypotheses=options.beam_size,
+            length_penalty=0,
+            suppress_sequences=[[self._target.vocabulary[token]] for token in never],
+            max_input_length=0,
+            use_vmap=self._run.shortlist is not None,
+            min_decoding_length=0,
+            max_decoding_length=max(map(self._limit, sentences)) + 1,  # the end of sentence counts there
+            return_end_token=True,
+            return_scores=True,
+        )
+
+    def _limit(self, ids: Sequence[int]) -> int:
+        model, options = self._run.encoder_decoder, self.options
+        return limit_of(len(ids), options.max_extra_tokens, model.max_target_tokens)
+
+    def _hypotheses(self, result: Any, limit: int) -> list[Hypothesis]:
+        """Best first; none if one of them reached the limit."""
+        found, eos_id = [], self._target.eos_id
+        for tokens, log_prob in zip(result.hypotheses, result.scores, strict=True):
+            ids = tuple(self._ids[token] for token in tokens)
+            if len(ids) > limit + 1 or not ids or ids[-1] != eos_id:
+                return []
+            penalty = length_penalty(len(ids), self.options.alpha)
+            found.append(Hypothesis(ids[:-1], log_prob, log_prob / penalty))
+        return best_first(found)[: self.options.num_best]
+
+
+@final
+class CTranslate2Generator(OtherEngine):
+    """A decoder-only model that CTranslate2 runs: greedy, or with a beam."""
+
+    max_tokens: int | None  # longest text (`LanguageModel.context`), as none is read again here
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        precision: Precision = "fp32",
+        device: str = "auto",
+        num_tokens: int | None = None,
+    ) -> None:
+        """Convert a model, or find it converted, and load it."""
+        self.max_tokens = model.context
+        never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
+        self._never = [[str(token)] for token in never] or None
+        texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
+        threads = 1, torch.get_num_threads()
+        self._generator = _load_converted(
+            "Generator", model, texts, partial(write_generator, model), precision, device, threads
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        ends: _Ends = lambda row, token: False,
+        batch_rows: int = 32,
+    ) -> list[list[Hypothesis]]:
+        """Continue prompts, in batches of one length."""
+        self._check(prompts, options)
+        if options.beam_size > 1:
+            return [self._beam_search(ids, options) for ids in prompts]
+        found: list[list[Hypothesis]] = [[] for _ in prompts]
+        # Given prompts of several lengths, CTranslate2 takes the ends of the longer ones for its own tokens.
+        for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
+            grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
+            for i in batch:
+                found[i] = [collected(grown[i])]
+        return found
+
+    def stream(self, prompt: Sequence[int], options: GenerationOptions, ends: _Ends) -> Iterator[NewToken]:
+        """Continue a prompt without a beam, token by token."""
+        self._check([prompt], options)
+        limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
+        steps = self._generator.generate_tokens(
+            [str(token) for token in prompt],
+            max_length=limit,
+            end_token=list(options.stop_ids),
+            suppress_sequences=self._never,
+            return_log_prob=True,
+        )
+        for length, step in enumerate(steps, start=1):
+            new = _new_token(0, step, length, limit, options, ends)
+            yield new
+            if new.finish is not None:
+                return
+
+    def logits(self, ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length vocab"]:
+        """Logits of the token after each of `ids`; on the CPU, and in fp32."""
+        found = self._generator.forward_batch([[str(token) for token in row] for row in ids.tolist()])
+        return torch.as_tensor(numpy.asarray(found))
+
+    def _check(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+        if options.sampling != SamplingOptions():
+            raise UsageError(
+                "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "
+                "filters and repetition penalty (those of a file: generation_config ignore), or use --engine "
+                "triptych"
+            )
+        if options.max_length is not None:
+            raise UsageError(
+                "--engine ctranslate2 does not follow max_length of generation_config.json: give "
+                "--max-new-tokens"
+            )
+        check_prompts(prompts, self.max_tokens, options.max_prompt_tokens)
+
+    def _greedy(
+        self, prompts: Sequence[tuple[int, Sequence[int]]], options: GenerationOptions, ends: _Ends
+    ) -> dict[int, list[NewToken]]:
+        limits = [limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens) for _, ids in prompts]
+        grown: dict[int, list[NewToken]] = {number: [] for number, _ in prompts}
+
+        def take(step: Any) -> bool:
+            number = prompts[step.batch_id][0]
+            tokens = grown[number]
+            if tokens and tokens[-1].finish is not None:
+                return True
+            limit = limits[step.batch_id]
+            tokens.append(_new_token(number, step, len(tokens) + 1, limit, options, ends))
+            return tokens[-1].finish is not None
+
+        self._ask([ids for _, ids in prompts], max(limits), options, callback=take)
+        return grown
+
+    def _beam_search(self, prompt: Sequence[int], options: GenerationOptions) -> list[Hypothesis]:
+        limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
+        k = options.beam_size
+        (result,) = self._ask([prompt], limit, options, beam_size=k, num_hypotheses=k, length_penalty=0)
+        found = []
+        for ids in result.sequences_ids:
+            ended = bool(ids) and ids[-1] in options.stop_ids
+            texts = [[str(token) for token in (*prompt, *ids)]]
+            (scored,) = self._generator.score_batch(texts, max_input_length=0)
+            log_probs = tuple(scored.log_probs[-len(ids) :])
+            total, own = sum(log_probs), tuple(ids[:-1] if ended else ids)
+            score = total / length_penalty(len(log_probs), options.alpha)
+            finish: Finish = "length" if limit == options.max_new_tokens else "positions"
+            found.append(Hypothesis(own, total, score, log_probs, "token" if ended else finish))
+        return best_first(found)[: options.num_samples]
+
+    def _ask(
+        self, prompts: Sequence[Sequence[int]], limit: int, options: GenerationOptions, **more: Any
+    ) -> Any:
+        return self._generator.generate_batch(
+            [[str(token) for token in ids] for ids in prompts],
+            max_length=limit,
+            end_token=list(options.stop_ids),
+            suppress_sequences=self._never,
+            return_end_token=True,
+            include_prompt_in_result=False,
+            return_scores=True,
+            **more,
+        )
+
+
+def _in_full(block: nn.Module) -> str:
+    """What a block's attention does besides its maps; blocks that differ have different texts."""
+    assert isinstance(block, Block)
+    semantics = block.self_attention.semantics
+    frequencies = None if semantics.rotary is None else semantics.rotary.frequencies.tolist()
+    return f"{semantics} {frequencies}"  # a tensor's text is rounded
+
+
+def _new_token(
+    row: int, step: Any, length: int, limit: int, options: GenerationOptions, ends: _Ends
+) -> NewToken:
+    token = step.token_id
+    finish: Finish | None = None
+    if token in options.stop_ids:
+        finish = "token"
+    elif ends(row, token):
+        finish = "text"
+    elif length == limit:
+        finish = "length" if length == options.max_new_tokens else "positions"
+    return NewToken(row, token, step.log_prob, finish)
+
+
+def make_translator(
+    opened: OpenedModel,
+    options: Options,
+    workers: int = 1,
+    glossary: Mapping[str, str] | None = None,
+    stop: Stop | None = None,
+    **search: Any,
+) -> Translator:
+    """The translator of an engine; `search` has the other arguments of `OpenedModel.search_options`."""
+    if options.engine == "auto":
+
+        def made(engine: EngineName) -> Translator:
+            return make_translator(opened, replace(options, engine=engine), workers, glossary, stop, **search)
+
+        try:
+            if find_device(options.device).type != "cpu":
+                raise UsageError("CTranslate2 is taken on CPUs only")
+            if glossary is not None:
+                raise UsageError("CTranslate2 takes no glossary")
+            found, note = made("ctranslate2"), "CTranslate2 translates"
+        except TriptychError as error:
+            found, note = made("triptych"), f"triptych translates: {error}"
+        warnings.warn(f"engine auto: {note}", EngineNote, stacklevel=3)
+        return found
+    if options.engine == "triptych":
+        _note_slow_precision(opened.encoder_decoder, options.precision)
+        found = opened.translator(
+            opened.search_options(stop=stop, **search), precision=options.precision, workers=workers
+        )
+    else:
+        require_ctranslate2()
+        if opened.ensemble:
+            raise UsageError("CTranslate2 runs one model: leave out the ensemble")
+        opened.require_recipe()
+        wanted = opened.search_options(stop=stop or "full", **search)
+        searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
+        found = Translator(
+            opened.encoder_decoder,
+            opened.tokenizers,
+            wanted,
+            precision=options.precision,
+            workers=searcher.workers,
+            searcher=searcher,
+        )
+    return found if glossary is None else found.with_glossary(glossary)
+
+
+def _note_slow_precision(model: nn.Module, precision: Precision) -> None:
+    if precision == "bf16" and not has_fast_bf16(next(model.parameters()).device.type):
+        warnings.warn(
+            "this device has no products in bfloat16: fp32 is faster here", EngineNote, stacklevel=4
+        )
+
+
+def identify(translator: Translator, name: str, changes: Sequence[str], options: Options) -> dict[str, Any]:
+    """What says whether another translator gives the same texts: its weights, tokenizers and engine."""
+    sides = translator.tokenizers.source, translator.tokenizers.target
+    first, *others = (hash_of(model, [side.to_json() for side in sides]) for model in translator.models)
+    return {
+        "name": name,
+        "sha256": first,
+        "changes": list(changes),
+        "engine": translator.engine,
+        "precision": options.precision,
+    } | ({"ensemble": others} if others else {})
+
+
+def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
+    if options.engine == "auto":
+        warnings.warn("engine auto: triptych generates", EngineNote, stacklevel=3)
+    if options.engine != "ctranslate2":
+        _note_slow_precision(opened.language_model, options.precision)
+        return opened.generator(precision=options.precision)
+    require_ctranslate2()
+    model, tokenizer = opened.language_model, opened.tokenizer
+    check_vocabulary(model, tokenizer)
+    other = CTranslate2Generator(model, options.precision, options.device, tokenizer.vocab_size)
+    return TextGenerator(
+        model,
+        tokenizer,
+        precision=options.precision,
+        end_ids=opened.end_ids,
+        begin_id=opened.begin_id,
+        other=other,
+    )
+
+
+def evaluate_text(
+    opened: OpenedModel,
+    documents: Sequence[str],
+    options: Options | None = None,
+    context: int | None = None,
+    stride: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    special_tokens: SpecialTokens = "tokens",
+) -> Likelihood:
+    """Score a language model on texts; see `triptych.running.decoding.measure_likelihood`."""
+    options = options or Options()
+    if options.engine == "ctranslate2" and options.device not in ("auto", "cpu"):
+        raise UsageError(
+            f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"
+        )
+    model, logits = opened.language_model, None
+    if options.engine == "auto":
+        warnings.warn("engine auto: triptych scores", EngineNote, stacklevel=3)
+    if options.engine == "ctranslate2":
+        require_ctranslate2()
+        if model.causal:  # before it is converted
+            logits = CTranslate2Generator(model, "fp32", "cpu").logits
+    elif is_patched(model):
+        logits = partial(_logits_of_whole_texts, model)
+    tokenizer = opened.tokenizer
+    return measure_likelihood(
+        model, tokenizer, documents, context, stride, progress, logits, special_tokens=special_tokens
+    )
+
+
+def _logits_of_whole_texts(
+    model: LanguageModel, read: Int[Tensor, "rows length"]
+) -> Float[Tensor, "rows length vocab"]:
+    """Compute logits of a causal model that can only read texts of the length of a run.
+
+    A scored text is read without its last token. Any token may take its place, because no earlier one
+    attends to it.
+    """
+    length = read.shape[1] + 1
+    require_lengths(model, {"decoder": (length, length)})
+    logits: Tensor = model(F.pad(read, (0, 1))).logits[:, :-1]
+    return logits

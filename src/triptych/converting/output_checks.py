@@ -1,0 +1,130 @@
+"""Checks of models that were converted to another format, and their records."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.core.models import EncoderDecoder
+from triptych.errors import DataError
+from triptych.running.text import SentencePieceTokenizer, SentenceTokenizer
+
+# How far logits may be from the model's, relative to the largest of them if that is above 1.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+# What a tokenizer may stumble over.
+_SAMPLES = (
+    "Zwei junge Männer sind im Freien.",
+    "A little girl, 3 years old, isn't afraid: it costs $12.50 (or 10%)!",
+    "  two  spaces\tand a tab ",
+    "e\u0301 and é, ﬁne, ½, ｆｕｌｌ",
+    "snake_case, CamelCase, http://example.org/?a=1&b=2",
+    "Привет, мир. 你好，世界。 안녕 🙂",
+    "…—–„“”‚‘’ \u00a0 \u200b",
+    "1234567890 12,345.67",
+    "",
+)
+_SPELLED_OUT = ("an <eos> in the <bos> middle<pad>", "</s> <unk>")
+
+
+@final
+@dataclass(frozen=True)
+class ConversionCheck:
+    """A check of a converted model. If a check fails, nothing is written."""
+
+    what: str  # what is checked, in words
+    tried: bool  # False if the check could not be run
+    largest_difference: float | None = None  # largest difference of a logit, if logits were compared
+    note: str = ""  # why the check was not run, or on how much it was run
+
+
+class WrittenModel(NamedTuple):
+    """What the writer of a format tells of the folder that it filled."""
+
+    architecture: str  # in the format's own words
+    parameters: int  # numbers that the folder holds, quantised ones included
+    folded: tuple[str, ...]  # what was done to the model to make it fit, in words
+    checks: tuple[ConversionCheck, ...]  # what was tried
+
+
+class Pairs(NamedTuple):
+    """Sentence pairs of random tokens."""
+
+    src: Tensor  # `[batch, src_len]`, each with its end and filled up with padding
+    tgt_in: Tensor  # `[batch, tgt_len]`, each with the token that outputs begin with
+
+    def mask(self, pad_id: int) -> Tensor:
+        """True where there is a source token."""
+        return self.src != pad_id
+
+
+def random_pairs(
+    model: EncoderDecoder, bos_id: int, eos_id: int, src_len: int = 12, tgt_len: int = 9
+) -> Pairs:
+    """Three sentence pairs, the sources of unequal length; the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    src_len = min(src_len, model.config.max_source_tokens + 1)
+
+    def draw(size: int, count: int, never: set[int]) -> Tensor:
+        allowed = torch.tensor([token for token in range(size) if token not in never])
+        return allowed[torch.randint(len(allowed), (3, count), generator=generator)]
+
+    src = draw(model.src_vocab_size, src_len, {model.pad_id, eos_id})
+    for row, length in enumerate((src_len, max(1, src_len // 2), max(1, src_len - 1))):
+        src[row, length - 1] = eos_id
+        src[row, length:] = model.pad_id
+    tgt_in = draw(model.tgt_vocab_size, tgt_len, {model.pad_id, eos_id, bos_id})
+    tgt_in[:, 0] = bos_id
+    return Pairs(src, tgt_in)
+
+
+@torch.no_grad()
+def compute_logits(model: EncoderDecoder, pairs: Pairs) -> Tensor:
+    """The logits of our own model, in evaluation mode, on the CPU."""
+    device = next(model.parameters()).device
+    logits: Tensor = model.eval()(pairs.src.to(device), pairs.tgt_in.to(device))
+    return logits.cpu()
+
+
+def compare_logits(
+    what: str, expected: Tensor, found: Tensor, tolerance: float, note: str = ""
+) -> ConversionCheck:
+    difference = float((found.double() - expected.double()).abs().max())
+    allowed = tolerance * max(1.0, float(expected.double().abs().max()))
+    if not difference <= allowed:
+        raise DataError(
+            f"{what}: they are off by {difference:.3g}, and {allowed:.3g} is allowed: nothing is written"
+        )
+    return ConversionCheck(what, True, difference, note)
+
+
+def rounded_difference(what: str, expected: Tensor, found: Tensor) -> ConversionCheck:
+    """How far numbers of a model whose matrices are rounded to int8 are from the model's; none is refused."""
+    difference = float((found - expected).abs().max())
+    if not difference < float("inf"):
+        raise DataError(f"{what}: they are not finite: nothing is written")
+    return ConversionCheck(what, True, difference, "the rounding of int8 is part of it")
+
+
+def compare_tokenizers(
+    what: str,
+    tokenizer: SentenceTokenizer,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str] | None = None,
+) -> ConversionCheck:
+    """Compare ids, with the end of the sentence, and the texts made of them on sample sentences."""
+    # MarianTokenizer takes special tokens that a text spells out for special ones, its own do not.
+    spelled_out = () if isinstance(tokenizer, SentencePieceTokenizer) else _SPELLED_OUT
+    samples = [*_SAMPLES, *spelled_out]
+    for text, ids in zip(samples, tokenizer.encode(samples), strict=True):
+        found = encode(text)
+        if found != [*ids, tokenizer.eos_id]:
+            raise DataError(
+                f"{what}: {text!r} is {found} there and {[*ids, tokenizer.eos_id]} here: nothing is written"
+            )
+        (wanted,) = tokenizer.decode([ids])
+        if decode is not None and decode(ids) != wanted:
+            raise DataError(f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing is written")
+    return ConversionCheck(what, True, note=f"{len(samples)} texts")

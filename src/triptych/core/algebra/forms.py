@@ -1,0 +1,435 @@
+"""A bilinear form kept as a product of two thin factors.
+
+    A = L Rᵀ,   A(x, y) = x A yᵀ        L [d_left, r], R [d_right, r], x and y rows
+
+A head is two of them: W_QK = W_Q W_Kᵀ (left W_Q, right W_K) and W_OV = W_V W_O (left W_V, right W_Oᵀ).
+All that is asked of A comes from L = Q_l R_l, R = Q_r R_r (thin QR) and the small core C = R_l R_rᵀ:
+A = Q_l C Q_rᵀ, so A and C share their singular values. Cost O(d r²) instead of O(d³); A itself is
+built by `dense()` alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor
+
+from triptych.core.algebra.spectrum import Spectrum, or_one
+from triptych.printable import table_html
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class ThinSVD(NamedTuple):
+    """A = U diag(S) Vh, with k = min(r, d_left, d_right)."""
+
+    U: Float[Tensor, "*batch d_left k"]  # the entry of largest magnitude of each column is positive
+    S: Float[Tensor, "*batch k"]  # descending
+    Vh: Float[Tensor, "*batch k d_right"]
+
+
+class _Reduced(NamedTuple):
+    """A = Q_left core Q_rightᵀ, both Q with orthonormal columns."""
+
+    Q_left: Tensor
+    core: Tensor
+    Q_right: Tensor
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class BilinearForm:
+    """The form A = left rightᵀ, or a batch of them (heads, layers).
+
+    r is free: thin (a factored head), d (a head written as one matrix W: left = W, right = identity),
+    or more. Every method works on the whole batch in one call. What it returns depends on A only, not
+    on the writing, but for the factors and widths themselves and, by r, how many singular values are listed.
+
+    Products (`dense`, `apply`, `scores`, `@`) keep the factors' dtype. Measures and decompositions
+    of float16 and bfloat16 factors are computed, and returned, in float32; rounding back is for the
+    caller, with `to`. They refuse factors that are not finite. Gradients flow through all of them but
+    need factors of full column rank, and distinct singular values where singular vectors are returned.
+
+    Attributes:
+        left: `[*batch, d_left, r]`.
+        right: `[*batch, d_right, r]`.
+
+    Raises:
+        ValueError: factors that do not fit together (r, batch, dtype, device), or that are not of a
+            floating point dtype.
+    """
+
+    left: Float[Tensor, "*batch d_left r"]
+    right: Float[Tensor, "*batch d_right r"]
+
+    def __post_init__(self) -> None:
+        left, right = self.left, self.right
+        if left.ndim < 2 or right.ndim < 2:
+            raise ValueError(f"factors have {left.ndim} and {right.ndim} dimensions: each needs at least 2")
+        if left.shape[-1] != right.shape[-1]:
+            raise ValueError(
+                f"left has width {left.shape[-1]} and right {right.shape[-1]}: they must be equal"
+            )
+        if min(*left.shape[-2:], right.shape[-2]) < 1:
+            raise ValueError(
+                f"factors are {_times(left.shape[-2:])} and {_times(right.shape[-2:])}: "
+                "no width may be smaller than 1"
+            )
+        if left.dtype not in _DTYPES:
+            raise ValueError(f"factors are {left.dtype}: they must be float16, bfloat16, float32 or float64")
+        _require_alike("left", left, "right", right)
+
+    def __repr__(self) -> str:
+        shape = _times((*self.batch, self.d_left, self.d_right))
+        return f"BilinearForm({shape}, width {self.width}, {self.left.dtype}, {self.left.device})"
+
+    def _repr_html_(self) -> str:
+        shape = _times((*self.batch, self.d_left, self.d_right))
+        rows = {"form": shape, "width": self.width, "dtype": self.left.dtype, "device": self.left.device}
+        return table_html("BilinearForm", [(name, str(value)) for name, value in rows.items()])
+
+    @property
+    def batch(self) -> torch.Size:
+        """The leading dimensions."""
+        return self.left.shape[:-2]
+
+    @property
+    def d_left(self) -> int:
+        """Number of rows of A: the width of x in x A yᵀ."""
+        return self.left.shape[-2]
+
+    @property
+    def d_right(self) -> int:
+        """Number of columns of A: the width of y in x A yᵀ."""
+        return self.right.shape[-2]
+
+    @property
+    def width(self) -> int:
+        """The inner width r of this writing; the rank of A is at most that."""
+        return self.left.shape[-1]
+
+    @property
+    def max_rank(self) -> int:
+        """The number of singular values k = min(r, d_left, d_right)."""
+        return min(self.width, self.d_left, self.d_right)
+
+    def to(self, dtype: torch.dtype) -> "BilinearForm":
+        """The form with both factors cast."""
+        return BilinearForm(self.left.to(dtype), self.right.to(dtype))
+
+    # Products.
+
+    def dense(self) -> Float[Tensor, "*batch d_left d_right"]:
+        """A written out: d_left × d_right numbers. For teaching and tests; no other method does it."""
+        return self.left @ self.right.mT
+
+    def apply(self, x: Float[Tensor, "*x_batch n d_x"]) -> Float[Tensor, "*out_batch n d_right"]:
+        """X A, through the factors.
+
+        Args:
+            x: `[*batch, n, d_left]`; its leading dimensions broadcast with the form's.
+
+        Returns:
+            `[*batch, n, d_right]`.
+
+        Raises:
+            ValueError: x does not fit the form; the message gives both sizes.
+        """
+        self._require_input("x", x, self.d_left)
+        return (x @ self.left) @ self.right.mT
+
+    def scores(
+        self, x: Float[Tensor, "*x_batch n d_x"], y: Float[Tensor, "*y_batch m d_y"]
+    ) -> Float[Tensor, "*out_batch n m"]:
+        """X A yᵀ, the form's value at every pair of rows; nothing is divided by √d_k.
+
+        Args:
+            x: `[*batch, n, d_left]`; leading dimensions broadcast with the form's.
+            y: `[*batch, m, d_right]`, with leading dimensions that broadcast too.
+
+        Returns:
+            `[*batch, n, m]`.
+
+        Raises:
+            ValueError: x or y does not fit the form; the message gives both sizes.
+        """
+        self._require_input("x", x, self.d_left)
+        self._require_input("y", y, self.d_right)
+        return (x @ self.left) @ (y @ self.right).mT
+
+    def transpose(self) -> "BilinearForm":
+        """Aᵀ: the factors change places."""
+        return BilinearForm(self.right, self.left)
+
+    def __matmul__(self, other: "BilinearForm") -> "BilinearForm":
+        """A B, written with the smaller of the two widths."""
+        if self.d_right != other.d_left:
+            raise ValueError(
+                f"a form of {self.d_left} × {self.d_right} cannot be followed by one of "
+                f"{other.d_left} × {other.d_right}: {self.d_right} and {other.d_left} must be equal"
+            )
+        _require_alike("the first form", self.left, "the second", other.left)
+        middle = self.right.mT @ other.left
+        if self.width <= other.width:
+            return BilinearForm(self.left, other.right @ middle.mT)
+        return BilinearForm(self.left @ middle, other.right)
+
+    def __sub__(self, other: "BilinearForm") -> "BilinearForm":
+        """A − B: the factors side by side, so the widths add up."""
+        if (self.d_left, self.d_right) != (other.d_left, other.d_right):
+            raise ValueError(
+                f"forms of {self.d_left} × {self.d_right} and {other.d_left} × {other.d_right} "
+                "have no difference: they must be of one shape"
+            )
+        _require_alike("the first form", self.left, "the second", other.left)
+        return BilinearForm(
+            torch.cat((self.left, other.left), dim=-1), torch.cat((self.right, -other.right), dim=-1)
+        )
+
+    def difference_norm(self, other: "BilinearForm") -> Float[Tensor, "*batch"]:
+        """‖A − B‖_F, right to rounding of the factors (ε ‖left‖ ‖right‖) however near B is.
+
+        Through the QR of both factors side by side; ‖A‖² + ‖B‖² − 2 tr(AᵀB) would lose half the digits.
+
+        Args:
+            other: B, of A's shape and batch.
+
+        Raises:
+            ValueError: the forms do not fit, or have entries that are not finite.
+        """
+        return (self - other).norm()
+
+    # Spectrum.
+
+    def svd(self) -> ThinSVD:
+        """Thin singular value decomposition of A, signs fixed (see `ThinSVD`)."""
+        Q_left, core, Q_right = self._reduce()
+        U, S, Vh = torch.linalg.svd(core, full_matrices=False)
+        U, Vh = Q_left @ U, Vh @ Q_right.mT
+        largest = U.gather(-2, U.abs().argmax(dim=-2, keepdim=True))
+        signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
+        return ThinSVD(U * signs, S, signs.mT * Vh)
+
+    def singular_values(self) -> Float[Tensor, "*batch k"]:
+        """The k = min(r, d_left, d_right) singular values of A, descending; any others are 0."""
+        S: Tensor = torch.linalg.svdvals(self._core())
+        return S
+
+    def spectrum(self) -> Spectrum:
+        """The singular values with all that is read off them."""
+        return Spectrum(self.singular_values())
+
+    def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
+        """The k = min(r, d) eigenvalues of a square A that may differ from 0, by descending magnitude."""
+        values: Tensor = torch.linalg.eigvals(self._squeeze("eigenvalues"))
+        return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
+
+    def rank(self, tolerance: float | None = None) -> Int[Tensor, "*batch"]:
+        """Number of singular values above tolerance · σ₁; 0 for a form that is zero.
+
+        Args:
+            tolerance: at least 0; max(d_left, d_right) times the dtype's epsilon if None, as in
+                `torch.linalg.matrix_rank`.
+
+        Raises:
+            ValueError: a tolerance below 0, or factors that are not finite.
+        """
+        if tolerance is not None and not tolerance >= 0:
+            raise ValueError(f"tolerance is {tolerance}: it must be at least 0")
+        return self._above(self.singular_values(), tolerance).sum(dim=-1)
+
+    def norm(self) -> Float[Tensor, "*batch"]:
+        """The Frobenius norm, √Σ σ_i²."""
+        core = self._core()
+        largest = core.abs().amax(dim=(-2, -1))
+        # Squares of very small entries would vanish, and squares of very large ones overflow.
+        norm: Tensor = torch.linalg.matrix_norm(core / or_one(largest)[..., None, None])
+        return norm * largest
+
+    def spectral_norm(self) -> Float[Tensor, "*batch"]:
+        """σ₁: the most that A can stretch a row."""
+        return self.singular_values()[..., 0]
+
+    def effective_rank(self) -> Float[Tensor, "*batch"]:
+        """The exponential of the entropy of σ/Σσ: 1 to k, and 0 for a form that is zero.
+
+        Source: Roy & Vetterli 2007, "The effective rank", EUSIPCO.
+        """
+        return self.spectrum().effective_rank
+
+    def stable_rank(self) -> Float[Tensor, "*batch"]:
+        """‖A‖_F²/σ₁²: 1 to k, and 0 for a form that is zero."""
+        return self.spectrum().stable_rank
+
+    def participation_ratio(self) -> Float[Tensor, "*batch"]:
+        """(Σσ²)²/Σσ⁴: 1 to k, and 0 for a form that is zero."""
+        return self.spectrum().participation_ratio
+
+    def energy(self, rank: int) -> Float[Tensor, "*batch"]:
+        """Share of Σσ² that the nearest form of this rank keeps; 1 for a form that is zero.
+
+        Args:
+            rank: 1 ≤ rank ≤ k = min(r, d_left, d_right).
+
+        Raises:
+            ValueError: rank out of range; the message gives both numbers.
+        """
+        self._require_rank(rank)
+        return self.spectrum().kept[..., rank - 1]
+
+    # Square forms.
+
+    def trace(self) -> Float[Tensor, "*batch"]:
+        """Sum of the diagonal of a square A."""
+        self._require_square("trace")
+        left, right = self._working_factors()
+        return (left * right).sum(dim=(-2, -1))
+
+    def symmetry_score(self) -> Float[Tensor, "*batch"]:
+        """tr(A²)/‖A‖²: 1 symmetric, −1 antisymmetric, about 0 for random factors; 0 if A is zero."""
+        M = self._squeeze("symmetry score")
+        # M has the trace of A² but, the frames being two, not the norm of A.
+        norm = or_one(self.norm())[..., None, None]
+        M = M / norm
+        return (M * M.mT).sum(dim=(-2, -1)).clamp(-1.0, 1.0)
+
+    def symmetric_share(self) -> Float[Tensor, "*batch"]:
+        """‖½(A + Aᵀ)‖²/‖A‖² = ½(1 + symmetry score): 0 to 1, and ½ if A is zero.
+
+        Raises:
+            ValueError: A is not square; the message gives both widths.
+        """
+        return (1 + self.symmetry_score()) / 2
+
+    # Other writings.
+
+    def truncate(self, rank: int) -> "BilinearForm":
+        """Nearest form of the given rank in Frobenius norm, A ≈ (U_r S_r^½)(V_r S_r^½)ᵀ.
+
+        Args:
+            rank: 1 ≤ rank ≤ k = min(r, d_left, d_right).
+
+        Returns:
+            A form of width `rank`, written as by `gauge_fix`; its error is √(Σ_{i>rank} σ_i²).
+
+        Raises:
+            ValueError: rank out of range; the message gives both numbers.
+
+        Source: Eckart & Young 1936, doi 10.1007/BF02288367.
+        """
+        self._require_rank(rank)
+        U, S, Vh = self.svd()
+        # A singular value that is only rounding, about ε σ₁, would show as √ε in both factors.
+        S = torch.where(self._above(S), S, 0.0)[..., None, :rank].sqrt()
+        return BilinearForm(U[..., :rank] * S, Vh[..., :rank, :].mT * S)
+
+    def gauge_fix(self) -> "BilinearForm":
+        """The one writing that all gauges of A share: factors U S^½ and V S^½, of width k.
+
+        Singular values descend, and the entry of largest magnitude of each left column is positive.
+        It is unique if the non-zero singular values are distinct; columns of zero ones are zero.
+        """
+        return self.truncate(self.max_rank)
+
+    # Inside.
+
+    def _working_factors(self) -> tuple[Tensor, Tensor]:
+        # torch has no QR or SVD below float32.
+        _require_finite_factors(left=self.left, right=self.right)
+        dtype = torch.promote_types(self.left.dtype, torch.float32)
+        return self.left.to(dtype), self.right.to(dtype)
+
+    def _reduce(self) -> _Reduced:
+        left, right = self._working_factors()
+        Q_left, R_left = torch.linalg.qr(left)
+        Q_right, R_right = torch.linalg.qr(right)
+        return _Reduced(Q_left, _finite_product(R_left, R_right.mT), Q_right)
+
+    def _core(self) -> Tensor:
+        """The matrix of `_reduce`, a small one with the singular values of A, at half the cost."""
+        factors = self._working_factors()
+        learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
+        left, right = (torch.linalg.qr(factor, mode="reduced" if learns else "r").R for factor in factors)
+        return _finite_product(left, right.mT)  # without Q, R has no gradient
+
+    def _squeeze(self, what: str) -> Tensor:
+        """Small matrix with the traces and non-zero eigenvalues of a square A and of its powers."""
+        self._require_square(what)
+        Q_left, core, Q_right = self._reduce()
+        return core @ (Q_right.mT @ Q_left)
+
+    def _above(self, S: Tensor, tolerance: float | None = None) -> Tensor:
+        if tolerance is None:
+            tolerance = max(self.d_left, self.d_right) * torch.finfo(S.dtype).eps
+        return S.gt(S[..., :1] * tolerance)
+
+    def _require_rank(self, rank: int) -> None:
+        if not 1 <= rank <= self.max_rank:
+            raise ValueError(
+                f"rank is {rank}: a form of {self.d_left} × {self.d_right} and width {self.width} "
+                f"takes 1 to {self.max_rank}"
+            )
+
+    def _require_square(self, what: str) -> None:
+        if self.d_left != self.d_right:
+            raise ValueError(f"a form of {self.d_left} × {self.d_right} has no {what}: it is not square")
+
+    def _require_input(self, name: str, x: Tensor, width: int) -> None:
+        if x.ndim < 2 or x.shape[-1] != width:
+            raise ValueError(f"{name} is {_times(x.shape)}: the form takes rows of width {width}")
+        ours, theirs = reversed(self.batch), reversed(x.shape[:-2])
+        if any(a != b and 1 not in (a, b) for a, b in zip(ours, theirs, strict=False)):
+            raise ValueError(
+                f"{name} has batch {list(x.shape[:-2])} and the form {list(self.batch)}: they differ"
+            )
+        _require_same_kind(name, x, "the form", self.left)
+
+
+def are_finite(numbers: Tensor) -> bool:
+    """Whether there is no NaN and no infinity; reads the numbers once, in the order of the memory."""
+    if not numbers.numel():
+        return True
+    by_stride = sorted(range(numbers.ndim), key=numbers.stride, reverse=True)
+    least, most = numbers.detach().permute(by_stride).aminmax()
+    return bool(least.isfinite() and most.isfinite())
+
+
+def at_least_float32(numbers: Tensor) -> Tensor:
+    """Convert numbers to float32, unless they are float64."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def _require_alike(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+    if first.shape[:-2] != second.shape[:-2]:
+        raise ValueError(
+            f"{name} has batch {list(first.shape[:-2])} and {other_name} {list(second.shape[:-2])}: "
+            "they must agree"
+        )
+    _require_same_kind(name, first, other_name, second)
+
+
+def _require_same_kind(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+    if first.dtype != second.dtype:
+        raise ValueError(f"{name} is {first.dtype} and {other_name} {second.dtype}: cast one of them")
+    if first.device != second.device:
+        raise ValueError(f"{name} is on {first.device} and {other_name} on {second.device}: move one of them")
+
+
+def _finite_product(one: Tensor, two: Tensor) -> Tensor:
+    product = one @ two
+    if not bool(product.isfinite().all()):
+        raise ValueError(f"the product of the factors overflows {product.dtype}: cast the form to float64")
+    return product
+
+
+def _require_finite_factors(**tensors: Tensor) -> None:
+    if not all(are_finite(tensor) for tensor in tensors.values()):
+        counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
+        where = " and ".join(f"{count} of {name}" for name, count in counts.items() if count)
+        raise ValueError(f"not finite (NaN or infinite) are {where}: entries must be finite")

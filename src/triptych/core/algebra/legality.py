@@ -1,0 +1,324 @@
+"""What rewrites need of a layer, as data, and what more than one of them asks before it touches a map."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, final
+
+from triptych.core.algebra.forms import are_finite
+from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, rewritten
+from triptych.core.algebra.weights import SIDES, AttentionWeights, Chain, Side
+
+INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
+
+
+class Trait(NamedTuple):
+    """Something that a layer may do, for which some rewrites are refused."""
+
+    words: str
+    there: Callable[[AttentionWeights], bool]
+
+
+@final
+@dataclass(frozen=True)
+class Need:
+    """What a rewrite needs of a layer: that it has none of some traits.
+
+    The refusal, the column of the table of rewrites and what a certificate says was checked follow from it.
+
+    Attributes:
+        against: the traits, each with the reason that a refusal gives.
+        of: what the need is for, where the options of a rewrite may need less ("W_QK").
+    """
+
+    against: Mapping[str, str]
+    of: str = ""
+
+    @property
+    def where(self) -> str:
+        """Where it is missing, in words."""
+        words = ", ".join(TRAITS[trait].words for trait in self.against)
+        return f"{self.of}: {words}" if self.of else words
+
+    @property
+    def checked(self) -> tuple[str, ...]:
+        """What a certificate says of a layer that has it."""
+        before = f"{self.of}: " if self.of else ""
+        return tuple(f"{before}no {TRAITS[trait].words}" for trait in self.against)
+
+    def why_not(self, weights: AttentionWeights) -> str:
+        """The reason why a layer does not have it; "" if it does."""
+        semantics = weights.semantics
+        words = {name: getattr(semantics, name) for name in ("clip", "soft_cap", "dropout", "positions")}
+        for trait, why in self.against.items():
+            if TRAITS[trait].there(weights):
+                return why.format(trait=TRAITS[trait].words, **words)
+        return ""
+
+    def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
+        """Refuse a layer that does not have it."""
+        if reason := self.why_not(weights):
+            raise RewriteRefusedError(name, about + reason, advice)
+
+
+def _positions(words: str, scheme: str) -> Trait:
+    return Trait(words, lambda weights: weights.semantics.positions == scheme)
+
+
+def _part(words: str, *names: str) -> Trait:
+    return Trait(words, lambda weights: any(getattr(weights.semantics, name) is not None for name in names))
+
+
+TRAITS: dict[str, Trait] = {
+    "rotary": _positions("rotary positions", "rotary"),
+    "disentangled": _positions("disentangled positions", "disentangled"),
+    "alibi": _positions("ALiBi", "alibi"),
+    "relative": _positions("relative position biases", "relative"),
+    "qk_norm": _part("QK-norm", "q_norm", "k_norm"),
+    "v_norm": _part("norms of values", "v_norm"),
+    "clip": _part("clipping", "clip"),
+    "soft_cap": _part("soft caps", "soft_cap"),
+    "sinks": _part("sinks", "sinks"),
+    "gate": _part("gates", "gate"),
+    "channel_gate": Trait(
+        "gates of channels", lambda weights: (gate := weights.semantics.gate) is not None and gate.per_channel
+    ),
+    "dropout": Trait("attention dropout", lambda weights: weights.semantics.dropout > 0),
+    "no_rotary": Trait("other than rotary positions", lambda weights: weights.semantics.rotary is None),
+    "of_patches": Trait(
+        "positions of patches",
+        lambda weights: (rotary := weights.semantics.rotary) is not None and rotary.places is not None,
+    ),
+    "window": _part("windows", "window", "chunk"),
+    "temperature": _part("temperatures that grow with the position", "temperature"),
+    "compared": _part("scores other than products", "scores"),
+    "both_ways": Trait(
+        "attention to later tokens or another text", lambda weights: weights.semantics.kind != "causal"
+    ),
+    "growing": Trait(
+        "rotations that change with the length of the text",
+        lambda weights: (
+            (rotary := weights.semantics.rotary) is not None
+            and rotary.long is not None
+            and (rotary.long.grows or rotary.long.times != 1)
+        ),
+    ),
+    "biased": Trait(
+        "biases",
+        lambda weights: weights.o_bias is not None or any(link.bias is not None for link in weights.links()),
+    ),
+    "no_output_bias": Trait("outputs without a bias", lambda weights: "o" not in weights.bias_slots),
+}
+_VALUES_NORMED = "the values of each head are normalised after their map"
+_CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
+_NORMALISED = "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
+_MET = "distances meet queries and keys in the same channels (disentangled positions)"
+# The channels between the two maps of a form may be mixed.
+CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
+    "qk": Need(
+        {
+            "clip": _CLIPPED,
+            "rotary": "under rotary positions only one non-zero complex scalar per rotary pair commutes with "
+            "the rotation, so key channels cannot be mixed",
+            "disentangled": _MET,
+            "qk_norm": _NORMALISED,
+        },
+        "W_QK",
+    ),
+    "ov": Need(
+        {
+            "clip": _CLIPPED,
+            "v_norm": _VALUES_NORMED,
+            "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
+        },
+        "W_OV",
+    ),
+}
+# Rotary pairs are what meets in the scores.
+ROTARY_PAIRS_MEET = Need(
+    {
+        "no_rotary": "the layer has no rotary pairs: its positions are {positions}, not rotary",
+        "qk_norm": _NORMALISED,
+        "of_patches": "rotary pairs turn by rows and columns of patches, and what they carry is counted over "
+        "distances in a text",
+        "clip": _CLIPPED,
+    },
+    "W_QK of rotary heads",
+)
+# The channels of W_QK may be mixed, or its rotary pairs be treated one by one.
+CHANNELS_OR_PAIRS = Need(
+    {
+        trait: why
+        for trait, why in {**CHANNELS_FREE["qk"].against, **ROTARY_PAIRS_MEET.against}.items()
+        if trait not in ("rotary", "no_rotary")
+    },
+    "W_QK",
+)
+# W_Q W_Kᵀ is all that scores see of queries and keys.
+SCORES_ARE_THE_FORM = Need(
+    {
+        "rotary": "under rotary positions the form depends on the distance, so no one matrix is it",
+        "disentangled": _MET,
+        "qk_norm": "queries and keys are normalised before their product (QK-norm)",
+        "clip": _CLIPPED,
+    }
+)
+# A number added to every score of a query is not seen.
+KEY_BIAS_BLIND = Need(
+    {
+        "rotary": "under rotary positions the key bias is turned with each key, so it does not add the same "
+        "number to every score of a query",
+        "disentangled": "distances meet the keys with their bias (disentangled positions), each with another "
+        "number",
+        "qk_norm": "the keys are normalised with their bias (QK-norm), so it is more than an addition to a "
+        "row",
+        "clip": _CLIPPED,
+        "soft_cap": "the scores are soft-capped at ±{soft_cap:g}, and what a bias adds to a row comes out of "
+        "the cap as another number for every key",
+        "sinks": "something takes part in the softmax besides the keys (a sink), and its score does not move "
+        "with theirs",
+    }
+)
+# A value bias is one of the output.
+VALUE_BIAS_PASSES = Need(
+    {
+        "dropout": "attention dropout of {dropout:g} is on, as while training: rows of weights do not sum to "
+        "1",
+        "sinks": "something takes part in the softmax besides the keys (a sink): rows over the keys sum to "
+        "less than 1",
+        "gate": "each token takes another share of what a head moves (a gate), and of its value bias with it",
+        "clip": _CLIPPED,
+        "v_norm": _VALUES_NORMED,
+        "no_output_bias": "the output map has no bias slot in the target format",
+    }
+)
+# Keys and values of all heads may be made from one latent.
+ONE_LATENT = Need(
+    {
+        "rotary": "under rotary positions keys would have to be turned between the latent and the query; "
+        "decoupled rotary makes it bounded, and is not part of this writing",
+        "disentangled": _MET,
+    },
+    "without a format",
+)
+# Keys and values may be made as in DeepSeek's layers, and nothing else is done that these do not do.
+DECOUPLED = Need(
+    {
+        "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
+        "biased": "maps have biases, and the format has no place for one of the queries",
+        "clip": _CLIPPED,
+        "v_norm": _VALUES_NORMED,
+        **dict.fromkeys(
+            (
+                *("qk_norm", "of_patches", "growing", "soft_cap", "sinks", "gate", "window", "temperature"),
+                *("compared", "both_ways"),
+            ),
+            "DeepSeek's layers have no {trait}",
+        ),
+    },
+    "with a format",
+)
+# Positions add nothing of each head's own, which would stay in its place; maps of distances go along.
+HEADS_ALIKE = Need(
+    dict.fromkeys(
+        ("alibi", "relative"),
+        "{positions} positions add a bias of each head's own, which would stay in its place",
+    )
+)
+
+
+def require_whole_number(name: str, what: str, value: object) -> None:
+    """Refuse what is no whole number before it is compared with sizes."""
+    if type(value) is not int:
+        raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
+
+
+def require_one_each(
+    name: str, what: str, given: int | Sequence[int], heads: int, side: str, most: int, why: str
+) -> list[int]:
+    """A number from 1 to `most` for each key or value head, from one that serves all or a sequence."""
+    numbers = list(given) if isinstance(given, Sequence) else [given] * heads
+    if len(numbers) != heads:
+        plural = "s" if heads > 1 else ""
+        raise RewriteRefusedError(
+            name,
+            f"{what} names {len(numbers)} numbers: there are {heads} {side} head{plural}, and each takes one",
+        )
+    for number in numbers:
+        require_whole_number(name, what, number)
+        if not 1 <= number <= most:
+            raise RewriteRefusedError(name, f"{what} is {number}: {why} 1 to {most}")
+    return numbers
+
+
+def require_finite(name: str, weights: AttentionWeights) -> None:
+    """Refuse maps, norms and whatever else is learned of a layer that hold NaN or infinity."""
+    of_maps = (
+        (f"a {what} of {side}", numbers)
+        for side in SIDES
+        for link in weights.chain(side)
+        for what, numbers in (("map", link.weight), ("bias", link.bias))
+    )
+    of_norms = (
+        (f"the {what} of the {name}", numbers)
+        for name, norm in (("norm", weights.norm), ("memory's norm", weights.memory_norm))
+        if norm is not None
+        for what, numbers in (("weight", norm.weight), ("bias", norm.bias))
+    )
+    bias_of_output = ("the bias of o", weights.o_bias)
+    for what, numbers in (*of_maps, bias_of_output, *of_norms, *weights.semantics.learned().items()):
+        if numbers is not None and not are_finite(numbers):
+            bad = int((~numbers.isfinite()).sum())
+            raise RewriteRefusedError(
+                name, f"{bad:,} of {numbers.numel():,} numbers in {what} are NaN or infinite"
+            )
+
+
+def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
+    """Refuse to carry anything out of a chain through a norm after one of its maps."""
+    for place, link in enumerate(chain, start=1):
+        if link.norm is not None:
+            raise RewriteRefusedError(name, f"there is a norm after map {place} of {side}", advice)
+
+
+def require_last_map(name: str, side: Side, chain: Chain) -> None:
+    """Refuse to change the channels of a side that ends in a norm, with no learned map behind it."""
+    if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
+        require_nothing_between(name, side, chain[:-1])
+
+
+def share_a_map(one: Chain, other: Chain) -> bool:
+    """Whether two chains have a map in common."""
+    return not {id(link) for link in one}.isdisjoint(id(link) for link in other)
+
+
+def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
+    """The other input sides (q, k, v) that share a map with a side."""
+    return tuple(
+        other
+        for other in INPUT_SIDES
+        if other != side and share_a_map(weights.chain(side), weights.chain(other))
+    )
+
+
+def separate(chain: Chain) -> Chain:
+    """The same numbers in maps of their own."""
+    return tuple(
+        replace(link, weight=link.weight.clone(), bias=None if link.bias is None else link.bias.clone())
+        for link in chain
+    )
+
+
+def with_chains(weights: AttentionWeights, chains: dict[Side, Chain]) -> AttentionWeights:
+    """The writing with some of its chains changed."""
+    return replace(weights, **{str(side): chain for side, chain in chains.items()})  # type: ignore[arg-type]
+
+
+def unchanged(name: str, weights: AttentionWeights, note: str) -> Rewritten:
+    """The weights themselves, and a record that says why there was nothing to do."""
+    return rewritten(name, "bit-exact", weights, weights, notes=(note,))
+
+
+def named(sides: tuple[Side, ...]) -> str:
+    """Sides in a sentence: "q", "k and v", "q, k and v"."""
+    *first, last = sides
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,540 @@
+"""`AttentionWeights`: one attention layer, its maps and what it does besides.
+
+Our layers give it, every checkpoint gives it, every measurement and every rewrite takes it. Queries,
+keys, values and outputs are each a *chain* of affine maps: one link for the paper's projections, two
+for stacked ones, none where the input itself is used. What is shared is the same object: a layer with
+W^Q = W^K has `weights.q is weights.k`.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.core.algebra.forms import BilinearForm
+from triptych.core.algebra.semantics import CopiesLeft, HeadNorm, HeadSide, Semantics, select_rows
+from triptych.printable import shown_fields
+
+Side = Literal["q", "k", "v", "o"]
+SIDES: tuple[Side, ...] = ("q", "k", "v", "o")
+HEAD_SIDES: tuple[HeadSide, ...] = ("q", "k", "v")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Link:
+    """One affine map, `x ↦ x W + b`, in one or several copies."""
+
+    weight: Float[
+        Tensor, "copies *matrix"
+    ]  # `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map
+    bias: Float[Tensor, "copies d_out"] | None = None
+    norm: HeadNorm | None = None  # of what the map puts out, before the next map of its chain reads it
+    learned: bool = True  # False for a map without numbers of its own (a slice of the input, a fixed factor)
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether the map scales each channel by itself."""
+        return self.weight.ndim == 2
+
+    @property
+    def copies(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def d_in(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def d_out(self) -> int:
+        return self.weight.shape[-1]
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters, all copies and biases."""
+        if not self.learned:
+            return 0
+        return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations to apply every copy to one token; a bias counts as none."""
+        if self.diagonal:
+            return self.weight.numel()
+        return 2 * self.weight.numel() if self.learned else 0
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Link":
+        """Apply a function to every tensor of the map."""
+        bias, norm = None if self.bias is None else change(self.bias), self.norm
+        if norm is not None:
+            norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
+        return replace(self, weight=change(self.weight), bias=bias, norm=norm)
+
+    def repeat(self, num_heads: int) -> "Link":
+        """The same map in more copies: `num_heads`, a multiple of those there are."""
+        times = num_heads // self.copies
+        if times == 1:
+            return self
+        bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
+        return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
+
+    def select_copies(self, left: CopiesLeft) -> "Link":
+        """Select copies in the order given, with the norm of each.
+
+        A fixed map is no longer fixed if copies are left out or moved.
+        """
+        if self.copies == 1:
+            return self
+        chosen = list(left(self.copies))
+        if chosen == list(range(self.copies)):
+            return self
+        bias = None if self.bias is None else select_rows(self.bias, chosen)
+        norm = None if self.norm is None else self.norm.select_copies(left, self.copies, self.d_out)
+        return replace(self, weight=select_rows(self.weight, chosen), bias=bias, norm=norm, learned=True)
+
+    @property
+    def norm_map(self) -> "Link | None":
+        """Gain and shift of the norm after the map, `x ↦ γ ∘ x + β`, as a map; None without a norm."""
+        if self.norm is None or not self.norm.tensors():
+            return None
+        weight = None if self.norm.weight is None else self.norm.gain(self.weight.dtype)
+        gain = self._rows_of_norm(weight, 1.0)
+        shift = self._rows_of_norm(self.norm.bias, 0.0)
+        copies = math.lcm(len(gain), len(shift))
+        gain, shift = (rows.repeat_interleave(copies // len(rows), dim=0) for rows in (gain, shift))
+        return Link(gain, shift if shift.is_meta or bool(shift.any()) else None)
+
+    def _rows_of_norm(self, part: Tensor | None, neutral: float) -> Float[Tensor, "copies d_out"]:
+        """Return the weight or the bias of the norm, with 1 or 0 at channels that it leaves alone."""
+        assert self.norm is not None
+        if part is None:
+            return self.weight.new_full((1, self.d_out), neutral)
+        whole = self.norm.over == "all heads" or part.ndim == 1
+        rows = part.view(-1, min(len(part), self.d_out)) if whole else part
+        if rows.shape[-1] == 1 and self.norm.channels != 1:  # one number for all channels
+            rows = rows.expand(-1, self.d_out)
+        missing = self.d_out - rows.shape[-1]
+        return torch.nn.functional.pad(rows.to(self.weight.dtype), (0, missing), value=neutral)
+
+    def then(self, other: "Link") -> "Link":
+        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`; only the gain of a norm between them is kept."""
+        if (norm_map := self.norm_map) is not None:
+            other = replace(norm_map, bias=None).then(other)
+        copies = math.lcm(self.copies, other.copies)
+        if self.copies == 1 and not (self.diagonal or other.diagonal):
+            # One product with all copies side by side, instead of one with a copy of this map for each.
+            joined = other.weight.transpose(0, 1).flatten(1)
+            weight = (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+            bias = None if self.bias is None else _row_times(self.bias.expand(copies, -1), other.weight)
+            return Link(
+                weight, _add_biases(bias, other.bias), norm=other.norm, learned=self.learned or other.learned
+            )
+        one, two = self.repeat(copies), other.repeat(copies)
+        return Link(
+            weight=_multiply(one.weight, two.weight),
+            bias=_add_biases(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
+            norm=other.norm,
+            learned=self.learned or other.learned,
+        )
+
+    def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
+        """Apply copy i to slice i (or the only slice to every copy), then the norm."""
+        if self.diagonal:
+            y = x * self.weight[:, None, :]
+        else:
+            # Batch and length in one dimension: otherwise each text of the batch would copy every map.
+            rows = x.transpose(0, 1).flatten(1, 2)
+            y = _apply_weight(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
+        y = y if self.bias is None else y + self.bias[:, None, :]
+        return y if self.norm is None else self.norm(y)
+
+
+Chain = tuple[Link, ...]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """The weight and bias of a LayerNorm or RMSNorm."""
+
+    weight: Float[Tensor, " d_model"]  # as stored
+    bias: Float[Tensor, " d_model"] | None = None
+    offset: float = 0.0  # what the stored weight is relative to: 1 for the families that store `w` of `1 + w`
+    centred: bool = False  # whether it takes the mean of its input away: a LayerNorm does
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """The maps of one attention layer.
+
+        q = chain_q(x)   k = chain_k(y)   v = chain_v(y)
+        out = Σ_i chain_o(softmax(scale · q_i k_iᵀ + …) v_i) + o_bias
+
+    With its `semantics` it is all that `algebra.function.attend` needs.
+    """
+
+    d_model: int  # width of the input
+    num_heads: int  # number of query heads
+    q: Chain  # chain of maps to the queries (`k` keys, `v` values); an empty chain is the input itself
+    k: Chain
+    v: Chain
+    o: Chain  # chain of maps from each head's output, summed over heads; its links have no bias
+    semantics: Semantics  # what the layer does besides its maps
+    o_bias: Float[Tensor, " d_out"] | None = None  # `[d_out]`, added once
+    # the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be seen by `fold_norm`
+    norm: Norm | None = None
+    memory_norm: Norm | None = None  # the same for the memory of a cross-attention
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm is
+    other_norm_readers: str = ""  # what else reads the norm's output, besides this layer ("" if nothing)
+    bias_slots: frozenset[str] = frozenset(SIDES)  # the maps whose bias the target format can hold
+
+    def __repr__(self) -> str:
+        maps = {
+            side: " · ".join(str(list(link.weight.shape)) for link in self.chain(side)) or "the input"
+            for side in SIDES
+        }
+        shown = "  ".join(f"{side} {shapes}" for side, shapes in maps.items())
+        return f"AttentionWeights: {self.num_heads} heads, d_model {self.d_model}\n  {shown}"
+
+    def __post_init__(self) -> None:
+        for side in SIDES:
+            for link in self.chain(side):
+                if self.num_heads % link.copies:
+                    raise ValueError(
+                        f"the {side} chain has {link.copies} maps: they cannot serve {self.num_heads} heads"
+                    )
+        self.semantics.require_heads(self.num_heads, self._head_sides)
+        tensors = list(self.tensors())
+        kinds = sorted({f"{t.dtype} on {t.device}".removeprefix("torch.") for t in tensors})
+        if len(kinds) > 1:
+            raise ValueError(f"the maps are {' and '.join(kinds)}: bring them to one dtype and device")
+
+    def chain(self, side: Side) -> Chain:
+        return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
+
+    def links(self) -> Iterator[Link]:
+        seen: set[int] = set()
+        for side in SIDES:
+            for link in self.chain(side):
+                if id(link) not in seen:
+                    seen.add(id(link))
+                    yield link
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held, once."""
+        for link in self.links():
+            yield link.weight
+            if link.bias is not None:
+                yield link.bias
+            if link.norm is not None:
+                yield from link.norm.tensors().values()
+        if self.o_bias is not None:
+            yield self.o_bias
+        for norm in (self.norm, self.memory_norm):
+            if norm is not None:
+                yield norm.weight
+                if norm.bias is not None:
+                    yield norm.bias
+
+    @property
+    def scale(self) -> float:
+        return self.semantics.scale
+
+    @property
+    def norms_within(self) -> bool:
+        """Whether there is a norm between two maps of a side."""
+        return any(link.norm is not None for link in self.links())
+
+    def tied(self, one: Side, other: Side) -> bool:
+        """Whether two sides use the same, non-empty, chain."""
+        return len(self.chain(one)) > 0 and self.chain(one) is self.chain(other)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters of the maps, their biases and the gates; shared ones count once."""
+        gate = self.semantics.gate
+        return (
+            sum(link.num_parameters for link in self.links())
+            + (0 if self.o_bias is None else self.o_bias.numel())
+            + (0 if gate is None else gate.num_parameters)
+        )
+
+    def copies(self, side: Side) -> int:
+        """Count the different maps of a side; 1 for the input itself."""
+        return max((link.copies for link in self.chain(side)), default=1)
+
+    def width(self, side: HeadSide) -> int:
+        """Return the width of the queries, keys or values of a head."""
+        chain = self.chain(side)
+        return chain[-1].d_out if chain else self.d_model
+
+    @property
+    def _head_sides(self) -> dict[HeadSide, tuple[int, int]]:
+        """Number and width of the queries, keys and values."""
+        return {side: (self.copies(side), self.width(side)) for side in HEAD_SIDES}
+
+    @property
+    def num_key_heads(self) -> int:
+        """Number of different key maps."""
+        return self.copies("k")
+
+    @property
+    def num_value_heads(self) -> int:
+        """Number of different value maps."""
+        return self.copies("v")
+
+    def multiplied(self, side: Side) -> Link:
+        """The chain of a side as one link per head (or group); the identity for an empty chain.
+
+        Only the gain of a norm between two links is kept: who replaces the chain by its product has to check
+        for norms. The bias of the output side is None: `o_bias` belongs to all heads together.
+        """
+        chain = self.chain(side)
+        if not chain:
+            eye = torch.eye(self.d_model, dtype=self.dtype, device=self.device)
+            return Link(eye[None], learned=False)
+        whole = reduce(Link.then, chain)
+        if whole.diagonal:
+            whole = replace(whole, weight=torch.diag_embed(whole.weight))
+        return whole
+
+    def behind_norms(self) -> "AttentionWeights":
+        """Queries, keys and values with only the maps behind their last norm, which read its output."""
+        chains: dict[str, Chain] = {}
+        for side in SIDES[:3]:
+            chain = self.chain(side)
+            last = max(
+                (place for place, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0
+            )
+            chains[side] = chain[last:]
+            if last and (norm_map := chain[last - 1].norm_map) is not None:
+                chains[side] = (norm_map.then(chain[last]), *chain[last + 1 :])
+        return replace(self, **chains)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.tensors()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.tensors()).device
+
+    def per_head(self, side: Side) -> Float[Tensor, "num_heads d_in d_out"]:
+        """The map of every query head, as one product: `W_Q`, `W_K`, `W_V` or `W_O`."""
+        return self.multiplied(side).repeat(self.num_heads).weight
+
+    def head_bias(self, side: Literal["q", "k", "v"]) -> Float[Tensor, "num_heads width"] | None:
+        """The composed bias of every query head, None if there is none."""
+        return self.multiplied(side).repeat(self.num_heads).bias
+
+    @property
+    def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
+        return self.per_head("q")
+
+    @property
+    def W_K(self) -> Float[Tensor, "num_heads d_model d_k"]:
+        """Key maps, one a query head (groups repeated)."""
+        return self.per_head("k")
+
+    @property
+    def W_V(self) -> Float[Tensor, "num_heads d_model d_v"]:
+        """Value maps, one a query head (groups repeated)."""
+        return self.per_head("v")
+
+    @property
+    def W_O(self) -> Float[Tensor, "num_heads d_v d_out"]:
+        return self.per_head("o")
+
+    @property
+    def qk(self) -> BilinearForm:
+        """W_QK of every head, `[num_heads, …]` in one form; biases and scale left out."""
+        return BilinearForm(self.W_Q, self.W_K)
+
+    @property
+    def ov(self) -> BilinearForm:
+        """W_OV of every head, `[num_heads, …]` in one form; biases left out."""
+        return BilinearForm(self.W_V, self.W_O.mT)
+
+    @property
+    def heads(self) -> tuple["HeadForms", ...]:
+        qk, ov = self.qk, self.ov
+        return tuple(
+            HeadForms(BilinearForm(qk.left[i], qk.right[i]), BilinearForm(ov.left[i], ov.right[i]))
+            for i in range(self.num_heads)
+        )
+
+    def each_link(
+        self,
+        change: Callable[[Link], Link],
+        sides: Collection[Side] = SIDES,
+        num_heads: int | None = None,
+        **others: Any,
+    ) -> "AttentionWeights":
+        """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
+        links: dict[int, Link] = {}
+        chains: dict[int, Chain] = {}
+
+        def change_link(link: Link) -> Link:
+            if id(link) not in links:
+                links[id(link)] = change(link)
+            return links[id(link)]
+
+        def change_side(side: Side) -> Chain:
+            chain = self.chain(side)
+            if side not in sides:
+                return chain
+            if id(chain) not in chains:
+                new = tuple(change_link(link) for link in chain)
+                same = all(one is other for one, other in zip(new, chain, strict=True))
+                chains[id(chain)] = chain if same else new
+            return chains[id(chain)]
+
+        heads = self.num_heads if num_heads is None else num_heads
+        q, k, v, o = (change_side(side) for side in SIDES)
+        return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
+
+    def select_copies(self, left: CopiesLeft, num_heads: int) -> "AttentionWeights":
+        """Select `num_heads` of the layer's heads, in the order given, with everything of their own.
+
+        `left` gives the copies to select, in order, for a number of copies. For a map with one copy per head,
+        they are the heads.
+        """
+        semantics = self.semantics.select_copies(left, self.num_heads, self._head_sides)
+        return self.each_link(lambda link: link.select_copies(left), num_heads=num_heads, semantics=semantics)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
+        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
+
+        def change_norm(norm: Norm | None) -> Norm | None:
+            if norm is None:
+                return None
+            return replace(
+                norm, weight=change(norm.weight), bias=None if norm.bias is None else change(norm.bias)
+            )
+
+        return self.each_link(
+            lambda link: link.mapped(change),
+            o_bias=None if self.o_bias is None else change(self.o_bias),
+            norm=change_norm(self.norm),
+            memory_norm=change_norm(self.memory_norm),
+        )
+
+    @property
+    def takes_up_scale(self) -> bool:
+        """Whether the query map can take up another scale of the scores."""
+        semantics, q = self.semantics, self.q
+        read = semantics.bias is not None and semantics.bias.reads_content
+        changes = semantics.q_norm is not None or semantics.clip is not None or read
+        changes = changes or semantics.scores is not None
+        return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
+
+    def with_scale(self, scale: float) -> "AttentionWeights":
+        """The same scores under another scale: the query map takes up the ratio."""
+        if math.isclose(scale, self.scale, rel_tol=1e-12):
+            return self
+        found = f"scores are multiplied by {self.scale:.6g}, not {scale:.6g}, and"
+        if not self.q or not self.q[-1].learned or self.tied("q", "k"):
+            raise ValueError(
+                f"{found} the queries have no map of their own to take up the ratio: expand the tied maps "
+                "first"
+            )
+        if not self.takes_up_scale:
+            raise ValueError(f"{found} more than the product with the keys reads what the query map makes")
+        ratio, last = self.scale / scale, self.q[-1]
+        bias = None if last.bias is None else last.bias * ratio
+        return replace(
+            self,
+            semantics=replace(self.semantics, scale=scale),
+            q=(*self.q[:-1], replace(last, weight=last.weight * ratio, bias=bias)),
+        )
+
+    def with_single_links(self) -> "AttentionWeights":
+        """The same maps with one link a side, in at least float32; what was shared stays so.
+
+        As in `multiplied`, norms between two links are left out but for their gains.
+        """
+        wide = torch.promote_types(self.dtype, torch.float32)
+        whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
+        chains: dict[int, Chain] = {}
+        for side in SIDES:
+            chain = whole.chain(side)
+            if id(chain) not in chains:
+                chains[id(chain)] = chain if len(chain) == 1 else (whole.multiplied(side),)
+        q, k, v, o = (chains[id(whole.chain(side))] for side in SIDES)
+        return replace(whole, q=q, k=k, v=v, o=o)
+
+    def with_even_copies(self, groups: int) -> "AttentionWeights":
+        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values."""
+
+        def even(side: Side, copies: int) -> Chain:
+            chain = self.chain(side)
+            return (chain[0].repeat(copies),) if len(chain) == 1 else chain
+
+        if self.tied("k", "v") or self.tied("q", "k"):
+            return self
+        heads = self.num_heads
+        return replace(self, q=even("q", heads), k=even("k", groups), v=even("v", groups), o=even("o", heads))
+
+    def without_norms(self) -> "AttentionWeights":
+        """The maps alone; the norms before them stay where they are."""
+        return replace(self, norm=None, memory_norm=None)
+
+    def to(self, dtype: torch.dtype) -> "AttentionWeights":
+        return self.mapped(lambda tensor: tensor.to(dtype))
+
+
+@final
+@dataclass(frozen=True)
+class HeadForms:
+    """The two forms of one head.
+
+    Attributes:
+        qk: `W_QK`, where it looks.
+        ov: `W_OV`, what it moves.
+    """
+
+    qk: BilinearForm
+    ov: BilinearForm
+
+
+def standard_scale(d_k: int) -> float:
+    """The paper's `1/√d_k`."""
+    return 1 / math.sqrt(d_k)
+
+
+def _multiply(one: Tensor, two: Tensor) -> Tensor:
+    match one.ndim, two.ndim:
+        case 2, 2:
+            return one * two
+        case 2, 3:
+            return one[:, :, None] * two
+        case 3, 2:
+            return one * two[:, None, :]
+        case _:
+            return one @ two
+
+
+def _apply_weight(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows @ weight`. In float16 on a CPU by way of float32, in which such products are summed anyway."""
+    if weight.dtype == torch.float16 and weight.device.type == "cpu":
+        return (rows.float() @ weight.float()).half()  # two to four times as fast
+    return rows @ weight
+
+
+def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
+    return row * matrix if matrix.ndim == 2 else (row[:, None, :] @ matrix)[:, 0]
+
+
+def _add_biases(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+    if one is None or two is None:
+        return one if two is None else two
+    return one + two

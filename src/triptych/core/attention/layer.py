@@ -1,0 +1,620 @@
+"""The layer: projections around the operation."""
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, Protocol, final, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych.core.algebra.cost import Route
+from triptych.core.algebra.function import for_heads
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
+from triptych.core.algebra.weights import AttentionWeights, HeadForms, standard_scale
+from triptych.core.attention.layer_cache import AttentionCache
+from triptych.core.attention.operation import Explanation, compute_attention, explain_inputs
+from triptych.core.attention.position_modules import AttentionPositions, PositionIds, TokenPlaces
+from triptych.core.attention.projections import fit_parameterisation
+from triptych.core.attention.projections.abstract import Parameterisation
+from triptych.core.attention.projections.composed import AsWritten, ScaledOutside, ScalePlace
+from triptych.core.attention.projections.table import Factored, Grouped
+from triptych.core.attention.queries_keys import QueriesAndKeys
+from triptych.core.attention.requirements import (
+    check_can_be_held,
+    check_qk_norm,
+    check_rotation,
+    check_sizes,
+    scores_class,
+)
+from triptych.core.attention.routes import Inputs, Path
+from triptych.core.attention.shapes import shapes_only
+from triptych.core.attention.written_out import by_position, causal_mask, prepared, tempered, to_weights
+from triptych.literals import Activation
+from triptych.printable import shown_fields
+
+ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
+
+
+@runtime_checkable
+class Tap(Protocol):
+    """Changes what a layer computes on the way: queries, keys, values, scores, weights, or what W_O reads."""
+
+    def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
+        """The value that the layer goes on with."""
+
+
+class Kept(NamedTuple):
+    """What a call attends to: keys and values as their layer keeps them, and the positions of tokens."""
+
+    places: TokenPlaces
+    entries: tuple[Tensor, ...]
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, self._asdict())
+
+    def of_row(self, row: int, query_len: int, key_len: int) -> "Kept":
+        """What one row of the batch attends to, without padding on the right."""
+        one, keys = slice(row, row + 1), self.places.keys
+        given = self.places.given and self.places.given.of_row(row, query_len)
+        keys = keys[one, :key_len] if keys is not None and keys.ndim == 2 else keys
+        places = self.places._replace(given=given, keys=keys)
+        return Kept(places, tuple(entry[one, :, :key_len] for entry in self.entries))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerSteps:
+    """Every value of one call, in the order of the computation; keys and values of every query head."""
+
+    q: Float[Tensor, "batch heads query_len d_k"]  # queries as they meet the keys, after norms and rotation
+    k: Float[Tensor, "batch heads key_len d_k"]  # keys after norms and rotation
+    v: Float[Tensor, "batch heads key_len d_v"]
+    # `q kᵀ`; of other scores, what these make of queries and keys
+    products: Float[Tensor, "batch heads query_len key_len"]
+    scaled: Float[Tensor, "batch heads query_len key_len"]  # the products times the scale
+    biased: Float[Tensor, "batch heads query_len key_len"]  # with what positions add
+    # after the soft cap: what the softmax takes, before any mask
+    scores: Float[Tensor, "batch heads query_len key_len"]
+    visible: Bool[Tensor, "#batch #heads #query_len key_len"]
+    weights: Float[Tensor, "batch heads query_len key_len"]
+    # what the mixed values of each head are multiplied by; None without a gate
+    gate: Float[Tensor, "batch heads query_len channels"] | None
+    # what W_O reads: the weights times the values, times the gate
+    z: Float[Tensor, "batch heads query_len d_v"]
+    output: Float[Tensor, "batch query_len d_model"]
+    kept: Kept  # what the call attends to
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
+
+
+_FROM_THE_START = TokenPlaces(0)
+# Below the root of QK-norm; most families with one have it.
+_EPS = 1e-6
+
+
+class LayerOutput(NamedTuple):
+    """What the layer gives back."""
+
+    output: Float[Tensor, "batch query_len d_model"]
+    weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless wanted
+    kept: Kept | None = None  # what other layers may attend to, too
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, self._asdict())
+
+
+@final
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention over any parameterisation of its heads.
+
+    Queries always come from `x`. Keys and values come from `x` too (self-attention), from `memory`
+    (cross-attention), or from two different sequences of one length (`memory` and `value_memory`).
+
+    Attributes:
+        tap: changes values on the way (`steps`), in place of the kernels; None for a layer as it is.
+        borrows: whether it has no keys and values of its own (`borrow`).
+        before_output: passes on what W_O reads of each head, `[batch, heads, query_len, d_v]`, for hooks.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        projections: Parameterisation | None = None,
+        dropout: float = 0.0,
+        positions: AttentionPositions | None = None,
+        qk_norm: bool = False,
+        output_gate: bool = False,
+        scores: str = "dot",
+        scale: ScalePlace = "inside",
+    ) -> None:
+        """Make a layer.
+
+        Args:
+            d_model: width of input and output.
+            num_heads: number of query heads.
+            projections: how the heads are written; `Factored()` if None.
+            dropout: probability that an attention weight is dropped while training.
+            positions: how the layer itself tells positions apart (`RotaryPositions`, `AlibiPositions`); None
+                if its input does, or nothing. For self-attention only.
+            qk_norm: whether queries and keys of each head pass an RMSNorm before they are rotated and
+                compared, each with a weight for every channel.
+            output_gate: whether the output of each head is multiplied by a gate, a sigmoid of a learned map
+                of its token. All gates begin at 1/2.
+            scores: how queries and keys are compared: "dot", "cosine", "additive" or `FILE.py:CLASS`.
+            scale: "inside" the softmax, or "outside": `softmax(Q Kᵀ) V / √d_k`.
+
+        Raises:
+            ValueError: sizes that do not fit, with both sizes, or positions, norms or scores that the
+                parameterisation cannot have, with the reason.
+
+        Source: qk_norm: Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442.
+        output_gate: Qiu et al. 2025, arXiv 2505.06708.
+        """
+        super().__init__()
+        self.d_model = d_model
+        self.dropout = dropout
+        self.tap: Tap | None = None
+        self.borrows = False
+        self.before_output = nn.Identity()
+        self.parameterisation = projections or Factored()
+        if scale == "outside":
+            self.parameterisation = ScaledOutside(self.parameterisation)
+        if positions is not None:
+            check_sizes(d_model, num_heads, self.parameterisation, positions, scores)
+        self.projections = self.parameterisation.build(d_model, num_heads)
+        self._learned: tuple[str, ...] = ()
+        self._semantics = Semantics(scale=standard_scale(self.projections.d_k))
+        if positions is not None:
+            self._semantics = positions.added_to(self._semantics, self._key_width, num_heads)
+        if qk_norm:
+            check_qk_norm(self.parameterisation)
+            q_norm, k_norm = (HeadNorm(_EPS, torch.ones(self._key_width)) for _ in range(2))
+            self._semantics = replace(self._semantics, q_norm=q_norm, k_norm=k_norm)
+        if scores == "cosine":
+            check_qk_norm(self.parameterisation)
+            of_head = HeadNorm(_EPS, torch.ones(num_heads, 1))  # the gain of each head
+            self._semantics = replace(self._semantics, q_norm=of_head, k_norm=HeadNorm(_EPS))
+        elif scores != "dot":
+            drawn = scores_class(scores).drawn(num_heads, self._key_width)
+            self._semantics = replace(self._semantics, scores=drawn, scale=1.0)
+        gate = self.parameterisation.gate(d_model, num_heads)
+        if output_gate:
+            if gate is not None:
+                raise ValueError(f"{self.parameterisation.name} has gates already: leave output_gate out")
+            gate = HeadGate(torch.zeros(num_heads, d_model), torch.zeros(num_heads))
+        self._semantics = replace(self._semantics, gate=gate)
+        self._hold(self._semantics)
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: AttentionWeights,
+        dropout: float | None = None,
+        *,
+        named: bool = False,
+        own: Parameterisation | None = None,
+        adopted: bool = False,
+    ) -> "MultiHeadAttention":
+        """A layer that holds these weights, in the parameterisation that their structure calls for.
+
+        Norms of queries and keys, tables of positions, sinks and gates become parameters of the layer.
+
+        Args:
+            weights: the maps, and what the layer does besides. Where nothing but the product of queries and
+                keys reads the queries, their map takes up the ratio to the usual scale of the
+                parameterisation; otherwise the scale stays what it is.
+            dropout: while training; that of the weights if None.
+            named: whether only a layer will do that the recipe of a model can ask for.
+            own: a parameterisation to be tried first, such as a class in a user's file.
+            adopted: whether the layer may hold the tensors of the weights themselves, as they are, and not
+                copies. Their scale then stays what it is.
+
+        Raises:
+            ValueError: rotary positions do not go with the parameterisation or do not fit, the weights carry
+                the norm before the layer, or `named` and no parameterisation of a recipe has that structure.
+        """
+        check_can_be_held(weights)
+        semantics = weights.semantics
+        dropout = semantics.dropout if dropout is None else dropout
+        weights, parameterisation = fit_parameterisation(weights, named=named, own=own)
+        if adopted and isinstance(parameterisation, Factored | Grouped):
+            with shapes_only():
+                layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
+            layer.projections.adopt(weights)
+            layer._hold(replace(semantics, dropout=0.0), next(layer.projections.parameters()))
+            check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
+            return layer
+        with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
+            layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
+        layer = layer.to(dtype=weights.dtype, device=weights.device)
+        usual = layer.semantics.scale
+        takes_up = named or (not isinstance(parameterisation, AsWritten) and weights.takes_up_scale)
+        if takes_up and semantics.scores is None:
+            weights = weights.with_scale(usual)
+        layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
+        layer._hold(replace(weights.semantics, dropout=0.0), next(layer.projections.parameters()))
+        check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
+        return layer
+
+    @property
+    def semantics(self) -> Semantics:
+        """What the layer does besides its maps, with the parameters of the layer."""
+        if not self._learned:
+            return self._semantics
+        return self._semantics.with_learned({name: getattr(self, name) for name in self._learned})
+
+    def _hold(self, semantics: Semantics, like: Tensor | None = None) -> None:
+        """Do this besides the maps, with parameters of the layer's own."""
+        learned = semantics.learned()
+        for name in {*self._learned} - {*learned}:  # that the parameterisation would have
+            delattr(self, name)
+        for name, tensor in learned.items():
+            own = tensor if like is None else like
+            held = torch.empty_like(tensor, dtype=own.dtype, device=own.device).copy_(tensor.detach())
+            self.register_parameter(name, nn.Parameter(held))
+        self._learned = tuple(learned)
+        self._semantics = semantics.with_learned(
+            {name: tensor.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
+        )
+        # What every call asks.
+        semantics, projections = self._semantics, self.projections
+        changed = semantics.k_norm is not None or semantics.clip is not None
+        late = semantics.rotary is None or (changed and not projections.caches_keys)
+        self._rotate_cached_keys: RotaryEmbedding | None = (
+            None if late or semantics.rotary is None else projections.rotate_cached_keys(semantics.rotary)
+        )
+        self._late_rotation = semantics.rotary if self._rotate_cached_keys is None else None
+        # Keys of a text that grows past the limit stay as they were turned: they are kept as well.
+        self._keeps_keys = self._late_rotation is not None and self._late_rotation.long is not None
+        # Later queries must know the position of a key.
+        self._compares_positions = semantics.bias is not None or semantics.is_local
+        self._compares_positions |= self._late_rotation is not None and not self._keeps_keys
+        # Queries, keys or values are changed between their maps and their product.
+        between = semantics.k_norm, semantics.v_norm, semantics.clip
+        of_queries = semantics.q_norm, semantics.rotary, semantics.temperature
+        self._changes_qkv = any(part is not None for part in (*between, *of_queries))
+        # Keys and values are no product of a map and what is cached, keys are compared and not the cache,
+        # or the key bias counts, which the absorbed route leaves out.
+        on_scores = self._late_rotation, semantics.soft_cap, semantics.sinks, semantics.scores
+        self._needs_expanded = any(part is not None for part in (*between, *on_scores))
+        self._needs_expanded |= semantics.bias is not None and semantics.bias.reads_content
+
+    @property
+    def _key_width(self) -> int:
+        k = self.projections.weights().k
+        return k[-1].d_out if k else self.d_model
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.projections.num_heads
+
+    def weights(self, kind: Kind | None = None) -> AttentionWeights:
+        """The layer's maps, detached but not copied, and what it does besides.
+
+        Args:
+            kind: where queries and keys come from, which only the caller knows; None for "self", or what the
+                weights said that the layer was made of.
+        """
+        found = self.projections.weights().mapped(torch.Tensor.detach)
+        semantics, dropout = self.semantics, self.dropout if self.training else 0.0
+        learned = {name: tensor.detach() for name, tensor in semantics.learned().items()}
+        semantics = replace(semantics.with_learned(learned), kind=kind or semantics.kind, dropout=dropout)
+        return replace(found, semantics=semantics)
+
+    def borrow(self, lender: "MultiHeadAttention") -> None:
+        """Attend to the keys and values of another layer of the same structure, whose maps are held once."""
+        self.borrows = True
+        self.projections.share_keys(lender.projections)
+        for name in ("k_norm_weight", "k_norm_bias"):
+            if name in self._learned:
+                setattr(self, name, getattr(lender, name))
+
+    @property
+    def heads(self) -> tuple[HeadForms, ...]:
+        """The two forms of every head: `layer.heads[3].qk.dense()` is W_QK of the fourth."""
+        return self.weights().heads
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch query_len d_model"],
+        *,
+        memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        value_memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        causal: bool | None = None,
+        cache: AttentionCache | None = None,
+        need_weights: bool = False,
+        positions: PositionIds | None = None,
+        lent: Kept | None = None,
+        path: Path = "auto",
+    ) -> LayerOutput:
+        """Attend.
+
+        Args:
+            x: where the queries come from.
+            memory: where keys (and values) come from; `x` if None.
+            value_memory: where values come from, if not where keys do.
+            mask: boolean, True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`.
+            causal: a query sees only its own position and earlier ones; if None, where the layer was made of
+                weights that say so.
+            cache: in self-attention, the tokens before `x`; the tokens of `x` are added to it, and the
+                queries see them all. With a `memory`, it is filled at the first call and read, in
+                place of the memory, from then on.
+            need_weights: also return the weights. Changes nothing else but the speed.
+            positions: of the tokens of `x`; those after the ones that the cache holds if None. Causality goes
+                by the order of the tokens, whatever their positions.
+            lent: what the layer attends to that it borrows keys and values of, in the same call of the model.
+            path: see `attention`; "reference" also takes the expanded route of a parameterisation
+                that has another.
+
+        Raises:
+            ValueError: an input of another width than d_model, two memories for a parameterisation that
+                makes keys and values at once, a memory for a layer that tells positions apart, or a cache
+                of which some tokens came with positions, where keys are compared by theirs, and some without.
+        """
+        self._check_inputs(x, memory, value_memory)
+        semantics = self.semantics
+        causal = semantics.kind == "causal" if causal is None else causal
+        dropout = self.dropout if self.training else 0.0
+        if self.tap is not None:
+            steps = self.steps(
+                x, memory=memory, mask=mask, causal=causal, cache=cache, positions=positions, lent=lent
+            )
+            return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
+        q, places, cached = self._project(semantics, x, memory, value_memory, cache, positions, lent)
+        inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
+        attended = compute_attention(inputs, need_weights, path)
+        mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
+        z = self.before_output(self.projections.values(mixed, route))
+        output = self.projections.output(z)
+        return LayerOutput(output, attended.weights, Kept(places, cached))
+
+    def steps(
+        self,
+        x: Float[Tensor, "batch query_len d_model"],
+        *,
+        memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        causal: bool | None = None,
+        cache: AttentionCache | None = None,
+        positions: PositionIds | None = None,
+        lent: Kept | None = None,
+        row: int | None = None,
+    ) -> LayerSteps:
+        """The call written out, with every value on the way; arguments and errors as in `forward`.
+
+        The tap of the layer, if it has one, changes each value before the next is computed. Without one,
+        `row` leaves out all queries but that one, before their products are computed.
+        """
+        self._check_inputs(x, memory, None)
+        semantics, tap = self.semantics, self.tap or _untouched
+        causal = semantics.kind == "causal" if causal is None else causal
+        q, places, cached = self._project(semantics, x, memory, None, cache, positions, lent)
+        q = self._finish_queries(semantics, q, places)
+        k, v = self._finish_keys(semantics, places, cached)
+        first = None if memory is not None else k.shape[2] - q.shape[2]
+        q = tap("q", q, first)
+        k, v = (tap("k", for_heads(k, self.num_heads), first), tap("v", for_heads(v, self.num_heads), first))
+        queries, keys = _query_and_key_positions(places, q, k)
+        order = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
+        if row is not None and self.tap is None:
+            own = slice(row, row + 1)
+            q, x, queries = q[:, :, own], x[:, own], queries[..., own]
+            order = None if order is None else order[..., own, :]
+            mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
+        products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)
+        scaled = products if semantics.scores is not None else products * semantics.scale
+        near, bias = by_position(semantics, q, k, queries, keys)
+        biased = scaled if bias is None else scaled + bias.to(scaled.dtype)
+        cap = semantics.soft_cap
+        scores = tap("scores", biased if cap is None else cap * torch.tanh(biased / cap), first)
+        seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        for part in (near, mask, order):
+            seen = seen if part is None else seen & part
+        weights = tap("weights", to_weights(scores, seen, semantics.sinks, False), first)
+        mixed = F.dropout(weights, self.dropout, self.training) @ v
+        gate = None if semantics.gate is None else semantics.gate(x)
+        z = self.before_output(tap("z", mixed if gate is None else mixed * gate, first))
+        output = self.projections.output(z)
+        kept = Kept(places, cached)
+        return LayerSteps(q, k, v, products, scaled, biased, scores, seen, weights, gate, z, output, kept)
+
+    def queries_and_keys(
+        self,
+        x: Float[Tensor, "batch query_len d_model"],
+        *,
+        memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        causal: bool | None = None,
+        positions: PositionIds | None = None,
+        lent: Kept | None = None,
+    ) -> QueriesAndKeys:
+        """What the weights of a call are made of, without the call; arguments and errors as in `forward`."""
+        self._check_inputs(x, memory, None)
+        semantics = self.semantics
+        q, places, cached = self._project(semantics, x, memory, None, None, positions, lent)
+        q = self._finish_queries(semantics, q, places)
+        k, _ = self._finish_keys(semantics, places, cached)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        causal = semantics.kind == "causal" if causal is None else causal
+        where = _query_and_key_positions(places, q, k)
+        return QueriesAndKeys(q.to(wide), k.to(wide), semantics, *where, mask, causal)
+
+    def explain(
+        self,
+        query_len: int,
+        key_len: int,
+        *,
+        batch: int = 1,
+        mask: Bool[Tensor, "..."] | None = None,
+        causal: bool | None = None,
+        need_weights: bool = False,
+        path: Path = "auto",
+    ) -> tuple[Route, Explanation]:
+        """The way this layer would attend, found by the code that attends.
+
+        Args:
+            query_len: number of queries; in self-attention, the last of the keys' positions.
+            key_len: number of keys, cached ones included.
+            batch: number of sequences.
+            mask: as in `forward`, as are all others.
+            causal: as in `forward`.
+            need_weights: whether the weights are wanted.
+            path: "auto", "reference" or "fast".
+
+        Returns:
+            The parameterisation's route, and what the operation does.
+        """
+        semantics = self.semantics
+        causal = semantics.kind == "causal" if causal is None else causal
+        dropout = self.dropout if self.training else 0.0
+        y = self._zeros(batch, key_len, self.projections.memory_width)
+        q = self.projections.queries(self._zeros(batch, query_len, self.d_model))
+        cached = self._to_keep(semantics, self.projections.project_kv(y, y), None)
+        places = TokenPlaces(max(0, key_len - query_len))
+        inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
+        return route, explain_inputs(inputs, need_weights, path)
+
+    def _zeros(self, batch: int, length: int, width: int) -> Tensor:
+        """An input, which has a gradient if the layer's own numbers do."""
+        own = next(self.projections.parameters())
+        shape = batch, length, width
+        return torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
+
+    def _check_inputs(self, x: Tensor, memory: Tensor | None, value_memory: Tensor | None) -> None:
+        for given in (x, memory, value_memory):
+            if given is None:
+                continue
+            width = self.d_model if given is x else self.projections.memory_width
+            if given.shape[-1] != width:
+                name = "d_model" if width == self.d_model else "memory width"
+                raise ValueError(f"an input is {given.shape[-1]} wide, and the layer's {name} {width}")
+        if memory is None and self._semantics.kind == "cross":
+            raise ValueError("the layer is made of the weights of a cross-attention: give it a memory")
+        if value_memory is not None and self.projections.no_two_memories:
+            raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
+        semantics = self._semantics
+        if memory is not None and (semantics.positions != "none" or semantics.is_local):
+            what = "a window compares" if semantics.is_local else f"{semantics.positions} positions compare"
+            raise ValueError(
+                f"{what} places in one sequence, and memory is another: build cross-attention without them"
+            )
+
+    def _project(
+        self,
+        semantics: Semantics,
+        x: Tensor,
+        memory: Tensor | None,
+        value_memory: Tensor | None,
+        cache: AttentionCache | None,
+        positions: PositionIds | None,
+        lent: Kept | None,
+    ) -> tuple[Tensor, TokenPlaces, tuple[Tensor, ...]]:
+        """Queries, the places of the tokens, and what is kept of all tokens attended to."""
+        if lent is not None:
+            return self.projections.queries(x), *lent
+        if memory is not None and cache is not None and cache.length:
+            return self.projections.queries(x), _FROM_THE_START, cache.entries
+        if memory is None and value_memory is None:
+            q, added = self.projections.project_one_sequence(x)
+        else:
+            keys_from = x if memory is None else memory
+            added = self.projections.project_kv(
+                keys_from, keys_from if value_memory is None else value_memory
+            )
+            q = self.projections.queries(x)
+        places = _FROM_THE_START if memory is not None else TokenPlaces.after(cache, positions)
+        if self._changes_qkv:
+            added = self._to_keep(semantics, added, places)
+        if cache is None:
+            return q, places, added
+        if memory is not None or not self._compares_positions:
+            return q, places, cache.append(added)
+        return q, *places.add(cache, added)
+
+    def _to_keep(
+        self, semantics: Semantics, added: tuple[Tensor, ...], places: TokenPlaces | None
+    ) -> tuple[Tensor, ...]:
+        """What is kept of tokens, from what the maps make of them: keys as they are compared."""
+        k, *values = added
+        if self.projections.caches_keys:
+            k = prepared(k, semantics, semantics.k_norm)
+            values = [prepared(v, semantics, semantics.v_norm) for v in values]
+        if self._rotate_cached_keys is not None and places is not None:
+            k = places.rotate(k, self._rotate_cached_keys)
+        if self._keeps_keys and self._late_rotation is not None and places is not None:
+            made, _ = self._make_keys(semantics, (k,))
+            values = [places.rotate(made, self._late_rotation)]
+        return k, *values
+
+    def _inputs(
+        self,
+        semantics: Semantics,
+        q: Tensor,
+        places: TokenPlaces,
+        cached: tuple[Tensor, ...],
+        mask: Tensor | None,
+        causal: bool,
+        dropout: float,
+        path: Path,
+    ) -> tuple[Inputs, Route]:
+        """What the operation is called with, and the way the heads' outputs must be read."""
+        key_len = cached[0].shape[2]
+        route = self.projections.route(q.shape[2], key_len)
+        # Under a causal mask the first of more queries than keys see nothing.
+        sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
+        whole = sums_to_one and semantics.gate is None  # a bias of the values comes out as it is
+        if path == "reference" or self._needs_expanded or not (whole or self.projections.absorbs_biases):
+            route = "expanded"
+        if self._changes_qkv:
+            q = self._finish_queries(semantics, q, places)
+        if route == "absorbed":
+            q, k, v = self.projections.absorbed(q, cached)
+        else:
+            k, v = self._finish_keys(semantics, places, cached)
+        added = None
+        if semantics.bias is not None or semantics.is_local:
+            near, added = by_position(semantics, q, k, *_query_and_key_positions(places, q, k))
+            mask = near if mask is None else mask if near is None else mask & near
+        return Inputs(q, k, v, mask, added, causal, semantics, dropout), route
+
+    def _finish_queries(self, semantics: Semantics, q: Tensor, places: TokenPlaces) -> Tensor:
+        """Queries of the maps as they meet the keys."""
+        return tempered(prepared(q, semantics, semantics.q_norm, semantics.rotary, places), semantics, places)
+
+    def _finish_keys(
+        self, semantics: Semantics, places: TokenPlaces, cached: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys as they meet the queries, and values, of what is kept."""
+        k, v = self._make_keys(semantics, cached)
+        if self._keeps_keys and len(cached) == 2:
+            k = cached[1]
+        elif self._late_rotation is not None:
+            k = places.rotate_keys(k, self._late_rotation)
+        return k, v
+
+    def _make_keys(self, semantics: Semantics, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Keys before they turn late, and values, of what is kept."""
+        k, v = self.projections.keys_values(cached)
+        if self._changes_qkv and not self.projections.caches_keys:
+            k = prepared(k, semantics, semantics.k_norm)
+            v = prepared(v, semantics, semantics.v_norm)
+        return k, v
+
+
+def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:
+    """The tap of a layer that has none."""
+    return value
+
+
+def _query_and_key_positions(places: TokenPlaces, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions of queries and keys."""
+    if places.given is not None:
+        return places.query_positions(q), places.key_positions(k)
+    key_len = k.shape[2]
+    return torch.arange(key_len - q.shape[2], key_len, device=q.device), places.key_positions(k)

@@ -1,0 +1,337 @@
+"""`Projections`: the module that holds the maps of one attention layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych import thresholds
+from triptych.core.algebra.cost import Route
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.semantics import Semantics, same_norm_structure
+from triptych.core.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
+from triptych.core.attention.projections.maps import (
+    ConcatenatedHeads,
+    HeadMap,
+    LinkMap,
+    Stored,
+    StoredLink,
+    ToHeads,
+    split_heads,
+    through_own_map,
+)
+
+# A map that can be absorbed, and its channels.
+_Up = tuple[str, tuple[int, int, int]]
+
+
+class Projections(nn.Module):
+    """The maps of one attention layer.
+
+    Attributes:
+        d_model: width of input and output.
+        num_heads: number of query heads.
+        d_k: the width whose root the scores are divided by.
+        o_proj: W^O, from the heads side by side to the model's width: `nn.Linear`, or `ConcatenatedHeads`.
+    """
+
+    o_proj: nn.Linear | ConcatenatedHeads
+
+    def __init__(
+        self,
+        name: str,
+        d_model: int,
+        num_heads: int,
+        d_k: int,
+        maps: Mapping[str, HeadMap],
+        chains: Mapping[Side, tuple[str, ...]],
+    ) -> None:
+        """Make the maps of a parameterisation of this name, and draw their numbers in that order."""
+        super().__init__()
+        self.d_model = d_model
+        self.num_heads = num_heads
+        self.d_k, self._maps, self._chains, self._name = d_k, maps, chains, name
+        for name, own in self._maps.items():
+            stored = own.make()
+            if stored is not None:
+                setattr(self, name, stored)
+        for name, own in self._maps.items():
+            own.initialise(self._stored(name))
+        k, v = self._chains["k"], self._chains["v"]
+        shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
+        self._shared = k[:shared]
+        self._of_shared = k[shared:], v[shared:]
+        self._ups = self._maps_to_absorb()
+
+    @property
+    def caches_keys(self) -> bool:
+        """Whether the first thing cached of a token is its keys and nothing but its keys."""
+        return not self._shared
+
+    @property
+    def no_two_memories(self) -> str:
+        """Why keys and values cannot come from two sequences; "" if they can."""
+        return f"{self._name} makes keys and values of one sequence, by the same map" if self._shared else ""
+
+    @property
+    def memory_width(self) -> int:
+        """Width of what keys and values are made of."""
+        first = next(
+            (self._maps[chain[0]] for chain in (self._chains["k"], self._chains["v"]) if chain), None
+        )
+        return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
+
+    def rotate_cached_keys(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
+        """The rotation of what is stored first that turns keys; None where keys turn when they are made."""
+        if self.caches_keys:
+            return rotary
+        if self._ups is None:
+            return None
+        (k_up, (read, written, passed)), (_, (of_values, _, _)) = self._ups
+        channels = [channel for pair in rotary.pairs for channel in pair]
+        outside = min(channels) < written or max(channels) >= written + passed
+        if outside or self._matrices(k_up)[1] is not None or of_values > read:
+            return None
+        return replace(rotary, start=rotary.start - written + read)
+
+    def queries(
+        self, x: Float[Tensor, "batch query_len d_model"]
+    ) -> Float[Tensor, "batch num_heads query_len width"]:
+        """The queries of every head."""
+        return self._through(self._chains["q"], x[:, None])
+
+    def share_keys(self, lender: "Projections") -> None:
+        """Hold the maps of keys and values of another layer in place of the own ones."""
+        for name in {*self._chains["k"], *self._chains["v"]}:
+            setattr(self, name, getattr(lender, name))
+
+    def project_kv(
+        self,
+        key_input: Float[Tensor, "batch key_len d_memory"],
+        value_input: Float[Tensor, "batch key_len d_memory"],
+    ) -> tuple[Tensor, ...]:
+        """What is kept of each token attended to: tensors `[batch, heads, key_len, width]`.
+
+        This is what a cache stores while decoding: keys and values, or one tensor after the maps that both
+        share.
+        """
+        if self._shared:
+            return (self._through(self._shared, key_input[:, None]),)
+        if value_input is key_input:
+            return tuple(self._through_all(self._of_shared, key_input))
+        keys, values = self._of_shared
+        return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
+
+    def keys_values(self, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
+        if not self._shared:
+            k, v = cached
+            return k, v
+        keys, values = self._of_shared
+        return self._through(keys, cached[0]), self._through(values, cached[0])
+
+    def project_one_sequence(
+        self, x: Float[Tensor, "batch length d_model"]
+    ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
+        """`queries(x)` and `project_kv(x, x)`, for self-attention; what both need is computed once."""
+        cached = (self._shared,) if self._shared else self._of_shared
+        if self._chains["q"] == cached[0]:
+            keys, *values = self._through_all(cached, x)
+            return keys, (keys, *values)
+        *keys_values, q = self._through_all((*cached, self._chains["q"]), x)
+        return q, tuple(keys_values)
+
+    def values(
+        self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route
+    ) -> Float[Tensor, "batch num_heads query_len d_v"]:
+        """Return the mixed values of the heads; the absorbed route still has to map its heads to values."""
+        if route != "absorbed":
+            return heads
+        assert self._ups is not None
+        matrices, bias = self._matrices(self._ups[1][0])
+        heads = through_own_map(heads, matrices.mT)
+        return heads if bias is None else heads + bias[:, None]
+
+    def output(
+        self, heads: Float[Tensor, "batch num_heads query_len d_v"]
+    ) -> Float[Tensor, "batch query_len d_model"]:
+        """Compute `Σ_i head_i W_i^O` as one product."""
+        return self._through(self._chains["o"], heads)[:, 0]
+
+    def weights(self) -> AttentionWeights:
+        """The matrices as chains of maps: views of the parameters, sharing included."""
+        like = next(self.parameters())
+        links = {name: own.link(self._stored(name), like) for name, own in self._maps.items()}
+        chains: dict[tuple[str, ...], Chain] = {}
+        for names in self._chains.values():
+            chains.setdefault(names, tuple(links[name] for name in names))
+        q, k, v, o = (chains[self._chains[side]] for side in SIDES)
+        return AttentionWeights(
+            d_model=self.d_model,
+            num_heads=self.num_heads,
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            semantics=Semantics(scale=standard_scale(self.d_k)),
+            o_bias=self.o_proj.bias,
+        )
+
+    def route(self, query_len: int, key_len: int) -> Route:
+        """The cheaper of the ways to attend."""
+        if self._ups is None:
+            return "expanded"
+        (_, (k_read, k_written, passed)), (_, (v_read, v_written, _)) = self._ups
+        maps = k_read * k_written + v_read * v_written
+        expanded = key_len * maps + query_len * key_len * (k_written + passed + v_written)
+        absorbed = query_len * maps + query_len * key_len * (k_read + passed + v_read)
+        return "absorbed" if absorbed < expanded else "expanded"
+
+    @property
+    def absorbs_biases(self) -> bool:
+        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated)."""
+        return self._ups is None or self._matrices(self._ups[1][0])[1] is None
+
+    def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the absorbed route: what was cached serves as it is.
+
+        The key bias is left out: it adds the same to every score of a query.
+        """
+        assert self._ups is not None
+        ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = self._ups, cached
+        moved = through_own_map(q[..., :written], self._matrices(name)[0])
+        keys = kept if read + passed == kept.shape[3] else kept[..., : read + passed]
+        values = keys if of_values == keys.shape[3] else kept[..., :of_values]
+        return torch.cat([moved, q[..., written:]], dim=-1) if passed else moved, keys, values
+
+    def _maps_to_absorb(self) -> "tuple[_Up, _Up] | None":
+        """The maps of keys and of values after what they share, where they can be absorbed."""
+        like = next(iter(self.parameters()), torch.empty(0))
+        found: list[_Up] = []
+        for names in self._of_shared if self._shared else ():
+            own = self._maps[names[0]] if len(names) == 1 else None
+            if own is None or own.channels is None:
+                return None
+            if own.link(self._stored(names[0]), like).copies != self.num_heads:
+                return None
+            found.append((names[0], own.channels))
+        one_stream = all(self._maps[name].link(self._stored(name), like).copies == 1 for name in self._shared)
+        if len(found) != 2 or found[1][1][2] or not one_stream:
+            return None
+        return found[0], found[1]
+
+    def _matrices(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self._maps[name].matrices(self._stored(name))
+
+    @torch.no_grad()
+    def load(self, weights: AttentionWeights) -> None:
+        """Copy the numbers of a writing of the same structure into the parameters."""
+        mine = self.weights()
+        weights = weights.with_scale(mine.scale)
+        difference = structural_difference(mine, weights)
+        if difference:
+            raise ValueError(f"{self._name} cannot hold these weights: {difference}")
+        names = {
+            id(link): name
+            for side in SIDES
+            for name, link in zip(self._chains[side], mine.chain(side), strict=True)
+        }
+        for own, given in zip(mine.links(), weights.links(), strict=True):
+            stored = self._stored(names[id(own)])
+            if isinstance(stored, StoredLink):
+                stored.load(given)
+                continue
+            if own.learned:
+                own.weight.copy_(given.weight)
+            elif not same_but_rounded(own.weight, given.weight):
+                raise ValueError(f"{self._name} cannot hold these weights: a fixed map differs")
+            if own.bias is not None:
+                own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
+        if mine.o_bias is not None:
+            mine.o_bias.copy_(torch.zeros_like(mine.o_bias) if weights.o_bias is None else weights.o_bias)
+
+    @torch.no_grad()
+    def adopt(self, weights: AttentionWeights) -> None:
+        """Make the numbers of a writing of the same structure the parameters themselves.
+
+        Nothing is copied where they lie in memory as ours do. For parameterisations whose maps are all
+        learned, with one parameter for a map and one for its bias, such as `Factored` and `Grouped`.
+        """
+        mine = self.weights()
+        if difference := structural_difference(mine, weights):
+            raise ValueError(f"{self._name} cannot hold these weights: {difference}")
+        pairs = [(mine.o_bias, weights.o_bias)]
+        for own, given in zip(mine.links(), weights.links(), strict=True):
+            pairs += [(own.weight, given.weight), (own.bias, given.bias)]
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for view, numbers in pairs:
+            if view is None:
+                continue
+            stored = view if view._base is None else view._base
+            module, _, name = names[id(stored)].rpartition(".")
+            if numbers is None:
+                numbers = torch.zeros(view.shape, dtype=weights.dtype, device=weights.device)
+            strides = view.stride()
+            order = sorted(range(view.ndim), key=strides.__getitem__, reverse=True)
+            new = nn.Parameter(numbers.permute(order).reshape(stored.shape))
+            setattr(self.get_submodule(module), name, new)
+
+    def _stored(self, name: str) -> Stored:
+        return getattr(self, name, None)
+
+    def _through(self, names: tuple[str, ...], x: Tensor) -> Tensor:
+        for name in names:
+            x = self._maps[name].apply(self._stored(name), x)
+        return x
+
+    def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
+        """An input through several chains; where that is faster, their first maps are one product."""
+        names = [chain[0] for chain in chains if chain]
+        # Without :=, at which torch.compile breaks its graph.
+        first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
+        biased = {own.bias for own in first}
+        if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
+            return [self._through(chain, x[:, None]) for chain in chains]
+        weight = torch.cat([self.get_parameter(f"{name}.weight") for name in names])
+        bias = torch.cat([self.get_parameter(f"{name}.bias") for name in names]) if biased == {True} else None
+        widths = [own.copies * own.d_out for own in first]
+        parts = torch.split(F.linear(x, weight, bias), widths, dim=-1)
+        streams = [split_heads(part, own.copies) for part, own in zip(parts, first, strict=True)]
+        return [self._through(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
+
+
+def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
+    """Why the writing `one` has no room for the numbers of `other`; "" if it has."""
+    if one.num_heads != other.num_heads:
+        return f"{one.num_heads} heads, not {other.num_heads}"
+    links: dict[int, Link] = {}
+    for side in SIDES:
+        mine, theirs = one.chain(side), other.chain(side)
+        if len(mine) != len(theirs):
+            return f"{side} is a chain of {len(mine)} maps, not {len(theirs)}"
+        for own, given in zip(mine, theirs, strict=True):
+            if own.weight.shape != given.weight.shape:
+                return f"a map of {side} is {list(own.weight.shape)}, not {list(given.weight.shape)}"
+            if own.learned != given.learned:
+                return f"a map of {side} is {'learned' if own.learned else 'fixed'} here only"
+            if not same_norm_structure(own.norm, given.norm):
+                return f"the norms after a map of {side} differ"
+            if own.bias is None and given.bias is not None:
+                return f"a map of {side} has no place for its bias"
+            if links.setdefault(id(own), given) is not given:
+                return f"{side} shares a map here only"
+    shared = {id(link) for link in links.values()}
+    if len(shared) != len(links):
+        return "maps are shared there only"
+    if one.o_bias is None and other.o_bias is not None:
+        return "there is no place for the output bias"
+    return ""
+
+
+def same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
+    """Whether a fixed map is the same, or was before it passed through a dtype of fewer digits."""
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    return any(torch.equal(fixed.to(dtype).to(fixed.dtype), given) for dtype in dtypes)

@@ -1,0 +1,126 @@
+"""Queries and keys as a layer compares them, and the weights of any of its heads and queries."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.core.algebra.semantics import Semantics
+from triptych.core.attention.written_out import slice_broadcast, to_scores, to_weights
+from triptych.printable import shown_fields
+
+# Bytes of the weights that are computed at a time.
+BLOCK_BYTES = 1 << 24
+
+
+class WeightBlock(NamedTuple):
+    """The weights of some queries, one after the other."""
+
+    rows: slice
+    weights: Float[Tensor, "batch heads rows key_len"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class QueriesAndKeys:
+    """Queries and keys of one call of a layer, after norms and rotation, in float32 at least."""
+
+    q: Float[Tensor, "batch num_heads query_len d_k"]
+    k: Float[Tensor, "batch num_key_heads key_len d_k"]  # consecutive query heads share one
+    semantics: Semantics  # of the layer: scale, bias, soft cap, sinks, window
+    query_positions: Int[Tensor, "*rows query_len"]  # of every query
+    key_positions: Int[Tensor, "*columns key_len"]  # of every key
+    # True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all
+    mask: Bool[Tensor, "..."] | None
+    causal: bool  # a query sees only its own position and earlier ones; the queries are the last of the keys
+
+    def __repr__(self) -> str:
+        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.q.shape[1]
+
+    @property
+    def query_len(self) -> int:
+        """Number of queries."""
+        return self.q.shape[2]
+
+    @property
+    def key_len(self) -> int:
+        """Number of keys."""
+        return self.k.shape[2]
+
+    def scores(
+        self, rows: slice = slice(None), heads: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch heads rows key_len"]:
+        """What the softmax takes before any mask: scaled, with bias and soft cap."""
+        part = self if heads is None else self._select_heads(heads)
+        return part._scores(slice(*rows.indices(self.query_len)), self.key_len)
+
+    def weights(
+        self, rows: slice = slice(None), heads: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch heads rows key_len"]:
+        """The attention weights; 0 in rows that may attend to nothing. Arguments as in `scores`."""
+        part = self if heads is None else self._select_heads(heads)
+        return part._weights(slice(*rows.indices(self.query_len)))
+
+    def visible(self) -> Bool[Tensor, "rows heads query_len key_len"]:
+        """The keys that each query may attend to; dimensions of 1 where all rows or heads see the same."""
+        query = torch.arange(self.query_len, device=self.q.device)[:, None]
+        key = torch.arange(self.key_len, device=self.q.device)
+        seen = key <= query + (self.key_len - self.query_len if self.causal else self.key_len)
+        near = self.semantics.visible(self.query_positions, self.key_positions)
+        for mask in (near, self.mask):
+            seen = seen if mask is None else seen & mask
+        return seen[(None,) * (4 - seen.ndim)]
+
+    def blocks(
+        self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES
+    ) -> Iterator[WeightBlock]:
+        """All weights, as many queries at a time as a number of bytes holds, at least one."""
+        part = self if heads is None else self._select_heads(heads)
+        row_bytes = part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
+        step = max(1, most_bytes // row_bytes)
+        for start in range(0, self.query_len, step):
+            rows = slice(start, min(start + step, self.query_len))
+            yield WeightBlock(rows, part._weights(rows))
+
+    def _select_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
+        chosen, shared = list(heads), self.num_heads // self.k.shape[1]
+        mask = self.mask
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask[..., chosen, :, :]
+        return QueriesAndKeys(
+            self.q[:, chosen],
+            self.k[:, [head // shared for head in chosen]],
+            self.semantics.select_heads(chosen),
+            self.query_positions,
+            self.key_positions,
+            mask,
+            self.causal,
+        )
+
+    def _scores(self, rows: slice, seen: int) -> Tensor:
+        q, k, bias = self.q[:, :, rows], self.k[:, :, :seen], self.semantics.bias
+        added = None
+        if bias is not None:
+            added = bias(q, k, self.query_positions[..., rows], self.key_positions[..., :seen])
+        return to_scores(q, k, added, self.semantics)
+
+    def _weights(self, rows: slice) -> Tensor:
+        # No query of these sees what comes after the last of them.
+        seen = max(0, self.key_len - self.query_len + rows.stop) if self.causal else self.key_len
+        scores = self._scores(rows, seen)
+        near = self.semantics.visible(self.query_positions[..., rows], self.key_positions[..., :seen])
+        mask = self.mask
+        if mask is not None:
+            mask = slice_broadcast(mask, (slice(None), slice(None), rows, slice(0, seen)))
+            near = mask if near is None else mask & near
+        weights = to_weights(scores, near, self.semantics.sinks, self.causal)
+        return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))

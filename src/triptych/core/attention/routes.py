@@ -1,0 +1,285 @@
+"""How `attention` computes a call: what it was given, which way is chosen, and why."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from triptych import thresholds
+from triptych.core.algebra.semantics import Semantics
+
+Path = Literal["auto", "reference", "fast"]
+Implementation = Literal["written out", "written out in pieces", "fused", "fused, padded"]
+HeadGrouping = Literal["one to one", "grouped by rows", "grouped by the kernel", "expanded"]
+Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math", "the device's own"]
+
+
+class Inputs(NamedTuple):
+    """What `attention` was given. It computes scale, scores, soft cap and sinks of the semantics."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    causal: bool
+    semantics: Semantics
+    dropout: float
+
+    def check(self) -> None:
+        """Check that shapes, dtypes and numbers fit together."""
+        batch, num_heads, query_len, d_k = self.q.shape
+        key_batch, key_heads, key_len, key_width = self.k.shape
+        value_batch, value_heads, value_len, _ = self.v.shape
+        if d_k != key_width:
+            raise ValueError(f"queries have width {d_k} and keys {key_width}: they must be equal")
+        if key_batch != value_batch or key_len != value_len:
+            raise ValueError(
+                f"keys {list(self.k.shape)} and values {list(self.v.shape)} must agree in batch size and "
+                "length"
+            )
+        if batch != key_batch:
+            raise ValueError(f"queries have batch size {batch} and keys {key_batch}: they must be equal")
+        if num_heads % key_heads:
+            raise ValueError(f"{num_heads} query heads cannot share {key_heads} key heads evenly")
+        if num_heads % value_heads:
+            raise ValueError(f"{num_heads} query heads cannot share {value_heads} value heads evenly")
+        if self.mask is not None:
+            if self.mask.dtype != torch.bool:
+                raise ValueError(f"the mask is {self.mask.dtype}: it must be boolean, True = may attend")
+            _check_broadcasts("mask", self.mask, (batch, num_heads, query_len, key_len))
+        if self.bias is not None:
+            if not self.bias.dtype.is_floating_point:
+                raise ValueError(
+                    f"the bias is {self.bias.dtype}: it must be floating point, a mask is passed as mask"
+                )
+            _check_broadcasts("bias", self.bias, (batch, num_heads, query_len, key_len))
+        soft_cap, sinks = self.semantics.soft_cap, self.semantics.sinks
+        if soft_cap is not None and not soft_cap > 0:
+            raise ValueError(f"soft_cap is {soft_cap}: it must be above 0")
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ValueError(f"sinks are {list(sinks.shape)}, and there are {num_heads} query heads")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
+
+    @property
+    def common_heads(self) -> int:
+        """A number that the heads of keys and of values can both be repeated to."""
+        counts = self.k.shape[1], self.v.shape[1]
+        fewer, more = min(counts), max(counts)
+        return more if more % fewer == 0 else self.q.shape[1]
+
+
+def _check_broadcasts(name: str, x: Tensor, shape: tuple[int, int, int, int]) -> None:
+    own = x.shape
+    fits = len(own) <= 4
+    for size, full in zip(reversed(own), reversed(shape), strict=False):
+        fits = fits and (size == full or size == 1)
+    if not fits:
+        raise ValueError(
+            f"the {name} {list(own)} does not broadcast to {list(shape)}, which is [batch, num_heads, "
+            "query_len, key_len]"
+        )
+
+
+_Why = Literal[
+    "asked",
+    "scores",
+    "soft cap",
+    "sinks",
+    "weights",
+    "dropout",
+    "bias gradient",
+    "short",
+    "short, unlike",
+    "few queries",
+    "one query",
+    "pieces",
+    "kernel",
+]
+
+
+_BEYOND_KERNELS = ("scores", "soft cap", "sinks")
+
+
+class AttentionPlan(NamedTuple):
+    """The way chosen for a call; see `Explanation`."""
+
+    path: Implementation
+    heads: HeadGrouping
+    why: _Why
+
+    @property
+    def is_written_out(self) -> bool:
+        """Whether it is computed without torch's fused operation."""
+        return self.path == "written out" or self.path == "written out in pieces"
+
+
+def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
+    """Choose how to compute a call."""
+    why = "asked" if path == "reference" else _why_written_out(given, need_weights)
+    if path == "fast":
+        if why == "weights" or why == "dropout":
+            raise ValueError(
+                "the fast path can neither return the weights nor drop some: use path='auto' or 'reference'"
+            )
+        if why in _BEYOND_KERNELS:
+            raise ValueError(f"the fast path has no {why}: use path='auto' or 'reference'")
+        why = None
+    q, k, v = given.q, given.k, given.v
+    _, num_heads, query_len, d_k = q.shape
+    key_heads, value_heads, d_v = k.shape[1], v.shape[1], v.shape[3]
+    one_to_one = num_heads == key_heads == value_heads
+    if why is not None:
+        in_pieces = why == "pieces" or (why in _BEYOND_KERNELS and _many_and_untrained(given))
+        written: Implementation = "written out in pieces" if in_pieces else "written out"
+        return AttentionPlan(written, "one to one" if one_to_one else "grouped by rows", why)
+
+    on_cpu = q.is_cpu
+    # The kernel for CPUs knows one width only; torch's other choice there would hold all the
+    # weights. On a GPU the memory-efficient kernel takes two widths as they are.
+    route: Implementation = "fused, padded" if on_cpu and d_k != d_v else "fused"
+    heads: HeadGrouping
+    if one_to_one:
+        heads = "one to one"
+    elif key_heads != value_heads:
+        heads = "expanded"
+    elif query_len == 1:
+        # The cache is read once a group instead of once a head: on 2 cores, from level at 64 keys to
+        # 2.4 times as fast at 4,096 in float32, and up to 16 times in bfloat16.
+        heads = "grouped by rows"
+    elif on_cpu or _flash_on_gpu(given):
+        heads = "grouped by the kernel"
+    else:
+        heads = "expanded"  # the memory-efficient kernel does not group, and math holds the weights
+    return AttentionPlan(route, heads, "asked" if path == "fast" else "kernel")
+
+
+def _flash_on_gpu(given: Inputs) -> bool:
+    q = given.q
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] == given.v.shape[3]
+        and given.mask is None
+        and given.bias is None
+        and (not given.causal or q.shape[2] == given.k.shape[2])
+    )
+
+
+def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
+    q, k, v, bias = given.q, given.k, given.v, given.bias
+    if need_weights:
+        return "weights"
+    if given.dropout > 0:
+        return "dropout"
+    if given.semantics.scores is not None:
+        return "scores"
+    if given.semantics.soft_cap is not None:
+        return "soft cap"
+    if given.semantics.sinks is not None:
+        return "sinks"
+    if not q.is_cpu:
+        return None
+    records = torch.is_grad_enabled()
+    if bias is not None and records and bias.requires_grad:
+        return "bias gradient"
+    trains = records and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not trains and _pays_in_pieces(given):
+        return "pieces"
+    copied = _copied(given)
+    if not copied:
+        if trains:
+            return "short" if k.shape[2] <= _max_keys(q.dtype) and not _wide_or_many(q, k) else None
+        heads = k.shape[0] * k.shape[1]
+        enough = (
+            heads >= thresholds.MIN_HEADS_OF_A_BATCH
+            and heads * k.shape[2] >= thresholds.MIN_KEYS_OF_ALL_HEADS
+        )
+        return "one query" if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough else None
+    # Up to here the weights are fewer numbers than the copies, and faster: 1.3 to 30 times at one
+    # query, where a decoder's cache would be copied at every token, level at the limit (2 cores,
+    # float32, 64 and 512 keys, d_k and d_v of 64 and 32, 128 and 64, 512 and 64). Beyond, memory
+    # counts: with 512 and 64 the kernel takes 1.4 times as long, but holds no weights.
+    if q.shape[1] * q.shape[2] <= copied:
+        return "few queries"
+    return "short, unlike" if k.shape[2] <= _max_keys(q.dtype) else None
+
+
+def _wide_or_many(q: Tensor, k: Tensor) -> bool:
+    batch, num_heads, query_len, d_k = q.shape
+    many = batch * num_heads * query_len * k.shape[2] >= thresholds.MANY_WEIGHTS
+    return q.dtype != torch.bfloat16 and (many or d_k >= thresholds.WIDE_HEADS)
+
+
+def _pays_in_pieces(given: Inputs) -> bool:
+    q, num_keys = given.q, given.k.shape[2]
+    batch, num_heads, query_len, d_k = q.shape
+    return (
+        q.dtype == torch.bfloat16
+        and query_len > 1
+        and min(d_k, given.v.shape[3]) >= thresholds.MIN_WIDTH_IN_PIECES
+        and batch * num_heads * query_len * num_keys * d_k >= thresholds.MIN_PRODUCTS_IN_PIECES
+        and (not given.causal or num_keys <= thresholds.MAX_KEYS_CAUSAL_IN_PIECES)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _many_and_untrained(given: Inputs) -> bool:
+    """Whether the weights of all queries would take much room that no gradient needs."""
+    tensors = given.q, given.k, given.v, given.bias, given.semantics.sinks
+    recorded = any(t is not None and t.requires_grad for t in tensors)
+    if (torch.is_grad_enabled() and recorded) or torch.compiler.is_compiling():
+        return False
+    batch, num_heads, query_len, _ = given.q.shape
+    size = batch * num_heads * query_len * given.k.shape[2] * given.q.element_size()
+    return query_len > 1 and size > thresholds.BYTES_OF_A_PIECE
+
+
+def _copied(given: Inputs) -> int:
+    """How many numbers of each token the kernel for CPUs would get as padded or repeated copies."""
+    _, key_heads, _, d_k = given.k.shape
+    _, value_heads, _, d_v = given.v.shape
+    if d_k == d_v and key_heads == value_heads:
+        return 0
+    width, common = max(d_k, d_v), given.common_heads
+    copied = 0
+    for heads, own_width in ((key_heads, d_k), (value_heads, d_v)):
+        if 1 < heads < common:
+            copied += common * width
+        elif own_width < width:
+            copied += heads * width
+    return copied
+
+
+def _max_keys(dtype: torch.dtype) -> int:
+    return thresholds.MAX_KEYS_WRITTEN_OUT.get(dtype, thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE)
+
+
+def reason(plan: AttentionPlan, kernel: Kernel, given: Inputs) -> str:
+    """One sentence that says why a plan was chosen, with the numbers."""
+    q, num_key_heads = given.q, given.k.shape[1]
+    batch, num_heads, query_len, d_k = q.shape
+    _, num_value_heads, num_keys, d_v = given.v.shape
+    held = f"{batch} × {num_heads} × {query_len} × {num_keys} weights"
+    limit = f"{_max_keys(q.dtype)} keys in {str(q.dtype).removeprefix('torch.')}"
+    because = {
+        "asked": "the path was chosen by the caller",
+        "weights": "the weights are wanted, and no kernel of torch returns them",
+        "scores": "no kernel of torch compares queries and keys in another way than by products",
+        "soft cap": "no kernel of torch caps the scores",
+        "sinks": "no kernel of torch knows scores that move nothing",
+        "dropout": f"dropout is {given.dropout:g} and must draw the same with and without the weights",
+        "bias gradient": "torch has no kernel for CPUs but the math one that gives a bias its gradient",
+        "short": f"with gradients recorded on a CPU, batched products are faster up to about {limit}",
+        "pieces": "on a CPU, in bfloat16 without gradients, products of some megabytes of weights are faster",
+        "one query": "on a CPU products are faster for one query of each head in bfloat16",
+        "short, unlike": f"torch's kernel for CPUs would need copies, which do not pay up to about {limit}",
+        "few queries": f"the {held} take less room than the copies that torch's kernel for CPUs would need",
+        "kernel": f"torch has only a kernel that holds the {held}"
+        if kernel == "math"
+        else f"torch has a kernel that does not hold the {held}",
+    }
+    return (
+        f"query_len {query_len}, key_len {num_keys}, d_k {d_k}, d_v {d_v}, {num_heads} query heads on "
+        f"{num_key_heads} of keys and {num_value_heads} of values: {because[plan.why]}."
+    )

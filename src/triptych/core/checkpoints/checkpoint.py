@@ -1,0 +1,509 @@
+"""A checkpoint opened: which attention layers it has, and the weights of one at a time.
+
+Nothing is guessed: every tensor of an attention layer is read or known, one that is missing, left over or of
+another shape than the configuration says is an error that names it.
+"""
+
+import copy
+import fnmatch
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from triptych.core.algebra.weights import AttentionWeights, Link, Side
+from triptych.core.checkpoints.family import Family, family_of, half_of
+from triptych.core.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
+from triptych.core.checkpoints.reading import LayerReader
+from triptych.core.checkpoints.source import Source, find_source
+from triptych.core.checkpoints.specs import AttentionSpec
+from triptych.core.checkpoints.stored_layers import (
+    AttentionLayer,
+    AttentionSource,
+    InputNorms,
+    LayerPlace,
+    Place,
+    Site,
+)
+from triptych.core.checkpoints.stored_positions import stored_angles
+from triptych.core.checkpoints.unknown_families import LOOKS_LIKE_ATTENTION, refuse_unknown
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.models.architecture import EmbeddingsConfig
+from triptych.core.models.site_configuration import MOST_LAYERS
+from triptych.core.models.sites import AttentionSite, attention_sites, attention_weights, input_norms
+from triptych.core.models.storage import read_own_model, stored_parameters
+from triptych.core.storage.quantised import dequantised
+from triptych.core.storage.settings import Settings
+from triptych.core.storage.tensors import SAFETENSORS, Tensors
+from triptych.core.storage.unreadable import refuse_adapters
+from triptych.errors import ConfigurationWarning, DataError, UsageError
+from triptych.untrusted import shown
+
+_BORROWS = "maps of a layer that uses keys and values of an earlier one"
+_LONGEST_SAID = 1 << 40
+_ATTENTION = "attention"  # the word of `AttentionSpec.mixers` for layers that have it
+_HALVES = ("encoder", "decoder")
+_LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
+_LONGEST = 2048  # tokens, where a model says nothing
+
+
+@final
+class OwnModel(AttentionSource):
+    """A model of ours in memory."""
+
+    def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
+        self.model = model
+        self.name, self.written_as, self.known_by = name, "triptych", "its configuration"
+        self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
+        self.sites = tuple(_own_sites(model))
+        parameters = stored_parameters(self.model)
+        # The maps are views of parameters.
+        attention = {
+            tensor.untyped_storage().data_ptr()
+            for weights in self._weights.values()
+            for tensor in _tensors_of(weights)
+        }
+        self.num_tensors = len(parameters)
+        self.left_over = tuple(
+            name
+            for name, tensor in parameters.items()
+            if tensor.untyped_storage().data_ptr() not in attention
+        )
+        self.unread = {}
+
+    @classmethod
+    def read_folder(cls, folder: Path, name: str | None = None) -> "OwnModel":
+        """The model in a folder of ours, read whole: they are not large."""
+        return cls(read_own_model(folder), name or str(folder))
+
+    def read(self, site: Site) -> AttentionLayer:
+        weights = self._weights[site.module]
+        # Layers that share their weights read what several norms give.
+        inputs = InputNorms() if site.also else InputNorms(*self._inputs[site.module])
+        scheme = self._positions.positions
+        embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
+        return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
+
+    @cached_property
+    def layers(self) -> tuple[LayerPlace, ...]:
+        sites = {(site.kind, number): site for site in self.sites for number in site.numbers}
+        return tuple(
+            LayerPlace(sites[place.kind, place.block], place.block) for place in attention_sites(self.model)
+        )
+
+    def bytes_of(self, site: Site) -> int:
+        tensors = _tensors_of(self.read(site).weights)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def longest_text(self, site: Site) -> int:
+        positions = self._positions
+        if positions.positions == "learned":
+            return positions.num_positions
+        if isinstance(self.model, LanguageModel):
+            return self.model.context or _LONGEST
+        return (self.model.max_source_tokens or _LONGEST) + 1
+
+    @property
+    def _positions(self) -> EmbeddingsConfig:
+        return next(iter(self.model.stacks.values())).architecture.embeddings
+
+    def input_modules(self, site: Site) -> tuple[str, str]:
+        return site.module, site.module
+
+    def broken(self, layer: AttentionLayer) -> dict[str, int]:
+        count = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors_of(layer.weights))
+        return {layer.site.module: count} if count else {}
+
+
+def _own_sites(model: EncoderDecoder | LanguageModel) -> Iterator[Site]:
+    """Yield the attention layers of a model of ours; layers of a stack with the same parameters once."""
+    together: dict[tuple[Any, ...], list[AttentionSite]] = {}
+    for place in attention_sites(model):
+        held = [*place.layer.named_parameters(), *place.residual.named_parameters()]
+        parameters = tuple((name, id(parameter)) for name, parameter in held)
+        together.setdefault((place.stack, parameters), []).append(place)
+    for first, *others in together.values():
+        stack = "decoder" if first.stack == "cross" else first.stack
+        also = tuple(place.block for place in others)
+        yield Site(stack, first.block, first.kind, first.name, also)
+
+
+def _tensors_of(weights: AttentionWeights) -> Iterator[Tensor]:
+    """Maps, and the learned numbers between them."""
+    yield from weights.tensors()
+    yield from weights.semantics.learned().values()
+
+
+@final
+class Checkpoint(AttentionSource):
+    """A checkpoint whose family is known."""
+
+    def __init__(
+        self,
+        name: str,
+        family: Family,
+        settings: Settings,
+        tensors: Tensors,
+        known_by: str = "as told",
+        source: Source | None = None,
+    ) -> None:
+        self._source = source
+        self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
+        self.written_as, self.known_by = family.name, known_by
+        self.absent, self.others = (), ""
+        self._places = {place.site: place for place in self._find()}
+        self.not_followed = self._not_followed()
+        self.warnings = (*self.not_followed, *self._further_layers())
+        self.sites = tuple(self._places)
+        self.unread = {}
+        self.num_tensors = len(tensors.infos)
+        self.left_over = self._account()
+
+    @property
+    def source(self) -> Source | None:
+        return self._source
+
+    def read(self, site: Site) -> AttentionLayer:
+        return LayerReader(self._places[site], self.tensors).read()
+
+    def outline(self, site: Site) -> AttentionLayer:
+        return LayerReader(self._places[site], self.tensors, outline=True).read()
+
+    def read_map(self, site: Site, side: Side, head: int) -> Link | None:
+        return LayerReader(self._places[site], self.tensors).read_map(side, head)
+
+    def lender(self, site: Site) -> Site | None:
+        lender = self._places[site].lender
+        return None if lender is None else lender.site
+
+    def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
+        """The same checkpoint with some of its tensors in memory, or others in their place."""
+        found = copy.copy(self)
+        found.tensors = self.tensors.holding(tensors)
+        return found
+
+    def place(self, site: Site) -> Place:
+        return self._places[site]
+
+    def is_run(self, site: Site) -> bool:
+        """Return True if layers of the model use these weights and are not left aside."""
+        place = self._places[site]
+        return place.is_run and not place.is_further
+
+    def read_names(self, site: Site) -> tuple[str, ...]:
+        """Names of the tensors within the module of a layer, and of its norm."""
+        beside = LayerReader(self._places[site], self.tensors).norm_names()
+        beside = [name for name in beside if name in self.tensors.infos]
+        return tuple(dict.fromkeys((*self.tensors.below(site.module), *beside)))  # Perceiver's are within
+
+    def rewritable_names(self, site: Site) -> tuple[str, ...]:
+        """Names of the tensors that a rewrite of a layer may change."""
+        return tuple(LayerReader(self._places[site], self.tensors).rewritable())
+
+    def bytes_of(self, site: Site) -> int:
+        return sum(self.tensors.infos[name].num_bytes for name in self.tensors.below(site.module))
+
+    def longest_text(self, site: Site) -> int:
+        found = self._places[site].settings.value(_LONGEST_TEXT)
+        return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else _LONGEST
+
+    def input_modules(self, site: Site) -> tuple[str, str]:
+        spec = self._places[site].spec
+        names = spec.qkv or spec.q, spec.qkv or spec.k
+        if spec.latent:
+            through = f"{site.module}.{spec.latent.q_down}.weight" in self.tensors.infos
+            names = spec.latent.q_down if through else spec.q, spec.latent.kv_down
+        if "*" in "".join(names):
+            raise DataError(
+                f"{self.name}: {site.module} has no modules for its maps, whose input could be seen"
+            )
+        return f"{site.module}.{names[0]}", f"{site.module}.{names[1]}"
+
+    def broken(self, layer: AttentionLayer) -> dict[str, int]:
+        counts = {name: int((~self.tensors.read(name).isfinite()).sum()) for name in layer.tensors}
+        return {name: count for name, count in counts.items() if count}
+
+    def _find(self) -> Iterator[Place]:
+        for choice in self.family.refused:
+            if self.settings.holds(choice.when):
+                raise DataError(f"{self.name}: {self.family.name} cannot be read: {choice.value}")
+        found_any, present, wanted = False, set[str](), dict[str, None]()
+        for spec in self.family.attention:
+            settings = self._settings_of(spec)
+            if settings is None or not settings.holds(spec.when):
+                continue
+            layers = settings.count(spec.layers)
+            require_known_kinds(spec, settings, min(layers, MOST_LAYERS))
+            mixers = self._mixers(spec, settings, layers)
+            first = next((layer for layer, mixer in enumerate(mixers) if mixer == _ATTENTION), 0)
+            prefix = self._prefix(spec, first)
+            wanted[spec.stack] = None
+            if prefix is None:
+                self._require_no_stack(spec)
+                continue
+            present.add(spec.stack)
+            if spec.needs and settings.value(spec.needs) is None:
+                raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
+            inner, uses = settings.count(spec.inner), self._uses(spec, settings, layers)
+            more = spec.more_layers and settings.value(spec.more_layers) is not None
+            borrowing, lenders = self._num_borrowing(spec, settings, layers), dict[Any, Place]()
+            for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
+                if layer < len(mixers) and mixers[layer] != _ATTENTION:
+                    continue
+                if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
+                    break  # those after the last need not be there
+                for within in range(inner):
+                    module = prefix + spec.at.format(layer=layer, inner=within)
+                    if not self.tensors.below(module):
+                        raise DataError(
+                            f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
+                        )
+                    kind = "self" if sees_both_ways(spec, settings, layer) else spec.kind
+                    own = uses.get(layer, ()) if uses else (layer,)
+                    # What no layer of the model has comes after all of them.
+                    after = sum(map(len, uses.values())) + layer
+                    number, *also = (use * inner + within for use in own or (after,))
+                    site = Site(spec.stack, number, kind, module, tuple(also))
+                    place = Place(site, spec, settings, prefix, layer, within, is_run=bool(own))
+                    alike = place.value(spec.lender) if spec.lender else None
+                    if layer < layers - borrowing:
+                        lenders[alike] = place
+                    elif borrowing and layer < layers:
+                        if alike not in lenders:
+                            raise DataError(f"{settings.where}: no earlier layer has keys of layer {layer}")
+                        place = replace(place, lender=lenders[alike])
+                    yield place
+                    found_any = True
+        self.absent = tuple(stack for stack in wanted if stack not in present)
+        if not found_any:
+            looks = [name for name in self.tensors.infos if self._looks_like_attention(name)]
+            raise DataError(
+                f"{self.name}: no tensor has a name of the family {self.family.name}; "
+                f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}; describe it in a "
+                "family file (triptych inspect --family my.toml)"
+            )
+
+    def _uses(self, spec: AttentionSpec, settings: Settings, layers: int) -> dict[int, list[int]]:
+        """Return the uses of each layer of the file, in the model's order; empty if every layer has one."""
+        times, rounds = settings.number(spec.uses), settings.count(spec.rounds)
+        if times == 1 and rounds == 1:
+            return {}
+        count = round(times * layers) * rounds
+        if not 1 <= count <= MOST_LAYERS:
+            raise DataError(
+                f"{settings.where}: {spec.uses if rounds == 1 else spec.rounds} makes {count:,} layers: at "
+                f"least 1 and at most {MOST_LAYERS:,} are read"
+            )
+        found: dict[int, list[int]] = {}
+        for use in range(count):
+            found.setdefault(int(use % (count // rounds) / times), []).append(use)
+        return found
+
+    def _mixers(self, spec: AttentionSpec, settings: Settings, layers: int) -> list[str]:
+        """What each layer mixes tokens with, in words; none where all have attention."""
+        if not spec.mixers:
+            return []
+        if layers > MOST_LAYERS:
+            raise DataError(
+                f"{settings.where}: {spec.layers} is {layers:,}: at most {MOST_LAYERS:,} are read"
+            )
+        found = []
+        for layer in range(layers):
+            choice = next((choice for choice in spec.mixers if settings.holds(choice.when, layer)), None)
+            if choice is None:
+                raise DataError(f"{settings.where}: it does not say what layer {layer} of {layers} is")
+            found.append(str(settings.value(choice.value)))
+        attention = [str(layer) for layer, mixer in enumerate(found) if mixer == _ATTENTION]
+        rest = " and ".join(dict.fromkeys(mixer for mixer in found if mixer != _ATTENTION))
+        if not attention:
+            raise DataError(f"{self.name}: none of its {layers} layers is attention: they are {rest}")
+        if rest:
+            some = f"layers {', '.join(attention)}" if len(attention) > 1 else f"layer {attention[0]}"
+            are = "are" if len(attention) > 1 else "is"
+            self.others = f"{some} of {layers} {are} attention; the rest are {rest}, which are not"
+        return found
+
+    def _not_followed(self) -> tuple[str, ...]:
+        """Return sentences on fields of the configuration that are set and change nothing."""
+        found = {id(place.spec): place for place in self._places.values()}
+        said = dict.fromkeys(
+            said for place in found.values() for said in not_followed(self.family, place.spec, place.settings)
+        )
+        return tuple(said)
+
+    def _further_layers(self) -> tuple[str, ...]:
+        """Return sentences on layers of the files that the model does not run."""
+        places = self._places.values()
+        further = [
+            f"{place.site.module} predicts further tokens: it is read, and not run"
+            for place in places
+            if place.is_further
+        ]
+        unused = [
+            f"{place.site.module} is in no layer of the model: it is read, and not run"
+            for place in places
+            if not place.is_run
+        ]
+        return (*further, *unused)
+
+    def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
+        """How many layers, the last ones, have no keys and values of their own."""
+        if not spec.borrowing or settings.value(spec.borrowing) in (None, 0):
+            return 0
+        count = settings.count(spec.borrowing)
+        if count >= layers:
+            raise DataError(
+                f"{settings.where}: {spec.borrowing} is {count:,}, and {layers:,} layers are too few for that"
+            )
+        return count
+
+    def _settings_of(self, spec: AttentionSpec) -> Settings | None:
+        for path in spec.settings.split("|"):
+            try:
+                found = self.settings.below(path.strip())
+            except DataError:
+                continue
+            kinds = (str(settings.value("model_type")) for settings in (found, self.settings))
+            defaults = self.family.defaults_of(spec.settings)
+            of_class = next((defaults[kind] for kind in kinds if kind in defaults), {})
+            return found.over(_with_older_record(found, of_class))
+        return None
+
+    def _prefix(self, spec: AttentionSpec, first: int) -> str | None:
+        """The prefix of the family's names in this checkpoint ("model.", "bert.", nothing)."""
+        at = spec.at.format(layer=first, inner=0)
+        pattern = re.compile(rf"^(|.*\.){re.escape(at)}\.")
+        found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}
+        found = {prefix for prefix in found if not any(word in prefix for word in spec.outside)}
+        if len(found) > 1:
+            raise DataError(
+                f"{self.name}: {at} is there {len(found)} times, below {', '.join(sorted(found))}: "
+                "it is not clear which one is meant"
+            )
+        return found.pop() if found else None
+
+    def _require_no_stack(self, spec: AttentionSpec) -> None:
+        """A stack may be missing, but not the attention of one that is there."""
+        stack, _, _ = spec.at.partition("{layer}")
+        pattern = re.compile(rf"^(|.*\.){re.escape(stack)}0\.")
+        for name in self.tensors.infos:
+            match = pattern.match(name)
+            if "{layer}" in spec.at and match and not any(word in match[1] for word in spec.outside):
+                raise DataError(
+                    f"{self.name}: {name} is in the file, but its attention is not: "
+                    f"{spec.at.format(layer=0, inner=0)}"
+                )
+
+    def _looks_like_attention(self, name: str) -> bool:
+        """By its name, and by being more than a row: a norm next to attention is often named after it."""
+        return len(self.tensors.infos[name].shape) > 1 and bool(LOOKS_LIKE_ATTENTION.search(name))
+
+    def _account(self) -> tuple[str, ...]:
+        """Every tensor is in a layer's module, or known, or looks like no attention."""
+        readers = [LayerReader(place, self.tensors) for place in self._places.values()]
+        modules = {site.module + "." for site in self.sites}
+        beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
+        known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
+        unused = {name for reader in readers for name in reader.unused()}
+        others, strange = [], []
+        for name in self.tensors.infos:
+            why = next((u.why for u in self.family.unread if fnmatch.fnmatchcase(name, u.names)), None)
+            if name in unused:
+                why = _BORROWS
+            if why is not None:
+                self.unread[name] = why
+                continue
+            if name in beside or any(name.startswith(module) for module in modules):
+                continue
+            others.append(name)
+            if self._looks_like_attention(name) and not any(fnmatch.fnmatchcase(name, k) for k in known):
+                strange.append(name)
+        if strange:
+            raise DataError(
+                f"{self.name}: {len(strange)} tensors look like attention and are in no layer that "
+                f"{self.family.name} has: {', '.join(strange[:4])}{' …' if len(strange) > 4 else ''}"
+            )
+        for reader in readers:
+            elsewhere = modules - {reader.place.site.module + "."}
+            for name in reader.unknown():
+                if name not in self.unread and not any(name.startswith(module) for module in elsewhere):
+                    raise DataError(
+                        f"{self.name}: tensor {name} is in an attention layer, but the family "
+                        f"{self.family.name} does not know it"
+                    )
+        return tuple(others)
+
+
+def open_checkpoint(
+    source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
+) -> AttentionSource:
+    """The attention layers of a source."""
+    found = find_source(source)
+    opened = _open(found, family or found.family, mapped)
+    if found.strict and isinstance(opened, Checkpoint) and opened.not_followed:
+        raise UsageError(f"{opened.not_followed[0]}; strict takes this for an error")
+    for said in opened.warnings:
+        warnings.warn(said, ConfigurationWarning, stacklevel=2)
+    return opened
+
+
+def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSource:
+    if source.is_own:
+        if family is not None:
+            raise UsageError(f"{source.name} is a run: leave out --family")
+        if source.path.is_file() and source.path.name != SAFETENSORS:
+            raise UsageError(f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder")
+        return OwnModel.read_folder(source.folder, source.name)
+    tensors = source.tensors(mapped=mapped)
+    refuse_adapters(source.name, tensors.infos)
+    settings = Settings(dict(source.record), source.where)
+    tensors = dequantised(tensors, settings)
+    how_known = "as told"
+    if family is None:
+        model_type = settings.value("model_type")
+        family, how_known = family_of(str(model_type)), f"model_type {model_type!r}"
+        if family is None:
+            refuse_unknown(settings, tensors, source.name)
+    family = _with_half_alone(family, settings, tensors, source.name)
+    return Checkpoint(source.name, family, settings, tensors, how_known, source)
+
+
+def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name: str) -> Family:
+    """The family as this file has it, where it may hold the encoder or the decoder of a model alone."""
+
+    def are_there(layers: Iterable[str]) -> set[str]:
+        modules = {layer: layer.format(layer=0, inner=0) for layer in layers}
+        return {layer for layer, module in modules.items() if tensors.below(module)}
+
+    whole = [spec.at for spec in family.attention]
+    halves = {
+        half: {at.removeprefix(f"{half}.") for at in whole if at.startswith(f"{half}.")} for half in _HALVES
+    }
+    there = are_there(halves["encoder"] | halves["decoder"])
+    fitting = [half for half, layers in halves.items() if layers and layers == there]
+    if len(fitting) != 1 or there & {*whole}:
+        return family
+    classes = settings.value("architectures")
+    named = str(classes[0]) if isinstance(classes, list) and classes else ""
+    if any(named.endswith(half.capitalize()) for half in _HALVES if half not in fitting):
+        raise DataError(
+            f"{name}: the tensors are of the {fitting[0]} of {family.name}, "
+            f"and architectures says {shown(named)}"
+        )
+    return half_of(family, fitting[0])
+
+
+def _with_older_record(settings: Settings, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Defaults of rotary positions where the file has them in `rope_scaling`, which is then all there is."""
+    older, default = settings.record.get("rope_scaling"), defaults.get("rope_parameters")
+    if not (isinstance(older, dict) and older and isinstance(default, dict)):
+        return defaults
+    if any(isinstance(record, dict) for record in default.values()):  # of each kind of layer
+        return defaults
+    theta = settings.value("rope_theta") or defaults.get("rope_theta", 10000.0)
+    return {**defaults, "rope_theta": theta, "rope_parameters": {"rope_theta": theta, **older}}

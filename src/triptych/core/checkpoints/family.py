@@ -1,0 +1,175 @@
+"""Families of checkpoints, and their files in `families/`."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, final
+
+from pydantic import model_validator
+
+from triptych.core.checkpoints.specs import AttentionSpec, Choice, ExportSpec, ModelSpec, Spec
+from triptych.errors import DataError, UsageError
+from triptych.toml import read_toml
+from triptych.untrusted import validated
+
+_FOLDER = files("triptych.core.checkpoints") / "families"
+
+
+@final
+class Unread(Spec):
+    """Attention that is known and not read."""
+
+    names: str  # of its tensors, a pattern
+    why: str
+
+
+@final
+class Family(Spec):
+    name: str
+    model_types: tuple[str, ...] = ()
+    remote: bool = False  # whether `transformers` has no class of its own for it
+    refused: tuple[Choice, ...] = ()  # why its checkpoints cannot be read, on conditions of the configuration
+    attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
+    # what its models are made of besides; None where they can be read, and not run
+    model: ModelSpec | None = None
+    export: ExportSpec | None = None  # how models of recipes are written; None where they are not
+    rest: tuple[str, ...] = ()  # tensors that look like attention by their names and are not, as patterns
+    unread: tuple[Unread, ...] = ()  # attention that is reported, and not read
+
+    @model_validator(mode="after")
+    def _require_attention(self) -> "Family":
+        if not self.attention and not any(not choice.when for choice in self.refused):
+            raise ValueError("there is no [[attention]]")
+        return self
+
+    def defaults_of(self, settings: str) -> dict[str, dict[str, Any]]:
+        """Return the values that a record leaves out, by `model_type`, for the attention layers it covers."""
+        found: dict[str, dict[str, Any]] = {}
+        for spec in self.attention:
+            if spec.settings == settings:
+                for model_type, own in spec.defaults.items():
+                    found[model_type] = {**found.get(model_type, {}), **own}
+        return found
+
+
+def half_of(family: Family, half: str) -> Family:
+    """The family as files with one half of its models, "encoder" or "decoder", name it."""
+
+    def below(held: Any) -> Any:
+        match held:
+            case str():
+                return held.removeprefix(f"{half}.")
+            case dict():
+                return {key: below(value) for key, value in held.items()}
+            case list() | tuple():
+                return [below(value) for value in held]
+        return held
+
+    record = family.model_dump(exclude_unset=True)
+    below_half = {part: below(record[part]) for part in ("attention", "model") if part in record}
+    return Family.model_validate({**record, **below_half})
+
+
+@cache
+def family_of(model_type: str) -> Family | None:
+    """The family that knows a configuration's `model_type`; None if there is none."""
+    # Parsing all files takes longer than making a small model.
+    named = f'"{model_type}"'
+    found = (_read(name, text) for name, text in _files() if named in text)
+    return next((family for family in found if model_type in family.model_types), None)
+
+
+@cache
+def families() -> tuple[Family, ...]:
+    return tuple(_read(name, text) for name, text in _files())
+
+
+def read_family(path: str | Path) -> Family:
+    """A family file of a user's own.
+
+    Raises:
+        UsageError: it is not there, no TOML, or says something that a family does not have.
+    """
+    path = Path(path)
+    record = read_toml(path, "family")
+    try:
+        family = validated(Family, _expanded(record, path.stem), path)
+        for spec in family.attention:
+            _try_names(spec)
+            if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
+                raise DataError(f'{path}: complete each "?" first')
+        return family
+    except DataError as error:
+        raise UsageError(str(error)) from None
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    for entry in sorted(_FOLDER.iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".toml"):
+            yield entry.name, entry.read_text(encoding="utf-8")
+
+
+def _read(name: str, text: str) -> Family:
+    return Family.model_validate(_expanded(tomllib.loads(text), name))
+
+
+def _try_names(spec: AttentionSpec) -> None:
+    """Fill in the numbers that names may hold."""
+    head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
+    beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
+    beside += [p.table for p in spec.positions]
+    for position in spec.positions:
+        beside += [*position.stored, *(choice.value for choice in position.more_tables)]
+    for other in spec.other_norms:
+        beside += [other.within, *(norm.at for norm in other.norm)]
+    for name in (spec.at, *beside, *(p.table_norm for p in spec.positions), *head_norm):
+        try:
+            name.format(layer=0, inner=0, head=0, previous=0, last=0)
+        except (KeyError, IndexError, ValueError):
+            raise DataError(
+                f"{name}: the placeholders of a name are {{layer}}, {{inner}} and {{head}}, "
+                "of a norm also {previous} and {last}"
+            ) from None
+
+
+def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
+    """A record with `like = "NAME"` in attention entries replaced by the first entry of that family."""
+    entries, model = record.get("attention"), record.get("model")
+    if isinstance(model, dict) and "like" in model:
+        record = {**record, "model": _model_laid_over(model, where)}
+    if not isinstance(entries, list):
+        return record
+    return {**record, "attention": [_laid_over(entry, where) for entry in entries]}
+
+
+def _model_laid_over(model: dict[str, Any], where: str) -> dict[str, Any]:
+    """The tables of a `[model]` over those of another, one key at a time."""
+    other = _family_record(str(model["like"]), where).get("model")
+    if not isinstance(other, dict):
+        raise DataError(f"{where}: {model['like']} has no [model] for `like`")
+    own = {key: value for key, value in model.items() if key != "like"}
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(other.get(key), dict):
+            own[key] = {**other[key], **value}
+    return {**other, **own}
+
+
+def _family_record(name: str, where: str) -> dict[str, Any]:
+    path = _FOLDER / f"{name}.toml"
+    if not re.fullmatch(r"\w+", name) or not path.is_file():
+        raise DataError(f"{where}: there is no family {name} for `like`")
+    return _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)
+
+
+def _laid_over(entry: Any, where: str) -> Any:
+    if not isinstance(entry, dict) or "like" not in entry:
+        return entry
+    name, _, number = str(entry["like"]).partition("#")
+    others = _family_record(name, where)["attention"]
+    if not (number or "0").isdecimal() or int(number or 0) >= len(others):
+        raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")
+    other = others[int(number or 0)]
+    return {**other, **{key: value for key, value in entry.items() if key != "like"}}

@@ -1,0 +1,401 @@
+"""A rewritten layer brought to what its format can hold: one map a side, of sizes that the file may have.
+
+Number and width of heads are fields of a configuration in some formats, and follow from others in the rest.
+Only where a field of its own decides a size, and nothing else hangs on it, can a file hold another one.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from triptych.core.algebra.legality import require_nothing_between
+from triptych.core.algebra.norm_folding import fold_norm
+from triptych.core.algebra.positions import DisentangledBias
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import SIDES, AttentionWeights, Link, Side
+from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.checkpoints.latents import is_latent, latent_ranks, widened_latent
+from triptych.core.checkpoints.stored_layers import AttentionLayer, MapSizes, Place, Site
+from triptych.core.storage.settings import Settings
+from triptych.core.storage.tensors import Tensors
+from triptych.errors import DataError
+
+_NAME = "write"
+_INPUTS: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
+# How far numbers that only took up a norm's gain may lie apart, relative to the largest.
+_ROUNDING = 1e-9
+
+
+@final
+@dataclass(frozen=True)
+class Resizing:
+    """How a configuration says other sizes."""
+
+    settings: dict[str, Any]  # the entries it must have, by dotted path
+    sites: tuple[Site, ...]  # the layers that get these sizes with them: all that share the configuration
+
+
+def sizes_of(weights: AttentionWeights) -> MapSizes:
+    """The sizes of a layer as a file has it."""
+    q, v = (chain[-1].d_out if chain else weights.d_model for chain in (weights.q, weights.v))
+    return MapSizes(weights.num_heads, weights.num_key_heads, q, v, *latent_ranks(weights))
+
+
+def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing | None:
+    """The entries with which a layer would have other sizes; None if its format cannot say them.
+
+    A planner can tell by it what `write_layer` will do: with None, narrower heads are padded with zeros,
+    heads that are gone become zero maps, fewer key-value heads are repeated and more of them refused.
+    All of `sites` must be rewritten to the same sizes; where they are not, `write_layer(…, same_sizes=True)`
+    does as for None.
+
+    A size is free where one plain field of the configuration decides it (T5's `d_kv`, `num_key_value_heads`;
+    the number of heads where `head_dim` is given) and
+        heads: no position has numbers for each (ALiBi, distance tables), no norm of queries and keys has
+            gains for each, nothing else in the file has as many (`fixed_heads`), and they divide the width
+            of the model, which `transformers` wants;
+        groups: no norm of keys has gains for each;
+        width: no rotary or disentangled positions, no norm of queries and keys; values have the same.
+            Through a latent every width and rank is free, and channels that positions turn stay.
+    """
+    place = checkpoint.place(site)
+    if place.spec.why_kept:
+        return None
+    here = place.sizes
+    entries = _entries(place, here, wanted)
+    if entries is None:
+        return None
+    changed = Settings({**place.settings.record, **entries}, place.settings.where)
+    if _sizes_or_none(place, changed) != wanted:
+        return None
+    resized = []
+    path = path_of_record(checkpoint, place)
+    for other in checkpoint.sites:
+        at = checkpoint.place(other)
+        if path_of_record(checkpoint, at) != path or at.spec.why_kept:
+            continue
+        old, new = at.sizes, _sizes_or_none(at, changed)
+        if old == new:
+            continue
+        if new is None or not (
+            _follows(old, new, here, wanted) and _is_free(at, old, new, checkpoint.tensors)
+        ):
+            return None
+        resized.append(other)
+    return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
+
+
+def _sizes_or_none(place: Place, settings: Settings) -> MapSizes | None:
+    """None for a configuration that gives none: a width that heads do not divide, say."""
+    try:
+        return replace(place, settings=settings).sizes
+    except DataError:
+        return None
+
+
+def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] | None:
+    """Fields to set; None where a size has none."""
+    spec, settings = place.spec, place.settings
+    found: dict[str, int] = {}
+    latent, turned = spec.latent, place.count(spec.latent.turned) if spec.latent else 0
+    plain = latent.plain if latent else place.width
+    of_sizes = [(here.heads, wanted.heads, spec.heads), (here.width - turned, wanted.width - turned, plain)]
+    if latent:
+        of_sizes.append((here.value_width, wanted.value_width, latent.value))
+        of_sizes.append((here.rank or 0, wanted.rank or 0, latent.rank))
+        of_sizes.append((here.q_rank or 0, wanted.q_rank or 0, latent.q_rank))
+    for old, new, expression in of_sizes:
+        if old != new:
+            field = _field_read(expression, settings, place.layer)
+            if field is None:
+                return None
+            found[field] = new
+    groups = place.chosen(spec.groups) or spec.heads
+    after = Settings({**settings.record, **found}, settings.where)
+    if after.value(groups, place.layer) != wanted.groups:
+        # A field that gives no number of heads at once; one that gives the value now first.
+        fields = [a for a in _either(groups) if _is_plain(a) and a not in _either(spec.heads)]
+        read = _field_read(groups, settings, place.layer)
+        field = read if read in fields else next(iter(fields), None)
+        if field is None:
+            return None
+        found[field] = wanted.groups
+    return found
+
+
+def _either(expression: str) -> list[str]:
+    return [alternative.strip() for alternative in expression.split("|")]
+
+
+def _is_plain(name: str) -> bool:
+    return re.fullmatch(r"[A-Za-z_]\w*", name) is not None
+
+
+def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
+    """The field that gives the value now; None if something else does."""
+    read = next((a for a in _either(expression) if settings.value(a, layer) is not None), "")
+    return read if _is_plain(read) else None
+
+
+def _follows(old: MapSizes, new: MapSizes, here: MapSizes, wanted: MapSizes) -> bool:
+    """Whether another layer changes in nothing but what was wanted."""
+    return all(
+        now == before or now == asked != first
+        for now, before, asked, first in zip(new, old, wanted, here, strict=True)
+    )
+
+
+def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bool:
+    spec, settings, layer = place.spec, place.settings, place.layer
+    position, norm = place.position.kind, place.head_norm
+    gains_of_heads = norm is not None and (
+        norm.over == "all heads"
+        or any("{head}" in name for name in (norm.q, norm.k))
+        or (bool(norm.k) and len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1)
+    )
+    if old.heads != new.heads:
+        if spec.fixed_heads:
+            return False
+        size = settings.value(spec.size, layer) if spec.size else None
+        if isinstance(size, int) and size % new.heads:
+            return False
+        if gains_of_heads or position in ("alibi", "distance table", "disentangled"):
+            return False
+    if old.groups != new.groups and gains_of_heads:
+        return False
+    if spec.latent:
+        # transformers reads what V2 turns as complex numbers, which have to begin at even places.
+        return not ((new.rank or 0) % 2 or new.width % 2)
+    if old.width == new.width:
+        return True
+    return norm is None and position not in ("rotary", "disentangled")
+
+
+def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
+    """The prefix of the fields of a layer's configuration: "text_config." or nothing."""
+    for path in _either(place.spec.settings):
+        try:
+            checkpoint.settings.below(path)
+        except DataError:
+            continue
+        return f"{path}." if path else ""
+    raise AssertionError(f"the record of {place.site.name} is not in its configuration")
+
+
+@final
+class Fitting:
+    """Brings one layer to its format; for the arguments see `write_layer`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        before: AttentionLayer,
+        after: AttentionWeights,
+        kept: Sequence[int] | None,
+        same_sizes: bool,
+    ) -> None:
+        self.checkpoint, self.layer, self.same_sizes = checkpoint, before, same_sizes
+        self.place = checkpoint.place(before.site)
+        self.before, self.after = before.weights, after
+        self.semantics = before.weights.semantics
+        # Head i of the rewritten layer is head `kept[i]` of the one that was read.
+        self.kept = list(range(after.num_heads)) if kept is None else list(kept)
+        self._require_kept(kept is not None)
+
+    def fitted(self) -> AttentionWeights:
+        """The rewritten layer with one map a side and the scale that the reader of the file will have."""
+        old = sizes_of(self.before)
+        whole = self._through_latent() if self.place.spec.latent else self._one_map_a_side()
+        self._require_channels_of_old(whole)
+        fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
+        # What the reader of the file will multiply scores by.
+        narrower = 1.0 if self.place.spec.scale else old.width / sizes_of(fitted).width
+        scale = self.before.scale * math.sqrt(narrower)
+        if math.isclose(scale, fitted.scale, rel_tol=1e-12):
+            return fitted
+        return fitted.to(torch.float64).with_scale(scale)
+
+    def _require_kept(self, given: bool) -> None:
+        heads, left = self.before.num_heads, self.after.num_heads
+        if left > heads:
+            reject(f"there are {left} heads now, and the file has {heads}")
+        if left < heads and not given:
+            reject(f"{left} of {heads} heads are left, and `kept` does not say which")
+        if len(self.kept) != left or len(set(self.kept)) != left or not set(self.kept) <= set(range(heads)):
+            reject(f"kept is {self.kept}: it must name {left} different heads of 0 to {heads - 1}")
+
+    def _one_map_a_side(self) -> AttentionWeights:
+        for side in SIDES:
+            require_nothing_between(_NAME, side, self.after.chain(side)[:-1])
+        links = {}
+        for side in SIDES:
+            links[side] = replace(self.after.multiplied(side), learned=True, norm=None)
+        heads = self.after.num_heads
+        groups = math.lcm(links["k"].copies, links["v"].copies)
+        return replace(
+            self.after,
+            q=(links["q"].repeat(heads),),
+            k=(links["k"].repeat(groups),),
+            v=(links["v"].repeat(groups),),
+            o=(links["o"].repeat(heads),),
+            norm=None,
+            memory_norm=None,
+        )
+
+    def _through_latent(self) -> AttentionWeights:
+        after = self.after
+        if not is_latent(after) or len(after.q) != len(self.before.q):
+            reject(
+                f"in {self.checkpoint.written_as}'s format keys and values come through one latent and one "
+                "rotary key, and queries as they did; here they do no longer",
+                "leave out the step that takes them apart",
+            )
+        o = (after.multiplied("o").repeat(after.num_heads),)
+        evened = {
+            side: (*chain[:-1], chain[-1].repeat(after.num_heads))
+            for side, chain in (("q", after.q), ("k", after.k), ("v", after.v))
+        }
+        return replace(after, **evened, o=o, norm=None, memory_norm=None)  # type: ignore[arg-type]
+
+    def _can_be(self, sizes: MapSizes) -> bool:
+        return not self.same_sizes and resizing(self.checkpoint, self.layer.site, sizes) is not None
+
+    def _in_heads(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+        if whole.num_heads == old.heads:
+            if self.kept != list(range(old.heads)):
+                self._require_heads_without_numbers()
+            return whole
+        if self._can_be(old._replace(heads=whole.num_heads, groups=whole.k[-1].copies)):
+            return whole
+        return self._in_old_places(whole, old)
+
+    def _in_old_places(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+        """Every head where it was, and zero maps for those that are gone."""
+        heads = torch.tensor(self.kept)
+        groups = heads // (old.heads // old.groups)
+        q, k, v, o = (whole.chain(side)[-1] for side in SIDES)
+        filled: dict[Side, Link] = {"q": _placed(q, heads, old.heads), "o": _placed(o, heads, old.heads)}
+        both: tuple[tuple[Side, Link], ...] = ("k", k), ("v", v)
+        for side, link in both:
+            of_heads = link.repeat(whole.num_heads)
+            filled[side] = _placed(of_heads, groups, old.groups)
+            if not torch.equal(filled[side].weight[groups], of_heads.weight):
+                reject(
+                    f"{whole.num_heads} of {old.heads} heads are left, in their old places, and some of one "
+                    f"group read different key-value heads: the file has {old.groups}",
+                    "leave repeat_kv_heads out",
+                )
+        chains = {str(side): (*whole.chain(side)[:-1], link) for side, link in filled.items()}
+        semantics = replace(self.semantics, scale=whole.scale)  # with what each of the old heads has
+        return replace(whole, num_heads=old.heads, semantics=semantics, **chains)  # type: ignore[arg-type]
+
+    def _in_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+        groups = whole.k[-1].copies
+        if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
+            return whole
+        if old.groups % groups:
+            reject(
+                f"there are {groups} key-value heads now, and the file has {old.groups}, which its "
+                "configuration "
+                + ("is to keep" if self.same_sizes else "has no field to change, or cannot for one layer"),
+                f"merge_kv_heads to {old.groups} or fewer",
+            )
+        return whole.with_even_copies(old.groups)
+
+    def _in_widths(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+        sizes = sizes_of(whole)
+        for what, now, there in (
+            ("queries and keys", sizes.width, old.width),
+            ("values", sizes.value_width, old.value_width),
+            ("latents of keys and values", sizes.rank or 0, old.rank or 0),
+        ):
+            if now > there:
+                reject(
+                    f"{what} have {now} channels a head now, and the file has {there}",
+                    f"truncate to {there} or fewer",
+                )
+        one_width = sizes.width == sizes.value_width or sizes.rank is not None
+        if sizes != old and one_width and self._can_be(sizes):
+            return whole
+        if sizes.rank is not None:
+            return whole if sizes == old else widened_latent(whole, old)
+        more_qk, more_ov = old.width - sizes.width, old.value_width - sizes.value_width
+        pad = torch.nn.functional.pad
+        return replace(
+            whole,
+            q=(_widened(whole.q[0], more_qk),),
+            k=(_widened(whole.k[0], more_qk),),
+            v=(_widened(whole.v[0], more_ov),),
+            o=(Link(pad(whole.o[0].weight, (0, 0, 0, more_ov))),),
+        )
+
+    def _require_heads_without_numbers(self) -> None:
+        """Heads may be put in another order only if nothing that stays behind is one head's own."""
+        positions, bias = self.semantics.positions, self.semantics.bias
+        have_maps = isinstance(bias, DisentangledBias) and not bias.through_maps
+        if positions in ("alibi", "relative") or have_maps:
+            reject(
+                f"the heads are in another order, and {positions} positions, which are each head's own, stay "
+                "in theirs",
+                "leave permute_heads out",
+            )
+
+    def _require_channels_of_old(self, whole: AttentionWeights) -> None:
+        """Where the format reads channels one by one, they must be what they were."""
+        if self.semantics.clip is not None:
+            sides, why = _INPUTS, f"queries, keys and values are clipped at ±{self.semantics.clip:g}"
+        elif isinstance(self.semantics.bias, DisentangledBias):
+            sides, why = _INPUTS[:2], "distances meet queries and keys in their channels"
+        else:
+            return
+        expected, heads = self.before.to(torch.float64), self.kept
+        if self.before.norm is not None and self.after.norm is None:
+            expected = fold_norm(expected).weights
+        for side in sides:
+            wanted, found = expected.per_head(side)[heads], whole.per_head(side)
+            if not _is_near(found, wanted) or not _is_near(
+                _or_zeros(whole.head_bias(side), found),
+                _or_zeros(expected.head_bias(side), expected.per_head(side))[heads],
+            ):
+                reject(
+                    f"the map of {side} has other channels now, and {why}", "leave the channels as they are"
+                )
+
+
+def reject(reason: str, advice: str = "") -> NoReturn:
+    raise RewriteRefusedError(_NAME, reason, advice)
+
+
+def _placed(link: Link, places: Tensor, copies: int) -> Link:
+    """A link's copies at some places of more, and zeros at the others."""
+
+    def spread(part: Tensor) -> Tensor:
+        whole = part.new_zeros(copies, *part.shape[1:])
+        whole[places] = part
+        return whole
+
+    return Link(spread(link.weight), None if link.bias is None else spread(link.bias))
+
+
+def _widened(link: Link, more: int) -> Link:
+    if not more:
+        return link
+    pad = torch.nn.functional.pad
+    rows = pad(link.weight.mT, (0, 0, 0, more))  # in memory as most formats have them
+    return Link(rows.mT, None if link.bias is None else pad(link.bias, (0, more)))
+
+
+def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
+    """The bias of a link; zeros if it has none."""
+    return torch.zeros_like(weight[:, 0, :]) if bias is None else bias
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return float((one - other).abs().max()) <= _ROUNDING * float(other.abs().max())

@@ -1,0 +1,299 @@
+"""The tensors of an attention layer and the names that ours have there, as one invertible map.
+
+Nothing is computed: `write` of what `read` gave is what was stored, to the bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from triptych.core.checkpoints.specs import FusedLayout
+from triptych.core.checkpoints.stored_layers import MapSizes, Place
+from triptych.core.storage.tensors import Tensors
+from triptych.errors import DataError
+
+_SIDES = ("q", "k", "v")
+
+Shape = tuple[int | None, ...]
+Parts = Sequence[Tensor]
+# Gives the stored tensor of a name; the shape it must have, None for a size that is free.
+Take = Callable[[str, Shape | None], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class TensorMap:
+    """One step from stored tensors to ours, and back."""
+
+    read: Callable[[Parts], Parts]
+    write: Callable[[Parts], Parts]
+
+    @classmethod
+    def of_each(cls, read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> "TensorMap":
+        return cls(
+            lambda parts: [read(part) for part in parts], lambda parts: [write(part) for part in parts]
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Named:
+    """Some of our tensors by the names of the stored ones that they come from."""
+
+    names: tuple[str, ...]  # of the stored ones
+    shape: Shape | None = None  # that each of them must have
+    steps: tuple[TensorMap, ...] = ()  # from them to ours
+
+    def then(self, *steps: TensorMap) -> "Named":
+        return Named(self.names, self.shape, (*self.steps, *steps))
+
+    def read(self, take: Take) -> Parts:
+        parts: Parts = [take(name, self.shape) for name in self.names]
+        for step in self.steps:
+            parts = step.read(parts)
+        return parts
+
+    def write(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
+        for step in reversed(self.steps):
+            parts = step.write(parts)
+        return zip(self.names, parts, strict=True)
+
+
+# Tensors of one shape as the rows of one.
+STACK_ROWS = TensorMap(lambda parts: [torch.stack([*parts])], lambda parts: parts[0].unbind())
+# `[in, out]` as `[out, in]`.
+TRANSPOSED = TensorMap.of_each(lambda part: part.mT.contiguous(), lambda part: part.mT)
+# The one row of a matrix as a vector.
+ONLY_ROW = TensorMap.of_each(lambda part: part[0], lambda part: part[None])
+
+
+def halves(dim: int) -> TensorMap:
+    """One tensor as two of the same size, one after the other along a dimension."""
+    return TensorMap(lambda parts: parts[0].chunk(2, dim), lambda parts: [torch.cat([*parts], dim)])
+
+
+def alternating(dim: int) -> TensorMap:
+    """One tensor as two of the same size, in turns along a dimension."""
+    return TensorMap(
+        lambda parts: [part.contiguous() for part in parts[0].unflatten(dim, (-1, 2)).unbind(dim + 1)],  # type: ignore[no-untyped-call]
+        lambda parts: [torch.stack([*parts], dim + 1).flatten(dim, dim + 1)],
+    )
+
+
+def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
+    """The rows of one tensor as rows of queries, of keys and of values, in the order of a layout."""
+    heads, groups, width, value_width, *_ = sizes
+    blocks = {"q k v": 1, "by group": groups, "q v k in four parts": 4}[layout]
+    order = (0, 2, 1) if layout == "q v k in four parts" else (0, 1, 2)  # its own inverse
+    counts = (heads * width, groups * width, groups * value_width)
+
+    def read(parts: Parts) -> Parts:
+        if heads % blocks or groups % blocks:
+            raise DataError(f"{heads} heads cannot lie in {blocks} parts")
+        found = _from_blocks(parts[0], blocks, *(counts[side] for side in order))
+        return [found[side] for side in order]
+
+    return TensorMap(read, lambda parts: [_in_blocks(blocks, *(parts[side] for side in order))])
+
+
+def _from_blocks(rows: Tensor, blocks: int, *counts: int) -> Parts:
+    of_blocks = rows.reshape(blocks, sum(counts) // blocks, *rows.shape[1:])
+    split = torch.split(of_blocks, [count // blocks for count in counts], dim=1)
+    return [part.flatten(0, 1) for part in split]
+
+
+def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
+    return torch.cat([part.reshape(blocks, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+
+
+def queries_and_gates(heads: int) -> TensorMap:
+    """The rows of one tensor, head by head queries and then gates, as all queries and all gates."""
+    return TensorMap(
+        lambda parts: _from_blocks(parts[0], heads, *[parts[0].shape[0] // 2] * 2),
+        lambda parts: [_in_blocks(heads, *parts)],
+    )
+
+
+def head_rows(*copies: int) -> TensorMap:
+    """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`."""
+
+    def read(parts: Parts) -> Parts:
+        apart = (part.unflatten(0, (n, -1)) for n, part in zip(copies, parts, strict=True))  # type: ignore[no-untyped-call]
+        return [part.transpose(1, -1) for part in apart]
+
+    return TensorMap(read, lambda parts: [part.transpose(1, -1).flatten(0, 1) for part in parts])
+
+
+def head_columns(heads: int) -> TensorMap:
+    """`[d_out, heads · width]` as `[heads, width, d_out]`."""
+    return TensorMap.of_each(
+        lambda part: part.mT.reshape(heads, -1, part.shape[0]), lambda part: part.flatten(0, 1).mT
+    )
+
+
+@final
+@dataclass(frozen=True)
+class LayerMap:
+    """Between a layer's tensors in the file and ours, by name.
+
+    Ours are
+        q, k, v         no v where keys are values; `[copies, d_in, width]`, with q.bias, … `[copies, width]`
+        o               `[heads, width, d_out]`, with o.bias `[d_out]`
+        norm            gain of the norm that is read, norm.bias its shift; so q_norm, k_norm of heads
+        sinks           `[heads]`
+        gate            of each channel, `[heads, d_in, width]`, with gate.bias `[heads, width]`
+        q_down, q_gain, q_up, kv_down, kv_gain, kv_up    through a latent, `[out, in]`, instead of q, k and v
+    """
+
+    entries: Mapping[tuple[str, ...], Named]  # which of ours come from which stored ones
+
+    @property
+    def names(self) -> set[str]:
+        return {name for stored in self.entries.values() for name in stored.names}
+
+    @property
+    def parts(self) -> set[str]:
+        return {part for parts in self.entries for part in parts}
+
+    def read(self, take: Take) -> dict[str, Tensor]:
+        read = ((parts, stored.read(take)) for parts, stored in self.entries.items())
+        return {part: tensor for parts, tensors in read for part, tensor in zip(parts, tensors, strict=True)}
+
+    def write(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The stored ones with their names, one after the other: a layer may be large.
+
+        Stored tensors of which nothing is given are left out.
+        """
+        for parts, stored in self.entries.items():
+            if parts[0] in ours:
+                yield from stored.write([ours[part] for part in parts])
+
+
+def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
+    sizes = place.sizes if sizes is None else sizes
+    spec = place.spec
+    read = _latent_maps if spec.latent else _fused_maps if spec.qkv else _separate_maps
+    entries = dict(read(place, tensors, sizes))
+    o = dict(module_map(place, tensors, "o", spec.o, (None, sizes.heads * sizes.value_width)))
+    entries |= {
+        (part,): stored.then(head_columns(sizes.heads)) if part == "o" else stored
+        for part, stored in o.items()
+    }
+    if spec.sinks:
+        entries[("sinks",)] = Named((place.within(spec.sinks),), (sizes.heads,))
+    return LayerMap({**entries, **dict(_norms(place, tensors, sizes))})
+
+
+_Entries = Iterator[tuple[tuple[str, ...], Named]]
+
+
+def _map_sizes(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
+    """Rows and copies of the maps of queries, keys and values."""
+    heads, groups, width, value_width, *_ = sizes
+    return (("q", heads * width, heads), ("k", groups * width, groups), ("v", groups * value_width, groups))
+
+
+def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
+    spec = place.spec
+    modules = (spec.q, spec.k) if place.holds(spec.key_value) else (spec.q, spec.k, spec.v)
+    for module, (side, rows, copies) in zip(modules, _map_sizes(sizes), strict=False):
+        gated = spec.gated_queries and side == "q"
+        for part, stored in module_map(place, tensors, side, module, (2 * rows if gated else rows, None)):
+            if gated:
+                parts = (part, part.replace("q", "gate"))
+                yield parts, stored.then(queries_and_gates(copies), head_rows(copies, copies))
+            else:
+                yield (part,), stored.then(head_rows(copies))
+    if spec.gate:
+        rows = sizes.heads * sizes.value_width
+        for part, stored in module_map(place, tensors, "gate", spec.gate, (rows, None)):
+            yield (part,), stored.then(head_rows(sizes.heads))
+
+
+def _fused_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
+    spec, sides = place.spec, _map_sizes(sizes)
+    steps = split_rows(spec.layout, sizes), head_rows(*(copies for _, _, copies in sides))
+    for part, stored in module_map(place, tensors, "", spec.qkv, (sum(rows for _, rows, _ in sides), None)):
+        if not part or not (spec.q_bias or spec.v_bias):
+            yield tuple(f"{side}{part}" for side in _SIDES), stored.then(*steps)
+    for name, (side, rows, copies) in zip((spec.q_bias, "", spec.v_bias), sides, strict=True):
+        if name:
+            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (head_rows(copies),))
+
+
+def _latent_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
+    latent, (heads, _, width, value_width, rank, q_rank) = place.spec.latent, sizes
+    assert latent is not None
+    assert rank is not None
+    turned = place.count(latent.turned)
+    maps: dict[str, tuple[str, Shape]] = {
+        "kv_down": (latent.kv_down, (rank + turned, None)),
+        "kv_up": (latent.kv_up, (heads * (width - turned + value_width), rank)),
+    }
+    gains = {"kv_gain": (latent.kv_norm, rank)}
+    if q_rank is None:
+        maps["q_up"] = place.spec.q, (heads * width, None)
+    else:
+        maps |= {"q_down": (latent.q_down, (q_rank, None)), "q_up": (latent.q_up, (heads * width, q_rank))}
+        gains["q_gain"] = latent.q_norm, q_rank
+    for side, (module, shape) in maps.items():
+        yield from (((part,), stored) for part, stored in module_map(place, tensors, side, module, shape))
+    for side, (module, width) in gains.items():
+        yield (side,), Named((place.within(f"{module}.weight"),), (width,))
+
+
+def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
+    if place.norm_module:
+        gain, shift = norm_tensors(tensors, place.norm_module)
+        yield ("norm",), Named((gain,), (None,))
+        if shift in tensors.infos:
+            yield ("norm.bias",), Named((shift,))
+    norm = place.head_norm
+    if norm is None or (norm.turned and place.position.kind != "rotary"):
+        return
+    for part, module, heads in (("q_norm", norm.q, sizes.heads), ("k_norm", norm.k, sizes.groups)):
+        for stored, kind in ((part, "weight"), (f"{part}.bias", "bias")) if module else ():
+            names = _of_heads(f"{place.within(module)}.{kind}", heads, tensors)
+            first = tensors.infos.get(names[0])
+            if kind == "weight" or first is not None:
+                each = Named(names, None if first is None else tuple(first.shape))
+                yield (stored,), each.then(STACK_ROWS) if "{head}" in module else each
+
+
+def _of_heads(name: str, heads: int, tensors: Tensors) -> tuple[str, ...]:
+    """The name for each head, up to the first that is not there: a configuration may say any number."""
+    if "{head}" not in name:
+        return (name,)
+    names = []
+    for head in range(heads):
+        names.append(name.format(head=head))
+        if names[-1] not in tensors.infos:
+            break
+    return tuple(names)
+
+
+def module_map(
+    place: Place, tensors: Tensors, part: str, module: str, shape: Shape
+) -> Iterator[tuple[str, Named]]:
+    """A weight as `[out, in]`, by the name of a part of ours, and its bias if it has one."""
+    weight, bias = tensor_names(place.within(module))
+    stored = Named((weight,), shape)
+    yield part, Named((weight,), shape[::-1], (TRANSPOSED,)) if place.spec.transposed else stored
+    if bias in tensors.infos:
+        yield f"{part}.bias", Named((bias,), shape[:1])
+
+
+def tensor_names(module: str) -> tuple[str, str]:
+    if "*" in module:
+        return module.replace("*", "weight"), module.replace("*", "bias")
+    return f"{module}.weight", f"{module}.bias"
+
+
+def norm_tensors(tensors: Tensors, module: str) -> tuple[str, str]:
+    """Names of gain and shift of a norm, as the file has them: files from TensorFlow say gamma and beta."""
+    if f"{module}.weight" not in tensors.infos and f"{module}.gamma" in tensors.infos:
+        return f"{module}.gamma", f"{module}.beta"
+    return f"{module}.weight", f"{module}.bias"

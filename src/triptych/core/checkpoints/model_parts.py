@@ -1,0 +1,354 @@
+"""The parts of a model besides attention, and their tensors: norms, feed-forward layers, the head."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Never, final
+
+import torch
+
+from triptych.core.checkpoints.layer_map import (
+    ONLY_ROW,
+    STACK_ROWS,
+    TRANSPOSED,
+    Named,
+    Shape,
+    TensorMap,
+    alternating,
+    halves,
+    norm_tensors,
+    tensor_names,
+)
+from triptych.core.checkpoints.reading import require_shape
+from triptych.core.checkpoints.specs import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
+from triptych.core.checkpoints.stored_layers import Place
+from triptych.core.models.architecture import (
+    EXPERTS_NORMS,
+    Activation,
+    ExpertsConfig,
+    FeedForwardConfig,
+    HeadConfig,
+    NormConfig,
+)
+from triptych.core.storage.tensors import Tensors
+from triptych.errors import DataError
+from triptych.untrusted import shown
+
+Entry = tuple[tuple[str, ...], Named]
+
+
+@final
+class Entries:
+    """The tensors of a model, as far as its parts have entered theirs."""
+
+    def __init__(self, name: str, tensors: Tensors) -> None:
+        self.name, self.tensors = name, tensors
+        self.found: list[Entry] = []  # names of ours, and what is stored for them
+        self.copies: dict[str, str] = {}  # stored tensors that hold the numbers of another one, and that one
+
+    def enter(self, ours: str, name: str, shape: Shape) -> None:
+        """Enter a tensor that is stored as it is; errors as of `add`."""
+        self.add((ours,), Named((name,), shape))
+
+    def add(self, ours: tuple[str, ...], stored: Named) -> None:
+        for name in stored.names:
+            if name not in self.tensors.infos:
+                raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")
+            if stored.shape is not None:
+                of = f"{self.tensors.where(name)}, tensor {name}"
+                require_shape(of, [*self.tensors.infos[name].shape], [*stored.shape])
+        self.found.append((ours, stored))
+
+    def norm(self, ours: str, place: Place, norm: NormSpec, module: str, width: int, eps: str) -> NormConfig:
+        """Enter a norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there."""
+        weight, bias = norm_tensors(self.tensors, module)
+        has_bias = norm.kind == "layer" and bias in self.tensors.infos
+        if norm.weight:
+            self.enter(f"{ours}.weight", weight, (width,))
+        if has_bias:
+            self.enter(f"{ours}.bias", bias, (width,))
+        return NormConfig(norm.kind, place.number(norm.eps or eps), norm.weight, has_bias, norm.offset)
+
+    def require_copy(self, name: str, original: str, why: str) -> None:
+        """A tensor that the file may have once more, if it holds the same numbers."""
+        if name not in self.tensors.infos or name == original:
+            return
+        if not torch.equal(self.tensors.read(name), self.tensors.read(original)):
+            self.refuse(
+                f"{name} is not {original}{why}: set tie_word_embeddings to false in config.json, as "
+                "transformers runs two tensors that differ"
+            )
+        self.copies[name] = original
+
+    def refuse(self, why: str) -> Never:
+        raise DataError(f"{self.name}: {why}")
+
+
+def above(prefix: str, name: str, tensors: Tensors) -> str:
+    """A module or tensor above the names that attention layers share, as far as some of the prefix is."""
+    outer = prefix.split(".")[:-1]
+    names = ["".join(f"{part}." for part in outer[:count]) + name for count in range(len(outer), -1, -1)]
+    infos = tensors.infos
+    return next((found for found in names if found in infos or f"{found}.weight" in infos), names[-1])
+
+
+# By their names in `transformers`. Names in one row are one function; their formulas round differently.
+ACTIVATIONS: Mapping[str, Activation] = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
+    "quick_gelu": "gelu_sigmoid",
+    **dict.fromkeys(("silu", "swish"), "swish"),
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "xielu": "xielu",
+}  # fmt: skip
+
+
+_OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+
+
+def activation(place: Place, expression: str) -> Activation:
+    """An activation by the name that the configuration has for it."""
+    name = place.settings.word(expression, place.layer)
+    if name is None or name not in ACTIVATIONS:
+        raise DataError(
+            f"{place.settings.where}: activation {shown(name)!r} is not one of {', '.join(ACTIVATIONS)}: "
+            "the model cannot be run"
+        )
+    return ACTIVATIONS[name]
+
+
+@final
+class FeedForwardMap:
+    """A block's feed-forward layer as the first fitting entry of the family has it."""
+
+    config: FeedForwardConfig | ExpertsConfig  # what it is made of
+
+    def __init__(
+        self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], entries: Entries, d_model: int
+    ) -> None:
+        self.place, self.entries, self.d_model = place, entries, d_model
+        self.tensors = tensors = entries.tensors
+        fitting = (spec for spec in specs if place.holds(spec.when))
+        named = (s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos)
+        spec = next(named, None)
+        if spec is None:
+            raise DataError(
+                f"{tensors.name}: the feed-forward layer of block {place.layer} is of no kind that is known"
+            )
+        self.config = (
+            self._layer(ours, spec) if spec.experts is None else self._mixture(ours, spec, spec.experts)
+        )
+
+    def _name(self, spec: FeedForwardSpec, name: str) -> str:
+        return self.place.beside(f"{spec.at}.{name}", expert=0)
+
+    def _config(self, spec: FeedForwardSpec) -> FeedForwardConfig:
+        place, bias = self.place, self.place.holds(spec.bias)
+        outer = self.tensors.infos.get(f"{self._name(spec, spec.outer)}.weight")
+        return FeedForwardConfig(
+            outer.shape[-1] if outer is not None and not spec.size else place.count(spec.size),
+            activation(place, spec.activation),
+            bool(spec.gate or spec.fused),
+            bias,
+            place.holds(spec.out_bias) if spec.out_bias else bias,
+            beta=place.number(spec.beta) if spec.beta else 1.0,
+            offset=spec.offset,
+            limit=place.optional_number(spec.limit),
+            sparsity=self._share(spec.sparsity),
+        )
+
+    def _share(self, expression: str) -> float:
+        found = self.place.optional_number(expression) or 0.0
+        if not 0 <= found < 1:
+            self.entries.refuse(f"{expression} is {found}: a share from 0 to below 1 is needed")
+        return found
+
+    def _layer(self, ours: str, spec: FeedForwardSpec) -> FeedForwardConfig:
+        config = self._config(spec)
+        for name, shape in _OF_XIELU if config.activation == "xielu" else ():
+            self._add((f"{ours}.activation.{name}",), (self._name(spec, f"act_fn.{name}"),), shape)
+        self._maps(ours, spec, config, None)
+        return config
+
+    def _mixture(self, ours: str, spec: FeedForwardSpec, experts: ExpertsSpec) -> ExpertsConfig:
+        place, expert = self.place, self._config(spec)
+        count = place.count(experts.number)
+        self._maps(ours, spec, expert, count)
+        router, router_bias = tensor_names(self._name(spec, experts.router))
+        self._add((f"{ours}.router.weight",), (router,), (count, self.d_model))
+        if experts.router_bias:
+            self._add((f"{ours}.router.bias",), (router_bias,), (count,))
+        if experts.correction:
+            self._correction(f"{ours}.router.correction", self._name(spec, experts.correction), count)
+        if experts.expert_scale:
+            self._add((f"{ours}.router.expert_scale",), (self._name(spec, experts.expert_scale),), (count,))
+        if experts.shared_gate:
+            self._add((f"{ours}.shared_gate",), (self._name(spec, experts.shared_gate),), (1, self.d_model))
+        for part, name in zip(EXPERTS_NORMS, experts.norms, strict=False):
+            self._add((f"{ours}.norms.{part}.weight",), (place.beside(name),), (self.d_model,))
+        shared = experts.shared if experts.shared and place.holds(experts.shared.when) else None
+        grouped = bool(experts.groups) and place.holds(experts.grouped)
+        try:
+            return ExpertsConfig(
+                expert,
+                count,
+                place.count(experts.top),
+                experts.scores,
+                place.holds(experts.normalised),
+                place.number(experts.min_sum),
+                place.number(experts.times) if experts.times else 1.0,
+                experts.scale_input,
+                experts.router_bias,
+                bool(experts.correction),
+                place.count(experts.groups) if grouped else 1,
+                place.count(experts.top_groups) if grouped else 1,
+                experts.group_score,
+                place.number(experts.threshold) if experts.threshold else 0.0,
+                None if shared is None else self._layer(f"{ours}.shared", shared),
+                place.number(experts.eps) if experts.norms else None,
+                bool(experts.expert_scale),
+                bool(experts.shared_gate),
+            )
+        except ValueError as error:
+            raise DataError(f"{place.settings.where}: {error}") from None
+
+    def _correction(self, ours: str, name: str, count: int) -> None:
+        """Numbers of experts: a vector, or the only row of a matrix."""
+        info = self.tensors.infos.get(name)
+        if info is not None and len(info.shape) == 2:
+            self._add((ours,), (name,), (1, count), (ONLY_ROW,))
+        else:
+            self._add((ours,), (name,), (count,))
+
+    def _maps(self, ours: str, spec: FeedForwardSpec, config: FeedForwardConfig, experts: int | None) -> None:
+        """The maps of a layer, or of all of its experts."""
+        size, d_model = config.d_ff, self.d_model
+        if spec.fused:
+            split = (alternating if spec.alternating else halves)(0 if experts is None else 1)
+            parts = tuple(spec.fused.split())
+            self._map(ours, parts, spec, spec.inner, (2 * size, d_model), config.bias, experts, (split,))
+        else:
+            self._map(ours, ("inner",), spec, spec.inner, (size, d_model), config.bias, experts)
+            if spec.gate:
+                self._map(ours, ("gate",), spec, spec.gate, (size, d_model), config.bias, experts)
+        self._map(ours, ("outer",), spec, spec.outer, (d_model, size), config.out_bias, experts)
+
+    def _map(
+        self,
+        ours: str,
+        parts: tuple[str, ...],
+        spec: FeedForwardSpec,
+        module: str,
+        shape: tuple[int, int],
+        has_bias: bool,
+        experts: int | None,
+        steps: tuple[TensorMap, ...] = (),
+    ) -> None:
+        single = "{expert}" in module or experts is None
+        count: tuple[int, ...] = () if single or experts is None else (experts,)
+        turned: tuple[TensorMap, ...] = (TRANSPOSED,) if spec.transposed else ()
+        stacked: tuple[TensorMap, ...] = (STACK_ROWS,) if "{expert}" in module else ()
+        weights, biases = zip(*self._names(spec, module, experts), strict=True)
+        stored = shape[::-1] if spec.transposed else shape
+        named = tuple(f"{ours}.{part}" for part in parts)
+        of_weights = tuple(f"{name}.weight" for name in named)
+        self._add(of_weights, weights, (*count, *stored), (*turned, *stacked, *steps))
+        if has_bias:
+            of_biases = tuple(f"{name}.bias" for name in named)
+            self._add(of_biases, biases, (*count, shape[0]), (*stacked, *steps))
+
+    def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
+        """Names of weight and bias, of every expert where each has its own."""
+        for number in range(experts or 1) if "{expert}" in module else (0,):
+            name = self.place.beside(f"{spec.at}.{module}", expert=number)
+            names = (name, f"{name}_bias") if spec.bare else tensor_names(name)
+            yield names
+            if names[0] not in self.tensors.infos:
+                return
+
+    def _add(
+        self, ours: tuple[str, ...], names: tuple[str, ...], shape: Shape, steps: tuple[TensorMap, ...] = ()
+    ) -> None:
+        self.entries.add(ours, Named(names, shape, steps))
+
+
+@final
+class OutputHeadMap:
+    """A model's head as the family has it."""
+
+    config: HeadConfig | None  # what it is made of; None if the model ends with the stream
+
+    def __init__(
+        self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, table: str, table_width: int
+    ) -> None:
+        self.place, self.spec, self.entries, self.d_model = place, spec, entries, d_model
+        self.table, self.table_width = table, table_width
+        self.settings, self.infos = place.settings, entries.tensors.infos
+        heads = [spec.head] if spec.kind == "decoder" else filter(self._is_there, spec.heads)
+        self.config = next(map(self._config, heads), None)
+
+    def _is_there(self, spec: HeadSpec) -> bool:
+        first = self._above(spec.transform or spec.at)
+        return self.settings.holds(spec.when) and f"{first}.weight" in self.infos
+
+    def _config(self, spec: HeadSpec) -> HeadConfig:
+        place, settings, infos, enter = self.place, self.settings, self.infos, self.entries.enter
+        module, transform, norm = self._above(spec.at), self._above(spec.transform), place.first(spec.norm)
+        has_map, width = bool(spec.transform) and f"{transform}.weight" in infos, self.d_model
+        map_bias = has_map and place.holds(spec.map_bias)
+        if has_map:
+            width = infos[f"{transform}.weight"].shape[0]
+            enter("head.map.weight", f"{transform}.weight", (width, self.d_model))
+        if map_bias:
+            enter("head.map.bias", f"{transform}.bias", (width,))
+        outputs = settings.count(spec.outputs) if spec.outputs else None
+        count, is_missing = outputs or infos[self.table].shape[0], f"{module}.weight" not in infos
+        tied = outputs is None and (is_missing if spec.tied_if_missing else settings.holds(spec.tied))
+        if tied and width != self.table_width:
+            self.entries.refuse(
+                f"{self.table} is {self.table_width} wide, and what reads it as output table {width}"
+            )
+        if tied:  # it may be in the file as well
+            why = f", though {self.spec.head.tied} says so"
+            self.entries.require_copy(f"{module}.weight", self.table, why)
+        else:
+            enter("head.output.weight", f"{module}.weight", (count, width))
+        cap = settings.value(spec.soft_cap) if spec.soft_cap else None
+        return HeadConfig(
+            tied=tied,
+            bias=self._output_bias(spec, module, count, tied=tied),
+            width=width if has_map else None,
+            transform=has_map,
+            outputs=outputs,
+            map_bias=map_bias or not has_map,
+            activation=activation(place, spec.activation) if spec.activation else None,
+            norm=norm
+            and self.entries.norm("head.norm", place, norm, self._above(norm.at), width, self.spec.eps),
+            scale=place.factor(spec.scale) * place.factor(place.chosen(spec.over_root)) ** -0.5,
+            soft_cap=None if cap is None else settings.number(spec.soft_cap),
+        )
+
+    def _output_bias(self, spec: HeadSpec, output: str, count: int, *, tied: bool) -> bool:
+        """Enter the bias of the output, which files may have under two names; one if tied."""
+        rows = [name for name in map(self._above, spec.bias_at) if name in self.infos]
+        if rows and self.spec.kind == "decoder":
+            self.entries.add(("head.output.bias",), Named((rows[0],), (1, count), (ONLY_ROW,)))
+            return True
+        if not self.settings.holds(spec.bias):
+            return False
+        own = f"{output}.bias"
+        names = [self._above(name) for name in spec.bias_at] or [own]
+        if not tied and own in self.infos:
+            names = [own, *(name for name in names if name != own)]
+        found = [name for name in names if name in self.infos] or names[:1]
+        self.entries.enter("head.output.bias", found[0], (count,))
+        for other in found[1:]:
+            if tied:
+                self.entries.require_copy(other, found[0], f": both are the bias of {output}")
+            else:
+                self.entries.copies[other] = found[0]
+        return True
+
+    def _above(self, name: str) -> str:
+        return above(self.place.prefix, name, self.entries.tensors)

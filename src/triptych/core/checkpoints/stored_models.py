@@ -1,0 +1,345 @@
+"""Models of other libraries, loaded from their checkpoints and written back in their formats.
+
+`LayerMap` is invertible, and what reading computes besides is undone on writing. Tensors whose numbers did
+not change stay as they are stored, to the bit.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from triptych.core.algebra.forms import are_finite
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.shapes import shapes_only
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.family import family_of
+from triptych.core.checkpoints.latents import latent_parts
+from triptych.core.checkpoints.layer_map import LayerMap, Shape, layer_map
+from triptych.core.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
+from triptych.core.checkpoints.reading import LayerReader
+from triptych.core.checkpoints.source import Source, find_source
+from triptych.core.checkpoints.stored_layers import Place, Site, in_order
+from triptych.core.checkpoints.stored_positions import table_names
+from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.core.models.language_model import LanguageModel
+from triptych.core.models.sites import attention_sites
+from triptych.core.storage.settings import Settings
+from triptych.core.storage.tensors import InMemory, Tensors, of_one
+from triptych.errors import DataError, UsageError
+
+ReadModel = LanguageModel | EncoderDecoder
+_Stored = Iterator[tuple[str, Tensor]]
+
+_Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model loaded from another library's checkpoint."""
+
+    model: LanguageModel  # ready to run, in evaluation mode
+    name: str  # the path or the id that was given
+    family: str  # the architecture that it is written as
+    config: Mapping[str, Any]  # the record in its `config.json`.
+    folder: Path  # where its files lie, the tokenizer's among them
+
+
+def load_language_model(
+    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> LoadedModel:
+    """The model of a checkpoint, computing what `transformers` computes of it.
+
+    Weights are mapped from safetensors files, not copied, where dtype and layout allow: the files must stay
+    as they are while the model is in use.
+    """
+    checkpoint, folder = _open_mapped(path, dtype)
+    model = read_language_model(checkpoint, dtype).to(device)
+    return LoadedModel(model, checkpoint.name, checkpoint.family.name, checkpoint.settings.record, folder)
+
+
+def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
+    """A checkpoint whose tensors are mapped, and where its files lie."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
+    source = find_source(path)
+    folder = source.settings_folder  # what is on the Hub is fetched whole: all of it is read
+    checkpoint = open_checkpoint(source, mapped=True)
+    if not isinstance(checkpoint, Checkpoint):
+        raise UsageError(f"{source.name} is a run of triptych, and no checkpoint of another library")
+    return checkpoint, folder
+
+
+def read_language_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
+    found = model_map(checkpoint)
+    return _build_model(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
+
+
+def load_encoder_decoder(
+    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> EncoderDecoder:
+    """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them."""
+    checkpoint, _ = _open_mapped(path, dtype)
+    return read_encoder_decoder(checkpoint, dtype).to(device)
+
+
+def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
+    found = encoder_decoder_map(checkpoint)
+    made = found.architecture
+
+    def make(layers: list[MultiHeadAttention]) -> EncoderDecoder:
+        start, count = len(made.encoder.blocks), len(made.decoder.blocks)
+        own, cross = layers[start : start + count], layers[start + count :]
+        return EncoderDecoder(made, layers[:start], own, cross, found.pad_id)
+
+    return _build_model(checkpoint, dtype, found, make)
+
+
+def _build_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    found: ModelMap[Any],
+    make: Callable[[list[MultiHeadAttention]], _Model],
+) -> _Model:
+    """A model made around the attention layers of a checkpoint, with its other tensors in it."""
+    dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
+    attention = [read_attention_layer(checkpoint, site, dtype) for site in found.sites]
+    with shapes_only():
+        model = make(attention)
+    _set_tensors(model, found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)))
+    *_, last = model.stacks.values()
+    if last.head is not None and last.head.config.tied:
+        last.head.output.weight = last.embeddings.table.weight
+    return off_meta(model).eval()
+
+
+def read_attention_layer(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
+    weights = checkpoint.read(site).weights.without_norms().to(dtype)
+    try:
+        return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)
+    except ValueError as error:
+        raise DataError(f"{checkpoint.name}: {checkpoint.family.name} cannot be run: {error}") from None
+
+
+def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Make tensors the parameters and buffers of a model, without copies, in every module that has them."""
+    instead: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        expected = getattr(module, own)
+        assert expected.shape == tensor.shape, f"{name}: {expected.shape}, {tensor.shape}"
+        instead[id(expected)] = tensor if own in module._buffers else nn.Parameter(tensor)
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for own, before in held.items():
+                held[own] = instead.get(id(before), before)  # type: ignore[assignment]
+
+
+def off_meta(model: _Model) -> _Model:
+    """The model, with buffers that begin empty, as tables of sines that grow, where tensors have memory."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta and not buffer.numel():
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    return model
+
+
+def _most_common(tensors: Tensors) -> torch.dtype:
+    """The dtype of most numbers."""
+    counts: Counter[torch.dtype] = Counter()
+    for info in tensors.infos.values():
+        if info.dtype.is_floating_point:
+            counts[info.dtype] += info.num_bytes
+    if not counts:
+        raise DataError(f"{tensors.name}: it holds no floating-point numbers")
+    ((dtype, _),) = counts.most_common(1)
+    return dtype
+
+
+def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:
+    """Stored tensors whose values differ in a model, by name, in their stored dtype."""
+    found = _StoredModel.of(model, checkpoint)
+    written: dict[str, Tensor] = {}
+    for name, tensor in found.changed(checkpoint):
+        if name not in written:
+            written[name] = tensor
+            for same in (name, *(copy for copy, of in found.copies.items() if of == name)):
+                stored = _as_stored(checkpoint, same, tensor)
+                if not torch.equal(stored, checkpoint.tensors.read(same)):
+                    yield same, stored
+        elif not torch.equal(written[name], tensor):
+            raise DataError(
+                f"{checkpoint.name}: layers share {name}, and its numbers differ between them now"
+            )
+
+
+def new_tensors(
+    model: ReadModel,
+    layers: Sequence[AttentionWeights],
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The tensors of a model in a new file of a family, which has tensors of these shapes."""
+    name, family = "the new checkpoint", family_of(settings["model_type"])
+    assert family is not None, "it is one of ours"
+    zero = torch.zeros((), dtype=next(model.parameters()).dtype)
+    empty = of_one(InMemory(name, {stored: zero.expand(shape) for stored, shape in shapes.items()}))
+    checkpoint = Checkpoint(name, family, Settings(settings, "config.json"), empty)
+    parts, found = _StoredModel.of(model, checkpoint), dict[str, Tensor]()
+    now = {**dict(model.named_parameters(remove_duplicate=False)), **given}
+    for ours, stored in parts.beside.entries.items():
+        if now.keys() >= {*ours}:
+            found |= stored.write([now[part].detach().cpu() for part in ours])
+    for (site, _), weights in zip(parts.layers, layers, strict=True):
+        place = checkpoint.place(site)
+        found |= layer_map(place, empty).write(_layer_tensors(place, weights))
+    missing = [stored for stored in shapes if stored not in found]
+    assert all(stored.endswith("bias") for stored in missing), missing
+    return found | {stored: empty.read(stored).clone() for stored in missing}
+
+
+def why_not_written(checkpoint: Checkpoint) -> str:
+    """Why a model of this checkpoint cannot be trained further and written back; "" if it can."""
+    for name in checkpoint.tensors.infos:
+        if how := checkpoint.tensors.packed_as(name):
+            return f"tensor {name} is stored as {how}, which cannot take other numbers"
+    for site in checkpoint.sites:
+        if checkpoint.place(site).position.kind == "disentangled":
+            return f"its tables of positions ({site.module}) are products of several tensors"
+    return ""
+
+
+def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
+    """Let layers that share a stored table of distances have one parameter between them."""
+    tables: dict[tuple[str, ...], nn.Parameter] = {}
+    for site, layer in _StoredModel.of(model, checkpoint).layers:
+        own = dict(layer.named_parameters(recurse=False)).get("bias_table")
+        if own is not None:
+            names = tuple(table_names(checkpoint.place(site), checkpoint.tensors))
+            layer.bias_table = tables.setdefault(names, own)
+
+
+@final
+@dataclass(frozen=True)
+class _StoredModel:
+    """A model, and where its parts lie in a checkpoint."""
+
+    model: nn.Module
+    beside: LayerMap  # where all but attention lies
+    copies: Mapping[str, str]  # stored tensors that are the same as others, and those
+    layers: Sequence[tuple[Site, MultiHeadAttention]]  # the attention layers with their sites, every use
+
+    @classmethod
+    def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_StoredModel":
+        found: ModelMap[Any]
+        found = model_map(checkpoint) if isinstance(model, LanguageModel) else encoder_decoder_map(checkpoint)
+        sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
+        layers = [site.layer for site in sites]
+        stored = [place.site for place in in_order(found.sites)]
+        return cls(model, found.tensors, found.copies, [*zip(stored, layers, strict=True)])
+
+    def changed(self, checkpoint: Checkpoint) -> _Stored:
+        """The stored tensors whose numbers are others now; one that layers share may come several times."""
+        dtype = next(self.model.parameters()).dtype
+        now = {
+            **dict(self.model.named_buffers()),
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+        }
+
+        def take(name: str, shape: Shape | None) -> Tensor:
+            return checkpoint.tensors.read(name).to(dtype)
+
+        for parts, stored in self.beside.entries.items():
+            new = [now[part].detach().cpu() for part in parts]
+            if not all(map(torch.equal, stored.read(take), new)):
+                yield from stored.write(new)
+        for site, layer in self.layers:
+            yield from _changed_in_layer(
+                checkpoint, site, read_attention_layer(checkpoint, site, dtype), layer
+            )
+
+
+def _changed_in_layer(
+    checkpoint: Checkpoint, site: Site, before: MultiHeadAttention, after: MultiHeadAttention
+) -> _Stored:
+    place, stored = checkpoint.place(site), LayerReader(checkpoint.place(site), checkpoint.tensors).map
+    scale = before.semantics.scale
+    old, new = (_layer_tensors(place, layer.weights().with_scale(scale)) for layer in (before, after))
+    different = {part for part, numbers in new.items() if not torch.equal(old[part], numbers)}
+    for parts, named in stored.entries.items():
+        if different & {*parts}:
+            yield from named.write([new[part] for part in parts])
+    if different & {"bias_keys", "bias_queries"}:
+        raise DataError(
+            f"{checkpoint.name}: tables of positions of {site.module} changed, which are products of several "
+            "stored tensors: they cannot be written"
+        )
+    if "bias_table" in new:  # though it did not change: other layers may have it too
+        yield from _stored_table(checkpoint, place, new["bias_table"], changed="bias_table" in different)
+
+
+def _layer_tensors(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
+    """All of a layer's numbers, by the names of its `LayerMap`, or else by names of ours."""
+    found = latent_parts(weights) if place.spec.latent else _of_maps(weights)
+    found["o"] = weights.o[-1].weight
+    if weights.o_bias is not None:
+        found["o.bias"] = weights.o_bias
+    norm = place.head_norm
+    for name, numbers in weights.semantics.learned().items():
+        match name.rpartition("_"):
+            case (("q_norm" | "k_norm") as side, _, "weight") if norm is not None:
+                found[side] = numbers
+            case (("q_norm" | "k_norm") as side, _, "bias"):
+                found[f"{side}.bias"] = numbers
+            case "gate", _, "weight":
+                found["gate"] = numbers.mT
+            case "gate", _, "bias":
+                found["gate.bias"] = numbers
+            case _:
+                found[name] = numbers
+    return {part: numbers.detach().cpu() for part, numbers in found.items()}
+
+
+def _of_maps(weights: AttentionWeights) -> dict[str, Tensor]:
+    found = {}
+    for side, chain in (("q", weights.q), ("k", weights.k), ("v", weights.v)):
+        link = chain[0]  # after which normalised values pass a fixed map
+        found[side] = link.weight
+        if link.bias is not None:
+            found[f"{side}.bias"] = link.bias
+    return found
+
+
+def _stored_table(checkpoint: Checkpoint, place: Place, table: Tensor, *, changed: bool) -> _Stored:
+    """The stored table of distances; rows that are not read stay as they are."""
+    names = table_names(place, checkpoint.tensors)
+    if len(names) > 1:
+        if changed:
+            raise DataError(
+                f"{checkpoint.name}: the sum of {' and '.join(names)} changed: how much each did is not known"
+            )
+        return
+    stored = checkpoint.tensors.read(names[0]).to(table.dtype, copy=True)
+    stored[: len(table)] = table
+    yield names[0], stored
+
+
+def _as_stored(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor:
+    """A tensor in the dtype that the checkpoint stores it in."""
+    dtype = checkpoint.tensors.infos[name].dtype
+    if how := checkpoint.tensors.packed_as(name):
+        raise DataError(
+            f"{checkpoint.name}: tensor {name} is stored as {how}, which cannot take other numbers"
+        )
+    stored = tensor.to(dtype).contiguous()
+    if not are_finite(stored):
+        raise DataError(f"{checkpoint.name}: numbers for {name} do not fit {dtype}".replace("torch.", ""))
+    return stored

@@ -1,0 +1,108 @@
+"""From token ids to the stream, as every stack begins."""
+
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from triptych.core.attention import LearnedPositions, NoPositions, PositionIds, SinusoidalPositions
+from triptych.core.models.architecture import EmbeddingsConfig, MaskedTokens
+from triptych.core.models.blocks import make_norm
+from triptych.core.models.feed_forward import Dropout
+
+
+@final
+class Embeddings(nn.Module):
+    """The table, positions, segments, a norm."""
+
+    def __init__(self, config: EmbeddingsConfig, d_model: int, table: nn.Embedding | None = None) -> None:
+        """Take a table, or draw a small one and learned positions that are as small."""
+        super().__init__()
+        width = config.width or d_model
+        self.config = config
+        self.table = fresh_table(config.vocab_size, width, 0.02) if table is None else table
+        self.positions = _make_positions(config, d_model if config.map_first else width)
+        if table is None and isinstance(self.positions, LearnedPositions):
+            nn.init.normal_(self.positions.weight, std=0.02)
+        self.types = nn.Embedding(config.num_types, width) if config.num_types else None
+        self.norm = make_norm(config.norm, width)
+        self.map = None if config.width is None else nn.Linear(width, d_model, bias=config.map_bias)
+        self.dropout = Dropout(config.dropout)
+        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch length"],
+        start: int | PositionIds = 0,
+        types: Int[Tensor, "batch length"] | None = None,
+    ) -> Float[Tensor, "batch length d_model"]:
+        """Embed tokens whose positions begin at `start`, or are given."""
+        config, x = self.config, self.table(ids)
+        if self.map is not None and config.map_first:
+            x = self.map(self._in_stream(x))
+        if config.scale != 1.0:
+            x = x * config.scale
+        if config.masked is not None:
+            x = _without_masked(config.masked, x, ids)
+        segments = None
+        if self.types is not None:
+            segments = self.types(torch.zeros_like(ids) if types is None else types)
+        rows = _rows_of_positions(config, ids, start)
+        if config.norm_first:
+            x = self.positions(self.norm(x if segments is None else x + segments), rows)
+        else:
+            x = self.positions(x, rows)
+            x = self.norm(x if segments is None else x + segments)
+        x = self._in_stream(x)
+        x = self.dropout(x) if self.training else x
+        return x if self.map is None or config.map_first else self.map(x)
+
+    def _in_stream(self, x: Tensor) -> Tensor:
+        return x if self.stream_dtype is None else x.to(self.stream_dtype)
+
+
+def fresh_table(vocab_size: int, width: int, std: float) -> nn.Embedding:
+    table = nn.Embedding(vocab_size, width)
+    nn.init.normal_(table.weight, std=std)
+    return table
+
+
+def _make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
+    match config.positions:
+        case "learned":
+            return LearnedPositions(config.num_positions + config.position_offset, width)
+        case "sinusoidal":
+            return SinusoidalPositions(width, config.sinusoidal_layout)
+        case _:
+            return NoPositions()
+
+
+def _rows_of_positions(
+    config: EmbeddingsConfig, ids: Int[Tensor, "batch length"], start: int | PositionIds
+) -> int | PositionIds:
+    """The rows of the table of positions for tokens that begin at `start`, or where it says."""
+    offset = config.position_offset
+    if config.padding_id is not None and not isinstance(start, PositionIds):
+        start = _counted_positions(ids, config.padding_id, start)
+    if not offset:
+        return start
+    if isinstance(start, PositionIds):
+        return start._replace(ids=start.ids + offset, end=start.end + offset)
+    return start + offset
+
+
+def _counted_positions(ids: Tensor, padding_id: int, start: int) -> PositionIds:
+    """Positions that count the tokens but for the padding; see `EmbeddingsConfig.padding_id`."""
+    tokens = (ids != padding_id).long()
+    return PositionIds((tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1])
+
+
+def _without_masked(
+    config: MaskedTokens, x: Float[Tensor, "batch length width"], ids: Int[Tensor, "batch length"]
+) -> Float[Tensor, "batch length width"]:
+    """Rows of embeddings, 0 for masked tokens; see `MaskedTokens`."""
+    masked = ids == config.token
+    share = masked.sum(dim=1).to(x.dtype) / (ids != config.padding).sum(dim=1)
+    factor = (1 - config.trained) / (1 - share)
+    return x.masked_fill(masked[..., None], 0.0) * factor[:, None, None]

@@ -1,0 +1,195 @@
+"""The Transformer of the paper: two stacks."""
+
+from collections.abc import Iterable
+from typing import Literal, final
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from triptych.core.attention import DecoderCache, MultiHeadAttention, PositionIds, padding_mask
+from triptych.core.models.architecture import EncoderDecoderArchitecture
+from triptych.core.models.blocks import NewTokens, each_once
+from triptych.core.models.configuration import ModelConfig
+from triptych.core.models.embedding import Embeddings, fresh_table
+from triptych.core.models.language_model import LanguageModel, LanguageModelHead
+
+
+@final
+class EncoderDecoder(nn.Module):
+    """An encoder, and a decoder that attends to its output, as sections 3.1 to 3.5 of the paper.
+
+    Attributes:
+        encoder: the stack that reads the source; it has no head.
+        decoder: the stack that writes the target.
+        architecture: what they are made of.
+        recipe: its configuration; None for a model that was read from another library's checkpoint.
+        pad_id: the token that attention must not see.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762.
+    """
+
+    def __init__(
+        self,
+        architecture: EncoderDecoderArchitecture,
+        encoder: Iterable[MultiHeadAttention],
+        decoder: Iterable[MultiHeadAttention],
+        cross: Iterable[MultiHeadAttention],
+        pad_id: int = 0,
+        recipe: ModelConfig | None = None,
+    ) -> None:
+        """Make a model with fresh weights around attention layers.
+
+        Args:
+            architecture: what it is made of.
+            encoder: self-attention of every block of the encoder.
+            decoder: self-attention of every block of the decoder.
+            cross: attention of every block of the decoder to the encoder's output.
+            pad_id: the token that attention must not see.
+            recipe: the configuration that describes the model, if one does.
+        """
+        super().__init__()
+        self.architecture, self.recipe, self.pad_id = architecture, recipe, pad_id
+        source, target, d_model = architecture.encoder, architecture.decoder, architecture.decoder.d_model
+        table = fresh_table(target.embeddings.vocab_size, d_model, d_model**-0.5)
+        other = table
+        if not architecture.shared:
+            other = fresh_table(source.embeddings.vocab_size, d_model, d_model**-0.5)
+        # Both before the blocks, so that a seed gives the same numbers as ever.
+        read = Embeddings(source.embeddings, d_model, other)
+        written = Embeddings(target.embeddings, d_model, table)
+        seen = dict[int, MultiHeadAttention]()
+        encoder, decoder, cross = (each_once(layers, seen) for layers in (encoder, decoder, cross))
+        reader = LanguageModel(source, encoder, embeddings=read)
+        # The first of a tied table's names is the one that it is stored by.
+        self.decoder = LanguageModel(target, decoder, cross=cross, embeddings=written)
+        self.encoder = reader
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, src_vocab_size: int, tgt_vocab_size: int, pad_id: int = 0
+    ) -> "EncoderDecoder":
+        """A model of a recipe, with fresh weights.
+
+        Args:
+            config: the architecture.
+            src_vocab_size: rows of the source embedding.
+            tgt_vocab_size: rows of the target embedding and of the output.
+            pad_id: the token that attention must not see.
+
+        Raises:
+            ValueError: one table for all asked of vocabularies that differ.
+        """
+        if config.tie_embeddings == "all" and src_vocab_size != tgt_vocab_size:
+            raise ValueError(
+                f"tie_embeddings = 'all' needs one vocabulary, not {src_vocab_size} source and "
+                f"{tgt_vocab_size} target tokens: make the tokenizer joint or tie 'target' only"
+            )
+        own, d_model, heads = config.positions.in_attention(), config.d_model, config.num_heads
+        # Made one by one while the model is, so that a seed gives the same numbers as ever.
+        model = cls(
+            config.architecture(src_vocab_size, tgt_vocab_size),
+            (site.layer(d_model, heads, own) for site in config.sites("encoder")),
+            (site.layer(d_model, heads, own) for site in config.sites("decoder")),
+            (site.layer(d_model, heads) for site in config.sites("cross")),
+            pad_id,
+            config,
+        )
+        for stack in model.stacks.values():
+            stack.embeddings.table.requires_grad_(not config.embeddings.frozen)
+        return model
+
+    @property
+    def config(self) -> ModelConfig:
+        """The recipe's.
+
+        Raises:
+            ValueError: the model was not made by a recipe.
+        """
+        if self.recipe is None:
+            raise ValueError(
+                "the model is of another library's checkpoint and no recipe describes it: it can be run, and "
+                "not trained, converted or rewritten"
+            )
+        return self.recipe
+
+    @property
+    def stacks(self) -> dict[Literal["encoder", "decoder"], LanguageModel]:
+        """Both, the encoder first."""
+        return {"encoder": self.encoder, "decoder": self.decoder}
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of both stacks, the encoder's first."""
+        return [*self.encoder.blocks, *self.decoder.blocks]
+
+    @property
+    def head(self) -> LanguageModelHead:
+        """The decoder's."""
+        assert self.decoder.head is not None, "a decoder predicts tokens"
+        return self.decoder.head
+
+    @property
+    def src_vocab_size(self) -> int:
+        """Number of source tokens."""
+        return self.encoder.vocab_size
+
+    @property
+    def tgt_vocab_size(self) -> int:
+        """Number of target tokens."""
+        return self.decoder.vocab_size
+
+    @property
+    def max_source_tokens(self) -> int | None:
+        """Longest source that the model is meant for, without the end of the sentence; None for no limit."""
+        if self.recipe is not None:
+            return self.recipe.max_source_tokens
+        source = self.encoder.architecture.embeddings
+        return None if source.positions == "none" else source.num_positions - 1
+
+    @property
+    def max_target_tokens(self) -> int | None:
+        """Longest target that the decoder has positions for; None if there is no limit."""
+        return self.decoder.max_tokens
+
+    def forward(
+        self, src: Int[Tensor, "batch src_len"], tgt_in: Int[Tensor, "batch tgt_len"]
+    ) -> Float[Tensor, "batch tgt_len tgt_vocab_size"]:
+        """Logits of the next token at every target position, given the tokens up to it."""
+        return self.head(self.decode(tgt_in, self.encode(src), self.memory_mask(src)))  # type: ignore[no-any-return]
+
+    def memory_mask(self, src: Int[Tensor, "batch src_len"]) -> Bool[Tensor, "batch 1 1 src_len"]:
+        """True where the memory of these sentences holds a token."""
+        return padding_mask(src, self.pad_id)
+
+    def encode(
+        self, src: Int[Tensor, "batch src_len"], positions: PositionIds | None = None
+    ) -> Float[Tensor, "batch src_len d_model"]:
+        """The memory: the encoder's output. Tokens follow one another unless `positions` says otherwise."""
+        return self.encoder.hidden(src, mask=self.memory_mask(src), positions=positions)
+
+    def decode(
+        self,
+        tgt_in: Int[Tensor, "rows tgt_len"],
+        memory: Float[Tensor, "batch src_len d_model"] | None,
+        memory_mask: Tensor | None,
+        cache: DecoderCache | None = None,
+        new: NewTokens | None = None,
+    ) -> Float[Tensor, "rows tgt_len d_model"]:
+        """The decoder's output, before the head; see `LanguageModel.hidden`.
+
+        Args:
+            tgt_in: target tokens, shifted right; with a cache, only those not yet in it.
+            memory: the encoder's output; None where the cache holds what the layers read of it.
+            memory_mask: True where the memory holds a token.
+            cache: holds the tokens before `tgt_in`, and takes in `tgt_in`.
+            new: positions of the tokens of `tgt_in` and what they see, if they do not follow each other.
+        """
+        return self.decoder.hidden(
+            tgt_in,
+            mask=None if new is None else new.mask,
+            positions=None if new is None else new.positions,
+            cache=cache,
+            causal=new is None,
+            memory=memory,
+            memory_mask=memory_mask,
+        )

@@ -1,0 +1,112 @@
+"""Numbers that a model computes and that are no numbers: where they begin, and what to do.
+
+Weights are checked when a model is read. What is computed of them may still be too large for its dtype, most
+often for float16. What a model gives is checked, not every operation; the layer is looked for afterwards.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triptych.core.algebra.forms import are_finite
+from triptych.core.models.blocks import Block
+from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.core.models.language_model import LanguageModel
+from triptych.errors import DataError
+
+_IN_WORDS = {
+    "self_attention": "the attention",
+    "cross_attention": "the attention to the text that is read",
+    "feed_forward": "the feed-forward layer",
+}
+
+
+class NumbersOverflowError(DataError):
+    """A model computes NaN or infinity from weights that are numbers."""
+
+
+def require_finite_values(
+    model: EncoderDecoder | LanguageModel, values: Tensor, again: Callable[[], object] | None = None
+) -> None:
+    """Check that what a model computed is numbers; `again` computes it once more, to find the first layer."""
+    if not are_finite(values):
+        raise overflow(model, "" if again is None else _first_place(model, again))
+
+
+def require_finite_logits(
+    model: EncoderDecoder | LanguageModel, logits: Tensor, again: Callable[[], object] | None = None
+) -> None:
+    """Check logits in the same way, except that tokens that are never wanted may have −inf."""
+    if not are_finite(logits) and not _are_scores(logits):
+        raise overflow(model, "" if again is None else _first_place(model, again))
+
+
+def overflow_again(
+    model: EncoderDecoder | LanguageModel, again: Callable[[], object]
+) -> NumbersOverflowError:
+    """The error of what was computed in another way; `again` computes it by the model itself."""
+    return overflow(model, _first_place(model, again))
+
+
+def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersOverflowError:
+    """Make the error, which names the place where numbers overflow."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    wider = "float32 or bfloat16" if dtype == "float16" else "float64"
+    by = f"{place} of the model" if place else "the model"
+    return NumbersOverflowError(
+        f"{by} computed numbers that are not finite (NaN or infinite) from weights that are: they overflow "
+        f"{dtype}; read the model in {wider} (dtype=, --dtype)"
+    )
+
+
+def _are_scores(logits: Tensor) -> bool:
+    """Return True if there is no NaN and no +inf, and each row has something other than −inf."""
+    rows = logits.detach().amax(dim=-1)  # NaN where there is one in the row
+    return are_finite(rows)
+
+
+def _first_place(model: EncoderDecoder | LanguageModel, again: Callable[[], object]) -> str:
+    """Find the first part of a model whose output is not finite, in words; "" if there is none."""
+    found = list[str]()
+
+    def look(module: nn.Module, given: Any, result: Any, *, words: str) -> None:
+        if not found and any(not are_finite(tensor) for tensor in _tensors_of(result)):
+            found.append(words)
+
+    with ExitStack() as hooks, torch.no_grad():
+        for words, module in _parts(model):
+            hooks.callback(module.register_forward_hook(partial(look, words=words)).remove)
+        again()
+    return found[0] if found else ""
+
+
+def _parts(model: EncoderDecoder | LanguageModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a model with their names; inner parts come before the part that holds them."""
+    for name, stack in model.stacks.items():
+        of = f"{name}." if len(model.stacks) > 1 else ""
+        yield "the embeddings", stack.embeddings
+        for number, block in enumerate(stack.blocks):
+            assert isinstance(block, Block)
+            for child, words in _IN_WORDS.items():
+                if hasattr(block, child):
+                    yield f"{words} in layer {of}{number}", getattr(block, child)
+            yield f"layer {of}{number}", block
+        yield "the last norm", stack.final_norm
+        if stack.head is not None:
+            yield "the output table", stack.head
+
+
+def _tensors_of(result: Any) -> Iterator[Tensor]:
+    """Yield the tensors in the output of a part of a model; of an attention layer its output alone."""
+    if isinstance(result, Tensor):
+        if result.is_floating_point():
+            yield result
+    elif isinstance(output := getattr(result, "output", None), Tensor):
+        yield output
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from _tensors_of(part)

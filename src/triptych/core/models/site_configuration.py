@@ -1,0 +1,241 @@
+"""One attention site of a model and its positions, as a recipe and `config.json` describe them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from triptych import user_code
+from triptych.core.attention import (
+    AlibiPositions,
+    AttentionPositions,
+    MultiHeadAttention,
+    Parameterisation,
+    RotaryPositions,
+    ScaledOutside,
+    ScalePlace,
+    check_qk_norm,
+    check_sizes,
+    parameterisation,
+    parameterisation_class,
+    scores_class,
+    scores_name,
+)
+from triptych.core.models.architecture import EmbeddingsConfig
+from triptych.errors import nearest
+
+# Nobody trains such models. Every layer is looked at while a configuration is checked, and the bytes of a map
+# are counted in 64 bits.
+MOST_LAYERS, WIDEST, LONGEST = 10_000, 1 << 24, 10**9
+Option = int | bool | None
+
+
+class StoredTable(BaseModel):
+    """A table that is stored without the options that older runs do not have, where they are not used.
+
+    What a run is resumed by must stay the same.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    newer: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_newer(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        usual = {name: type(self).model_fields[name].default for name in self.newer}
+        unused = {name for name, value in usual.items() if getattr(self, name) == value}
+        return {name: value for name, value in handler(self).items() if name not in unused}
+
+
+class AttentionConfig(StoredTable):
+    """One attention site. Sizes left out are the model's.
+
+    Attributes:
+        projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
+            your own (docs/how-to/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the
+            fields of its class) are keys of this table too.
+        scores: how queries and keys are compared: "dot", their product over √d_k; "cosine", their cosine
+            times √d_k and a learned number of each head; "additive", `v · tanh(q + k)` with a learned vector
+            of each head; or `FILE.py:CLASS` for scores of your own (docs/how-to/own-attention.md).
+        scale: where 1/√d_k is applied: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
+        num_heads: number of query heads.
+        dropout: probability that an attention weight is dropped while training.
+        qk_norm: whether queries and keys are normalised before they meet; of language models only.
+        output_gate: whether the output of each head is multiplied by a learned gate of its token, between 0
+            and 1; of language models only.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    newer = ("scores", "scale")
+    projections: str = "factored"
+    scores: str = "dot"
+    scale: ScalePlace = "inside"
+    num_heads: int | None = Field(None, ge=1, le=WIDEST, strict=True)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    qk_norm: bool = False
+    output_gate: bool = False
+
+    @model_validator(mode="after")
+    def _options_are_its_own(self) -> "AttentionConfig":
+        own = option_types(self.projections)
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if name not in own:
+                known = [*type(self).model_fields, *own]
+                close = nearest(name, known)
+                hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+                raise PydanticCustomError(
+                    "unknown_option",
+                    "{projections} has no {key}: {hint}",
+                    {"projections": repr(self.projections), "key": name, "hint": hint},
+                )
+            try:
+                TypeAdapter(own[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise ValueError(f"{name}: {error.errors()[0]['msg']}, not {value!r}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _scores_fit(self) -> "AttentionConfig":
+        if self.scores not in ("dot", "cosine"):
+            scores_class(self.scores)
+        if self.scale == "outside" and self.scores != "dot":
+            raise ValueError(
+                f"scale is 'outside', but scores = {self.scores!r} are no products: leave it out"
+            )
+        if self.scores == "cosine" and self.qk_norm:
+            raise ValueError("qk_norm is true, but cosine scores normalise queries and keys: leave it out")
+        return self
+
+    @classmethod
+    def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
+        """The configuration that gives such a layer."""
+        chosen, semantics = layer.parameterisation, layer.semantics
+        scores = scores_name(semantics)
+        others: dict[str, Any] = {
+            "scores": scores,
+            "qk_norm": semantics.qk_norm and scores != "cosine",
+            "output_gate": semantics.gate is not None and not semantics.gate.whole,
+        }
+        if isinstance(chosen, ScaledOutside):
+            chosen, others["scale"] = chosen.inner, "outside"
+        if user_code.is_in_file(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
+            raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
+        options = {
+            field.name: getattr(chosen, field.name)
+            for field in dataclasses.fields(chosen)
+            if getattr(chosen, field.name) != field.default
+        }
+        return cls.model_validate(
+            {
+                "projections": chosen.name,
+                "num_heads": layer.num_heads,
+                "dropout": layer.dropout,
+                **others,
+                **options,
+            }
+        )
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The parameterisation's own options, as far as given."""
+        return dict(self.__pydantic_extra__ or {})
+
+    def parameterisation(self) -> Parameterisation:
+        """The projections to build."""
+        return parameterisation(self.projections, **self.options)
+
+    def layer(
+        self, d_model: int, num_heads: int, positions: AttentionPositions | None = None
+    ) -> MultiHeadAttention:
+        """A layer with fresh weights."""
+        return MultiHeadAttention(
+            d_model,
+            self.num_heads or num_heads,
+            self.parameterisation(),
+            dropout=self.dropout,
+            positions=positions,
+            qk_norm=self.qk_norm,
+            output_gate=self.output_gate,
+            scores=self.scores,
+            scale=self.scale,
+        )
+
+    def check(self, d_model: int, num_heads: int, positions: AttentionPositions | None) -> None:
+        """Check that such a layer could be built."""
+        chosen = self.parameterisation()
+        check_sizes(d_model, self.num_heads or num_heads, chosen, positions, self.scores)
+        if self.qk_norm or self.scores == "cosine":
+            check_qk_norm(chosen)
+
+
+def option_types(projections: str) -> dict[str, Any]:
+    """The options of a parameterisation, with their types."""
+    cls = parameterisation_class(projections)
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+class PositionsConfig(BaseModel):
+    """How positions are encoded.
+
+    Attributes:
+        scheme: "sinusoidal" (the paper) and "learned" are added to the embeddings; "rotary" and
+            "alibi" work inside self-attention; cross-attention and "none" have nothing of the kind.
+        sinusoidal_layout: sines on even and cosines on odd channels as the paper ("interleaved"), or
+            all sines before all cosines ("halves").
+        max_tokens: longest text of "learned" positions, on either side.
+        rotary_dim: channels of a head that are turned; all if None.
+        rotary_pairing: which channels form a pair: i and i + rotary_dim / 2 ("halves"), or 2i and
+            2i + 1 ("interleaved").
+        rotary_base: the slowest pair turns by about 1 / base a position.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scheme: Literal["none", "sinusoidal", "learned", "rotary", "alibi"] = "sinusoidal"
+    sinusoidal_layout: Literal["halves", "interleaved"] = "interleaved"
+    max_tokens: int = Field(512, ge=1, le=LONGEST)
+    rotary_dim: int | None = Field(None, ge=2)
+    rotary_pairing: Literal["halves", "interleaved"] = "halves"
+    rotary_base: float = Field(10_000.0, gt=1, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _rotary_options_are_for_rotary(self) -> "PositionsConfig":
+        if self.rotary_dim is not None and self.scheme != "rotary":
+            raise ValueError(
+                f"rotary_dim is {self.rotary_dim}, but the scheme is {self.scheme!r}: nothing turns"
+            )
+        return self
+
+    def in_attention(self) -> AttentionPositions | None:
+        """What self-attention holds; None for schemes outside it."""
+        match self.scheme:
+            case "rotary":
+                return RotaryPositions(self.rotary_dim, self.rotary_pairing, self.rotary_base)
+            case "alibi":
+                return AlibiPositions()
+            case _:
+                return None
+
+    def embeddings(self, vocab_size: int, scale: float, dropout: float) -> EmbeddingsConfig:
+        """Embeddings of a vocabulary of this size, with what is added to them for positions."""
+        scheme = self.scheme
+        return EmbeddingsConfig(
+            vocab_size,
+            scale=scale,
+            positions=scheme if scheme in ("learned", "sinusoidal") else "none",
+            num_positions=self.max_tokens if scheme == "learned" else 0,
+            sinusoidal_layout=self.sinusoidal_layout,
+            dropout=dropout,
+        )

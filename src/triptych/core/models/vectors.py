@@ -1,0 +1,90 @@
+"""Word vectors that a table of embeddings begins with, read from a file."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from triptych.errors import DataError
+from triptych.untrusted import require_regular
+
+
+@final
+class WordVectors:
+    """The vectors of a file for the tokens of a vocabulary."""
+
+    def __init__(self, path: Path, pieces: Sequence[str | None], width: int) -> None:
+        """For tokens by their readable pieces, None for special ones; nothing is read yet."""
+        self.path, self._width = path, width
+        self._words = [None if piece is None else piece.strip("▁ ") or None for piece in pieces]
+
+    def into(self, drawn: Tensor) -> Tensor:
+        """The table, from the values that were drawn for it."""
+        rows, found = self._read
+        rows, found = rows.to(drawn), found.to(drawn.device)
+        size = rows[found].square().mean().sqrt()
+        scaled = rows * (drawn.detach().square().mean().sqrt() / size.clamp(min=1e-12))
+        return torch.where(found[:, None], scaled, drawn.detach())
+
+    def describe(self) -> str:
+        return f"{self.path}: vectors of {int(self._read[1].sum()):,} of {len(self._words):,} tokens"
+
+    @cached_property
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """A row for every token, and whether it has a vector."""
+        try:
+            require_regular(self.path)
+            if self.path.suffix == ".safetensors":
+                return self._rows(), torch.ones(len(self._words), dtype=torch.bool)
+            by_word = dict(self._lines())
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{self.path}: the vectors cannot be read ({error})") from None
+        rows, found = torch.zeros(len(self._words), self._width), []
+        for row, word in zip(rows, self._words, strict=True):
+            vector = None if word is None else by_word.get(word, by_word.get(word.lower()))
+            found.append(vector is not None)
+            if vector is not None:
+                row.copy_(vector)
+        if not any(found):
+            raise DataError(f"{self.path} has a vector for no token of the vocabulary")
+        return rows, torch.tensor(found)
+
+    def _rows(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            names = list(file.keys())
+            shape = file.get_slice(names[0]).get_shape() if len(names) == 1 else []
+            if shape != [len(self._words), self._width]:
+                raise DataError(
+                    f"{self.path}: one tensor [{len(self._words)}, {self._width}] is needed, a row for each "
+                    f"token, and it has {shape or f'{len(names)} tensors'}"
+                )
+            return file.get_tensor(names[0]).float()  # type: ignore[no-any-return]
+
+    def _lines(self) -> Iterator[tuple[str, Tensor]]:
+        """The words that are wanted, each with its vector."""
+        wanted = {form for word in self._words if word for form in (word, word.lower())}
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                parts = line.rstrip().split(" ")
+                if number == 1 and len(parts) == 2:
+                    continue  # how many words there are, and how wide their vectors
+                text = " ".join(parts[: -self._width])
+                if not text or (number <= 2 and len(parts) != self._width + 1):
+                    raise DataError(
+                        f"{self.path}, line {number}: a vector of {len(parts) - 1} numbers, and the "
+                        f"embeddings are {self._width} wide (model.d_model)"
+                    )
+                if text not in wanted:
+                    continue
+                try:
+                    vector = [float(part) for part in parts[-self._width :]]
+                except ValueError:
+                    vector = [math.nan]
+                if not all(map(math.isfinite, vector)):
+                    raise DataError(f"{self.path}, line {number}: not {self._width} finite numbers")
+                yield text, torch.tensor(vector)

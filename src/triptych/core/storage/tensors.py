@@ -1,0 +1,390 @@
+"""Read the tensors of a checkpoint's files by name, one at a time.
+
+Files are not trusted. The header of a safetensors file is read and checked here, so that single tensors can
+be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`).
+
+Source: the format at github.com/huggingface/safetensors.
+"""
+
+import pickle
+import struct
+import warnings
+import zipfile
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise, takewhile
+from math import prod
+from pathlib import Path
+from typing import Any, TypeGuard, final
+
+import torch
+from torch import Tensor
+
+from triptych.core.storage.unreadable import what_is
+from triptych.errors import DataError
+from triptych.untrusted import (
+    Bytes,
+    LocalBytes,
+    MappedBytes,
+    parsed_json,
+    read_json,
+    require_regular,
+    shown,
+    stays_in_folder,
+)
+
+# Dtypes by their names in a safetensors header.
+STORED_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+# The limit of the format's own reader.
+_LONGEST_HEADER = 100_000_000
+# What torch can hold, and more than any checkpoint has.
+_MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# In the order in which Hugging Face's library looks; of a pair, the whole file first.
+INDEX_AND_WHOLE = ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED))
+
+
+@final
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's entry in the header of a file."""
+
+    dtype: torch.dtype  # dtype of the entries
+    shape: tuple[int, ...]
+    num_bytes: int  # bytes in the file
+
+
+def _info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+
+
+class TensorFile(ABC):
+    """One file with named tensors."""
+
+    name: str  # for messages
+    infos: dict[str, TensorInfo]  # the entry of every tensor, by name
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Read a tensor as it is stored."""
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read some rows of a tensor."""
+        return self.read(name)[start:stop]
+
+    def packed_as(self, name: str) -> str:
+        """The quantisation format of a tensor; "" for plain tensors."""
+        return ""
+
+
+@final
+class Safetensors(TensorFile):
+    """A safetensors file. Only its header is kept in memory."""
+
+    def __init__(self, source: Bytes) -> None:
+        self.name = source.name
+        self._source = source
+        self.data_start, header = _header(source)
+        self.metadata = header.get("__metadata__")
+        self.infos: dict[str, TensorInfo] = {}
+        self._places: dict[str, int] = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            _require_plain(name, self.name)
+            self.infos[name], self._places[name] = self._entry(name, entry)
+        self._refuse_overlaps()
+
+    def read(self, name: str) -> Tensor:
+        info = self.infos[name]
+        return self._numbers(name, 0, info.num_bytes).reshape(info.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        rows, *rest = self.infos[name].shape
+        stop = min(stop, rows)
+        width = self.infos[name].num_bytes // max(rows, 1)
+        return self._numbers(name, start * width, (stop - start) * width).reshape(stop - start, *rest)
+
+    def _numbers(self, name: str, first: int, num_bytes: int) -> Tensor:
+        dtype = self.infos[name].dtype
+        if num_bytes == 0:
+            return torch.empty(0, dtype=dtype)
+        found = self._source.read(self.start(name) + first, num_bytes)
+        return torch.frombuffer(found, dtype=dtype)
+
+    def start(self, name: str) -> int:
+        """The offset of a tensor's bytes in the file."""
+        return self.data_start + self._places[name]
+
+    def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, int]:
+        where = f"{self.name}, tensor {shown(name)}"
+        if not isinstance(entry, dict):
+            raise DataError(f"{where}: its header entry is no record")
+        label, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if not isinstance(label, str) or label not in STORED_DTYPES:
+            raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(STORED_DTYPES)}")
+        if not _are_counts(shape):
+            raise DataError(f"{where}: shape {shown(shape)} is not a list of sizes")
+        if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise DataError(f"{where}: data_offsets {shown(offsets)} are not a start and an end")
+        if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
+            raise DataError(f"{where}: shape {shown(shape)} is not a valid shape")
+        dtype = STORED_DTYPES[label]
+        needed, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+        if needed != given:
+            raise DataError(
+                f"{where}: {label} of shape {shown(shape)} takes {needed:,} bytes, and it has {shown(given)}"
+            )
+        if self.data_start + offsets[1] > self._source.size:
+            raise DataError(
+                f"{where}: it ends at byte {self.data_start + offsets[1]:,} of a file of "
+                f"{self._source.size:,}: the file is truncated; fetch it again"
+            )
+        return TensorInfo(dtype, tuple(shape), given), offsets[0]
+
+    def _refuse_overlaps(self) -> None:
+        filled = [
+            (start, start + self.infos[name].num_bytes, name)
+            for name, start in self._places.items()
+            if self.infos[name].num_bytes
+        ]
+        filled.sort()
+        for (_, end, one), (start, _, other) in pairwise(filled):
+            if start < end:
+                raise DataError(f"{self.name}: tensors {shown(one)} and {shown(other)} share bytes")
+
+
+@final
+class Pickled(TensorFile):
+    """An old `pytorch_model.bin` with plain data, memory-mapped if its format allows that."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._tensors = self._load(path)
+        self.infos = {name: _info(tensor) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def _load(self, path: Path) -> dict[str, Tensor]:
+        try:
+            require_regular(path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of pickles that are refused anyway
+                # Only the newer of torch's two formats, a zip archive, can be mapped.
+                found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing: fetch it again") from None
+        except pickle.UnpicklingError as error:
+            raise DataError(
+                f"{path}: refused without running it: it contains more than tensors "
+                f"({str(error).splitlines()[0][:200]}); get the model as safetensors"
+            ) from None
+        # What else is wrong with a pickle comes in many classes; nothing of it has been run.
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise DataError(f"{path} cannot be read as weights: {reason}") from error
+        if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
+            found = found["state_dict"]
+        if not isinstance(found, dict):
+            raise DataError(f"{path}: it holds a {type(found).__name__} instead of tensors by name")
+        for name, tensor in found.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                raise DataError(
+                    f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor{_within(found)}"
+                )
+            _require_plain(name, str(path))
+            held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
+            if tensor.layout == torch.strided and tensor.nbytes > held:
+                raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
+            if tensor.layout != torch.strided or tensor.is_meta:
+                raise DataError(f"{path}, tensor {name}: its storage is not supported (sparse, or empty)")
+        # Parameters would have every product of theirs remembered.
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+
+@final
+class InMemory(TensorFile):
+    """Tensors by name, perhaps in place of a file's."""
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], file: TensorFile | None = None) -> None:
+        self.name, self._tensors, self._file = name, tensors, file
+        self.infos = {own: _info(tensor) for own, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name].detach().cpu()
+
+    def packed_as(self, name: str) -> str:
+        return "" if self._file is None else self._file.packed_as(name)
+
+
+@final
+class Tensors:
+    """All tensors of a checkpoint, in one file or several."""
+
+    def __init__(self, name: str, files: Mapping[str, TensorFile]) -> None:
+        self.name = name
+        self._files = dict(files)
+        self.infos = {tensor: file.infos[tensor] for tensor, file in self._files.items()}
+        self._names = sorted(self.infos)
+
+    def holding(self, tensors: Mapping[str, Tensor]) -> "Tensors":
+        """The same tensors, with some of them in memory or replaced."""
+        files = dict(self._files)
+        for name, tensor in tensors.items():
+            files[name] = InMemory(files[name].name, {name: tensor}, files[name])
+        return Tensors(self.name, files)
+
+    def replacing(self, hidden: Collection[str], file: TensorFile) -> "Tensors":
+        """The same tensors, with some replaced by a file's."""
+        kept = {name: own for name, own in self._files.items() if name not in hidden}
+        return Tensors(self.name, {**kept, **dict.fromkeys(file.infos, file)})
+
+    def below(self, module: str) -> list[str]:
+        """Names of the tensors of a module and of its submodules."""
+        start = bisect_left(self._names, f"{module}.")
+        return list(takewhile(lambda name: name.startswith(f"{module}."), islice(self._names, start, None)))
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor as it is stored."""
+        return self._files[name].read(name)
+
+    def read_part(self, name: str, dim: int, places: Sequence[int]) -> Tensor:
+        """Read some rows (`dim` 0) or columns (1) of a matrix: of rows nothing else is fetched."""
+        if dim:
+            return self.read(name)[:, list(places)]
+        file, runs = self._files[name], list[tuple[int, int]]()
+        for place in places:
+            if runs and runs[-1][1] == place:
+                runs[-1] = runs[-1][0], place + 1
+            else:
+                runs.append((place, place + 1))
+        parts = [file.read_rows(name, start, stop) for start, stop in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def packed_as(self, name: str) -> str:
+        """The quantisation format of a tensor; "" if it is stored as plain numbers."""
+        return self._files[name].packed_as(name)
+
+    def where(self, name: str) -> str:
+        """The name of a tensor's file, for messages."""
+        return self._files[name].name
+
+
+def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
+    """Open the tensors of a folder in Hugging Face's layout, or of one file."""
+    if not path.exists():
+        raise DataError(f"{path}: there is no such file or folder")
+    if not path.is_dir():
+        return of_one(_open_file(path, mapped))
+    for index, whole in INDEX_AND_WHOLE:
+        if (path / whole).exists():
+            return of_one(_open_file(path / whole, mapped))
+        if (path / index).exists():
+            return from_index(
+                read_json(path / index),
+                str(path / index),
+                str(path),
+                lambda shard: _open_file(path / shard, mapped),
+            )
+    raise DataError(
+        f"{path}: no {SAFETENSORS}, {SAFETENSORS_INDEX}, {PICKLED} or {PICKLED_INDEX} in it: "
+        f"{what_is(path) or 'is this the folder of a checkpoint?'}"
+    )
+
+
+def from_index(
+    index: Mapping[str, Any], where: str, name: str, open_shard: Callable[[str], TensorFile]
+) -> Tensors:
+    """Open the tensors that an index distributes over shards."""
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise DataError(f"{where}: it has no weight_map from tensors to files")
+    files: dict[str, TensorFile] = {}
+    for tensor, shard in places.items():
+        if not isinstance(shard, str) or not stays_in_folder(shard):
+            raise DataError(
+                f"{where}: tensor {shown(tensor)} is in {shown(shard)}, which is no file of that folder"
+            )
+        if shard not in files:
+            files[shard] = open_shard(shard)
+        if tensor not in files[shard].infos:
+            raise DataError(f"{where}: {shown(shard)} does not hold tensor {shown(tensor)}")
+    for shard, file in files.items():
+        if unlisted := [tensor for tensor in file.infos if places.get(tensor) != shard]:
+            raise DataError(
+                f"{where}: {shown(shard)} holds tensor {shown(unlisted[0])}, which is not listed for it"
+            )
+    return Tensors(name, {tensor: files[shard] for tensor, shard in places.items()})
+
+
+def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
+    """The offset of a safetensors file's data, and its header."""
+    if source.size < 8:
+        raise DataError(f"{source.name}: {source.size} bytes are no safetensors file; fetch it again")
+    (length,) = struct.unpack("<Q", source.read(0, 8))
+    if length > source.size - 8:
+        raise DataError(
+            f"{source.name}: its header should have {length:,} bytes, and the file has {source.size:,}: "
+            "it is truncated or no safetensors file; fetch it again"
+        )
+    if length > _LONGEST_HEADER:
+        raise DataError(f"{source.name}: a header of {length:,} bytes is past {_LONGEST_HEADER:,}")
+    return 8 + length, parsed_json(bytes(source.read(8, length)), source.name)
+
+
+def _within(found: Mapping[Any, Any]) -> str:
+    """Return advice on weights that lie inside another record, such as a state of training."""
+    for name, held in found.items():
+        are_tensors = isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values())
+        if are_tensors and held and isinstance(name, str):
+            return (
+                f"; the weights seem to be under {shown(name)}: save that record alone, "
+                f"torch.save(torch.load(FILE, weights_only=True)[{shown(name)!r}], NEW)"
+            )
+    return ""
+
+
+def _open_file(path: Path, mapped: bool) -> TensorFile:
+    if found := what_is(path):
+        raise DataError(f"{path}: {found}")
+    if path.suffix != ".safetensors":
+        return Pickled(path)
+    return Safetensors(MappedBytes(path) if mapped else LocalBytes(path))
+
+
+def of_one(file: TensorFile) -> Tensors:
+    """All tensors of a checkpoint that is one file."""
+    return Tensors(file.name, dict.fromkeys(file.infos, file))
+
+
+def _require_plain(name: str, where: str) -> None:
+    """Check that names can be printed in reports and on terminals."""
+    if not name.isprintable():
+        raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
+
+
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )

@@ -1,0 +1,214 @@
+"""Rotary heads with maps of a lower rank: W_Q and W_K cut before the rotation, by what the scores see.
+
+A key k becomes k̂ = k P_K + c_K with P_K of rank r, before positions turn it, and a query q̂ = q P_Q + c_Q.
+The scores q R(m) kᵀ, over all queries and distances m, see of a key what M lets through:
+
+    M = mean over m of R(m)ᵀ E[qᵀq] R(m),     E |q R(m) (k − k̂)ᵀ|² = tr(M E[(k − k̂)ᵀ(k − k̂)])
+
+so the best k̂ of a rank is a truncated SVD in the metric M. To queries the keys turn the other way, and each
+side in its turn gets the best there is for the other as it has become.
+
+No mean can be taken off: under rotary positions the softmax sees a key bias. But what all tokens have in
+common takes no rank where a bias is there to hold it (c, else 0), and only what varies is cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, final
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from triptych.core.algebra.legality import ROTARY_PAIRS_MEET
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.rewriting.functions.metric import PRIOR, ChannelChange, Metric, MetricWords, side_moments
+from triptych.rewriting.functions.rotary_pairs import RotaryHeads, mean_turn
+
+_Turned = Literal["q", "k"]
+# How often both sides are fitted to each other: most is won by the first, next to nothing by the last.
+_ROUNDS = 5
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RotaryMapsMetric(Metric):
+    """The mean square of scores over queries, keys and distances."""
+
+    heads: RotaryHeads
+
+    @property
+    def said(self) -> MetricWords:
+        width = self.heads.weights.multiplied("q").d_out
+        words = (
+            "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
+            "{worst:.3g} of the mean square of a head's scores"
+        )
+        return MetricWords(ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words)
+
+    def energies(self) -> Float[Tensor, "groups d_k"]:
+        scores = _Scores.measure(self.heads, PRIOR)
+        return scores.best("k", scores.identity).energies[:, 0]
+
+    def change(self, ranks: Sequence[int]) -> ChannelChange:
+        maps = _fit_both_sides(_Scores.measure(self.heads, PRIOR), self.heads.rotation, ranks)
+        true = _Scores.measure(self.heads, 0.0)
+        q, k = maps.q.flatten(0, 1), maps.k.flatten(0, 1)
+        lost, whole = true.error(maps).flatten(), true.mean_square().flatten()
+        return ChannelChange(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
+
+
+class _Maps(NamedTuple):
+    """[P; c] of both sides, which takes (q, 1) to q̂ and (k, 1) to k̂."""
+
+    q: Float[Tensor, "groups members e d"]
+    k: Float[Tensor, "groups 1 e d"]
+
+
+class _Best(NamedTuple):
+    """What is needed for the best maps of a side at any rank."""
+
+    energies: Float[Tensor, "groups members d"]  # of the directions, descending
+    directions: Float[Tensor, "groups members d d"]  # in columns
+    into: Float[Tensor, "groups members d d"]  # to coordinates in which the best ŷ of full rank is seen
+    back: Float[Tensor, "groups members d d"]  # takes the coordinates of `into` to channels
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Second moments of queries and keys, and how turning mixes them."""
+
+    q: Float[Tensor, "groups members e e"]  # E[(q, 1)ᵀ(q, 1)] of the query heads of every key head
+    k: Float[Tensor, "groups 1 e e"]
+    free: frozenset[str]  # the sides whose bias may become another
+    basis: Complex[Tensor, "d d"]  # in columns, combinations of channels that R(m) multiplies by e^{imω}
+    phases: Complex[Tensor, "d d"]  # mean of e^{im(ω_y − ω_x)}
+    factor: Float[Tensor, " d"]  # the square of what the rotation multiplies each channel by besides
+
+    @classmethod
+    def measure(cls, heads: RotaryHeads, prior: float) -> "_Scores":
+        weights, rotation = heads.weights, heads.rotation
+        q, k = (side_moments(weights, side, heads.moments, prior) for side in ("q", "k"))
+        first, second = rotation.pairs
+        factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
+        factor[first + second] = rotation.factor**2
+        turns = torch.zeros_like(factor)
+        turns[first], turns[second] = rotation.frequencies.to(turns), -rotation.frequencies.to(turns)
+        basis = torch.eye(len(factor), dtype=torch.complex128, device=q.device)
+        half = 0.5**0.5
+        basis[first, first], basis[second, first] = half, 1j * half
+        basis[first, second], basis[second, second] = half, -1j * half
+        return cls(
+            q=q.unflatten(0, (weights.num_key_heads, -1)),  # type: ignore[no-untyped-call]
+            k=k[:, None],
+            free=frozenset(
+                side for side in ("q", "k") if (chain := weights.chain(side)) and chain[-1].bias is not None
+            ),
+            basis=basis,
+            phases=mean_turn(turns - turns[:, None], heads.longest, weights.semantics.kind == "causal"),
+            factor=factor,
+        )
+
+    @property
+    def width(self) -> int:
+        return len(self.factor)
+
+    @property
+    def identity(self) -> _Maps:
+        eye = torch.eye(self.width + 1, self.width, dtype=self.q.dtype, device=self.q.device)
+        return _Maps(*(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k)))
+
+    def best(self, side: _Turned, maps: _Maps) -> _Best:
+        """The maps of a side that lose least, for the present maps of the other side.
+
+        The error is E‖(y X − ŷ) A^½‖² and a constant, with A what is seen of the other side's new moments
+        and y X the best ŷ of full rank.
+        """
+        other, new = (self.k, maps.k) if side == "q" else (self.q, maps.q)
+        moments, cross = new.mT @ other @ new, other[..., :-1, :] @ new
+        if side == "k":
+            moments, cross = moments.sum(dim=1, keepdim=True), cross.sum(dim=1, keepdim=True)
+        values, vectors = torch.linalg.eigh(self.seen(side, moments))
+        alive = values > values[..., -1:] * self.width * torch.finfo(values.dtype).eps
+        back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
+        into, gram = self.seen(side, cross) @ back.mT, self.q if side == "q" else self.k
+        # What has to be cut: about the mean where a bias may hold that.
+        mean = gram[..., -1:, :-1]
+        varying = gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
+        energies, directions = torch.linalg.eigh(into.mT @ varying @ into)
+        return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
+
+    def cut(self, side: _Turned, maps: _Maps, kept: Float[Tensor, "groups d"]) -> _Maps:
+        """The best maps of a side: of every group the directions that are kept, marked by 1."""
+        best = self.best(side, maps)
+        directions = best.directions * kept[:, None, None, :]
+        P = best.into @ directions @ directions.mT @ best.back
+        whole = kept.bool().all(dim=-1)[:, None, None, None]
+        P = torch.where(whole, torch.eye(self.width, dtype=P.dtype, device=P.device), P)
+        mean = (self.q if side == "q" else self.k)[..., -1:, :-1]
+        c = torch.zeros_like(mean)
+        if side in self.free:
+            c = torch.where(whole, c, mean @ (best.into @ best.back - P))
+        return maps._replace(**{side: torch.cat([P, c], dim=-2)})
+
+    def with_keys(self, P: Float[Tensor, "groups 1 d d"]) -> _Maps:
+        """Keys through a projection, their mean whole where a bias holds it; queries as they are."""
+        mean = self.k[..., -1:, :-1]
+        c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
+        return self.identity._replace(k=torch.cat([P, c], dim=-2))
+
+    def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
+        """Mean square of what the scores of every head lose."""
+        q, k = self.q, self.k
+        crossed = self._product(q[..., :-1, :] @ maps.q, k[..., :-1, :] @ maps.k)
+        after = self._product(maps.q.mT @ q @ maps.q, maps.k.mT @ k @ maps.k)
+        return (self.mean_square() - 2 * crossed + after).clamp(min=0.0)
+
+    def mean_square(self) -> Float[Tensor, "groups members"]:
+        return self._product(self.q[..., :-1, :-1], self.k[..., :-1, :-1])
+
+    def seen(self, by: _Turned, gram: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
+        """Mean of R(m)ᵀ G R(m), as keys see moments of queries; of R(m) G R(m)ᵀ, as queries see keys."""
+        phases = self.phases if by == "k" else self.phases.conj()
+        turned = (self.basis.mH @ gram.to(self.basis.dtype) @ self.basis) * phases
+        seen: Tensor = (self.basis @ turned @ self.basis.mH).real
+        return self.factor[:, None] * seen * self.factor
+
+    def _product(self, q: Tensor, k: Tensor) -> Float[Tensor, "groups members"]:
+        """E[(q R(m) kᵀ)(q' R(m) k'ᵀ)], from E[qᵀq'] and E[kᵀk']."""
+        return (q * self.seen("q", k)).sum(dim=(-2, -1))
+
+
+def _fit_both_sides(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
+    """Both sides fitted in turn, from the best keys and from rotary pairs; of each group the better end."""
+    # 1 for the first channels of each group, as many as its rank; 0 for the others.
+    widths = torch.tensor(ranks, device=scores.q.device)[:, None]
+    kept = (torch.arange(scores.width, device=scores.q.device) < widths).to(scores.q.dtype)
+    pairs = _strongest_pairs(scores, rotation, ranks)
+    ends = [scores.cut("k", scores.identity, kept), scores.with_keys(pairs[:, None])]
+    for _ in range(_ROUNDS):
+        ends = [scores.cut("k", scores.cut("q", maps, kept), kept) for maps in ends]
+    ends = [scores.cut("q", maps, kept) for maps in ends]
+    errors = torch.stack([scores.error(maps).sum(dim=1) for maps in ends])
+    best = errors.argmin(dim=0)
+    groups = torch.arange(len(best), device=best.device)
+    return _Maps(*(torch.stack(side)[best, groups] for side in zip(*ends, strict=True)))
+
+
+def _strongest_pairs(
+    scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]
+) -> Float[Tensor, "groups d d"]:
+    """The projection on as many pairs of a group as a rank has room for, then on channels that stay."""
+    first, second = rotation.pairs
+    q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (scores.q, scores.k))
+    # ½ E|q_f|² E|k_f|² of every pair, of all heads of a group.
+    energies = ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
+    order = energies.argsort(dim=-1, descending=True, stable=True)
+    stays = sorted(set(range(scores.width)) - {*first, *second})
+    kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
+    for group, rank in enumerate(ranks):
+        strongest = order[group, : rank // 2].tolist()
+        turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
+        kept[group, (turned + stays)[:rank]] = 1
+    return torch.diag_embed(kept.to(scores.q.dtype))

@@ -1,0 +1,55 @@
+"""How two models are compared on text."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triptych.errors import UsageError
+from triptych.running.opening import TextModel, Window
+
+_FARTHEST = 4
+
+
+class Deviations(NamedTuple):
+    """Comparison of two models on the same windows."""
+
+    tokens: int  # number of predicted tokens
+    worst_logit: float  # largest difference of a logit
+    divergence_nats: float  # mean KL divergence of the second model's next token from the first's
+    loss_before_nats: float | None  # loss of the first model per token; None if nothing is predicted
+    loss_after_nats: float | None
+    farthest: tuple[Window, ...] = ()  # the windows on which logits differ most, the worst first
+
+
+@torch.inference_mode()
+def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator[Window]) -> Deviations:
+    """Compare two models on a text."""
+    tokens, worst, divergence, predicted = 0, 0.0, 0.0, 0
+    losses, farthest = [0.0, 0.0], list[tuple[float, Window]]()
+    for window in windows:
+        one, other = original.outputs(window).double(), rewritten.outputs(window).double()
+        apart = largest_difference(one, other)
+        worst = max(worst, apart)
+        farthest = sorted([*farthest, (apart, window)], key=lambda pair: -pair[0])[:_FARTHEST]
+        log_p, log_q = one.log_softmax(dim=-1), other.log_softmax(dim=-1)
+        divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
+        tokens += len(one)
+        if window.targets is not None:
+            predicted += len(window.targets)
+            for place, found in enumerate((log_p, log_q)):
+                losses[place] -= float(found.gather(-1, window.targets[:, None]).sum())
+    if not tokens:
+        raise UsageError("the text is empty: there is nothing to compare on")
+    before, after = (loss / predicted if predicted else None for loss in losses)
+    return Deviations(
+        tokens, worst, divergence / tokens, before, after, tuple(window for _, window in farthest)
+    )
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference of two outputs; infinite if an entry is NaN in only one of them."""
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    return float((one - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).max())

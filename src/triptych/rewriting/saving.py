@@ -1,0 +1,119 @@
+"""A model written in the format that it came from, with its changes in the weights."""
+
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel
+from triptych.core.checkpoints.source import Source
+from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.core.checkpoints.stored_models import changed_tensors
+from triptych.core.models import EncoderDecoder, write_model
+from triptych.core.models.sites import attention_sites, with_attention
+from triptych.core.storage.copying import CERTIFICATE, FolderCopy, require_new_folder
+from triptych.errors import UsageError
+from triptych.files import write_folder
+from triptych.rewriting.folder_formats import FolderFormat
+from triptych.rewriting.whole_checkpoint import copy_run, leave_out_certificate
+from triptych.running.changes import Change, Steering, changed_copy
+from triptych.running.opened_source import Opened
+from triptych.running.text.pretrained import copy_tokenizer
+
+
+def save_unchanged(opened: Opened, target: Path) -> None:
+    """Copy a model's files; a rewritten one with its certificate."""
+    module = opened.module
+    if module is not None:
+        if (module.recipe if isinstance(module, EncoderDecoder) else module.config) is None:
+            raise UsageError(
+                f"{opened.name} was read from a checkpoint, and has no format of its own to be saved in"
+            )
+        if target.exists():
+            raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
+        write_folder(target, partial(write_model, module))
+        return
+    source = opened.files
+    require_new_folder(source.folder, target)
+
+    def copy(folder: Path) -> None:
+        for path in source.folder.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+    is_certified = (source.folder / CERTIFICATE).is_file()
+    if is_certified and source.tokenizer is not None:
+        raise UsageError(
+            f"{opened.name} was rewritten, and its certificate is of the files with their own tokenizer: "
+            "save a model that was loaded without tokenizer="
+        )
+    if source.is_own or is_certified:
+        write_folder(target, copy)
+        return
+    with FolderCopy(source.path, target) as made:
+        made.write_shards(lambda name: None)
+        made.write_beside({})
+        _write_tokenizer(source, made.folder)
+        made.finish()
+
+
+def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Change], target: Path) -> None:
+    """Write a changed model."""
+    if opened.module is not None:
+        raise UsageError(
+            f"{opened.name} is a module in memory, and its changes have no files to be written into"
+        )
+    source = opened.attention
+    # All layers that share weights are changed alike (`why_not_saved`).
+    touched = dict.fromkeys(
+        place.site
+        for number, place in enumerate(source.layers)
+        if any(number in change.layers for change in changes)
+    )
+    steering = [change for change in changes if isinstance(change, Steering)]
+    require_new_folder(opened.files.folder, target)
+    if isinstance(source, OwnModel):
+        new = with_attention(
+            source.model, {site.module: changed.read(site).weights.without_norms() for site in touched}
+        )
+        new = changed_copy(new, (), attention_sites)
+        for change in steering:
+            change.into_weights(new)
+
+        def fill(folder: Path) -> None:
+            copy_run(opened.files.folder, folder)
+            leave_out_certificate(folder)
+            write_model(new, folder)
+
+        write_folder(target, fill)
+        return
+    assert isinstance(source, Checkpoint)
+    tensors: dict[str, Tensor] = {}
+    settings: dict[str, Any] = {}
+    form = FolderFormat(source)
+    for site in touched:
+        read = source.read(site)
+        written = form.written(read, changed.read(site).weights)
+        tensors |= written.tensors
+        settings |= written.settings
+    if steering:
+        steered = changed_copy(opened.model.model, (), attention_sites)
+        for change in steering:
+            change.into_weights(steered)
+        tensors |= dict(changed_tensors(steered, source))
+    with torch.no_grad(), FolderCopy(opened.files.path, target) as copy:
+        copy.write_shards(tensors.get)
+        copy.write_beside(settings)
+        _write_tokenizer(opened.files, copy.folder)
+        leave_out_certificate(copy.folder)
+        copy.finish()
+
+
+def _write_tokenizer(source: Source, folder: Path) -> None:
+    """Put the tokenizer that a model was loaded with, if one was given, in the place of that of the files."""
+    if source.tokenizer is not None:
+        copy_tokenizer(source.tokenizer, folder)

@@ -1,0 +1,118 @@
+"""Comparison of original and rewritten model as wholes, and the difference that an exact rewrite may make."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from triptych.core.algebra.forms import are_finite
+from triptych.core.checkpoints.source import Source, find_source
+from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.errors import TriptychError, first_line
+from triptych.files import file_hash
+from triptych.printable import printable
+from triptych.rewriting.calibration import MOST_TOKENS
+from triptych.rewriting.certificate import RANDOM_TOKENS, EndToEnd
+from triptych.rewriting.measuring import PROBES
+from triptych.rewriting.on_text import Deviations, compare_outputs
+from triptych.rewriting.rounding import changed_parameters, first_moved, judge_rounding
+from triptych.running.opening import (
+    NotFiniteError,
+    TextModel,
+    Window,
+    open_text_model,
+    require_finite_tensors,
+    why_not_run,
+)
+
+# Models up to this size (bytes) are compared by default: both are held in float32.
+_LARGEST_COMPARED = 2_000_000_000
+
+
+class FailedRewriteError(TriptychError):
+    """A rewritten model differs more from the original than its steps allow."""
+
+
+class Original(NamedTuple):
+    """A model and the windows to run it on."""
+
+    model: TextModel
+    windows: list[Window]
+
+
+def why_not_compared(files: Source) -> str:
+    """Why a model is not run on random tokens by default; "" if it is."""
+    if reason := why_not_run(files):
+        return reason
+    size = sum(path.stat().st_size for path in files.folder.glob("*.*") if path.is_file())
+    if size > _LARGEST_COMPARED:
+        return f"it has {size / 1e9:.1f} GB; --text FILE compares them nevertheless"
+    return ""
+
+
+def open_original(source: Source | Path, text: Path | None) -> Original | str:
+    """Open the original with a text or random tokens; the reason if it cannot be run on random tokens."""
+    try:
+        model = open_text_model(source)
+        if text is not None:
+            return Original(model, list(model.windows(text, MOST_TOKENS)))
+        windows = list(model.random_windows(PROBES.seed))
+        if not are_finite(model.outputs(windows[0])):
+            files = find_source(source)
+            require_finite_tensors(files)
+            raise NotFiniteError(
+                f"{files.name}: the model outputs numbers that are not finite (NaN or infinite)"
+            )
+        return Original(model, windows)
+    except NotFiniteError:
+        raise
+    # Families that are not run, and kinds that take no tokens (pictures, speech). Any other error is a
+    # fault of ours, which must not pass for a property of the model.
+    except TriptychError as error:
+        if text is not None:
+            raise
+        return f"the original cannot be run: {first_line(error)}"
+
+
+def compare_models(
+    original: Original,
+    source: AttentionSource,
+    written: Source,
+    text: Path | None,
+    stored: torch.dtype | None,
+) -> EndToEnd:
+    """Compare the outputs of the original and the rewritten model."""
+    other = open_text_model(written)
+    found = compare_outputs(original.model, other, iter(original.windows))
+    if not math.isfinite(found.worst_logit):
+        raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")
+    if stored is not None and (reason := why_not_rounding(found, original.model, other, source, stored)):
+        raise FailedRewriteError(
+            f"{source.name}: every step is exact, yet {reason}; nothing is written. "
+            f"Is the checkpoint what its family says, {source.written_as} ({source.known_by})?"
+        )
+    return EndToEnd(
+        by=original.model.by,
+        text=RANDOM_TOKENS if text is None else printable(text.name),
+        text_sha256=None if text is None else file_hash(text),
+        tokens=found.tokens,
+        worst_logit=found.worst_logit,
+        divergence_nats=found.divergence_nats,
+        loss_before_nats=found.loss_before_nats,
+        loss_after_nats=found.loss_after_nats,
+    )
+
+
+def why_not_rounding(
+    found: Deviations, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
+) -> str:
+    """Why two models differ by more than rounding, with the first layer that does; "" if they do not."""
+    verdict = judge_rounding(found, rewritten, changed_parameters(original, rewritten), stored)
+    if verdict.is_rounding:
+        return ""
+    first = first_moved(original, rewritten, source, found.farthest[0], stored)
+    return (
+        f"logits differ by up to {verdict.moved:.3g}, and rounding moves them by {verdict.by_rounding:.3g}; "
+        f"{f'attention of {first} moves first' if first else 'no attention layer moves before them'}"
+    )

@@ -1,0 +1,135 @@
+"""A batch of sentences, searched."""
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+from torch import nn
+
+from triptych.core.models import EncoderDecoder
+from triptych.errors import UsageError
+from triptych.literals import Precision
+from triptych.running.decoding.engine import DecodingEngine, Engine
+from triptych.running.decoding.ensemble import EnsembleEngine
+from triptych.running.decoding.glossary import Sentence
+from triptych.running.decoding.plain_engine import PlainEngine, needs_plain
+from triptych.running.decoding.search import BeamText, Hypothesis, SearchOptions, sentence_text
+from triptych.running.decoding.shortlisting import ShortlistEngine
+from triptych.running.decoding.token_loop import Loop
+from triptych.running.text import OutputRules
+from triptych.running.text.shortlists import Shortlist
+
+# Time grows with the square of a text's length, and so do files that show all of its attention.
+LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
+
+
+def check_length(
+    which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str = ""
+) -> None:
+    """Check that a text can be read at once; `option` raises the limit, if there is one that does."""
+    if not length:
+        raise UsageError(f"{which} is empty: give it some text")
+    if positions is not None and length > positions:
+        raise UsageError(
+            f"{which} has {length:,} tokens, but the model has positions for {positions:,}: shorten it"
+        )
+    most = asked or positions or otherwise
+    if length > most:
+        raise UsageError(
+            f"{which} has {length:,} tokens, and at most {most:,} are read at once: shorten it"
+            + (option and f", or raise {option}")
+        )
+
+
+@final
+class BatchSearcher:
+    """From sentences, token ids without the end of sentence, to hypotheses for each."""
+
+    def __init__(
+        self,
+        models: Sequence[EncoderDecoder],
+        src_eos_id: int,
+        options: SearchOptions,
+        precision: Precision,
+        rules: OutputRules,
+        shortlist: Shortlist | None = None,
+    ) -> None:
+        """Search with a model, or with several that share their tokens."""
+        self._src_eos_id, self._options, self._rules = src_eos_id, options, rules
+        if shortlist is not None and (len(models) > 1 or rules.no_repeat):
+            what = "an ensemble" if len(models) > 1 else "a model that repeats no phrase"
+            raise UsageError(f"{what} runs without a shortlist: leave it out")
+        engines = [_engine(model, precision, rules, shortlist) for model in models]
+        self.engine = engines[0] if len(engines) == 1 else EnsembleEngine(engines)
+
+    def text(self, ids: Sequence[int], options: SearchOptions | None = None) -> BeamText:
+        """A sentence for a `Loop`."""
+        terms = ids.terms if isinstance(ids, Sentence) else None
+        whole = [*ids, self._src_eos_id]
+        return sentence_text(self.engine, whole, options or self._options, self._rules, terms)
+
+    def __call__(self, sentences: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
+        texts = [self.text(ids) for ids in sentences]
+        Loop(self.engine).run(texts)
+        return [text.best[: self._options.num_best] for text in texts]
+
+
+def _engine(
+    model: EncoderDecoder, precision: Precision, rules: OutputRules, shortlist: Shortlist | None
+) -> DecodingEngine:
+    what = "a model with changed values, or with attention that cannot be fused,"
+    if not needs_plain(model):
+        if shortlist is not None:
+            return ShortlistEngine(model, shortlist, rules, precision)
+        return Engine(model, precision, never=rules.never)
+    if shortlist is not None:
+        raise UsageError(f"{what} runs without a shortlist: leave it out")
+    if precision != "fp32":
+        raise UsageError(f"{what} runs in fp32, not in {precision}")
+    return PlainEngine(model, never=rules.never)
+
+
+def batches_of_like_length(
+    sentences: Sequence[Sequence[int]],
+    batch_tokens: int | None = None,
+    batch_sentences: int | None = None,
+    *,
+    pads: bool = True,
+) -> Iterator[list[int]]:
+    """Places of sentences of like length, or without `pads` of one length, the longest first."""
+    batch: list[int] = []
+    for i in sorted(range(len(sentences)), key=lambda i: -len(sentences[i])):
+        longest = len(sentences[batch[0]] if batch else sentences[i])
+        full = batch_tokens is not None and (longest + 1) * (len(batch) + 1) > batch_tokens
+        other = not pads and longest != len(sentences[i])
+        if batch and (full or other or len(batch) == batch_sentences):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
+    """The parts of a batch whose texts do not change each other."""
+    if limit is None or max(lengths[i] for i in batch) <= limit:
+        yield [*batch]
+        return
+    by_length: dict[int, list[int]] = {}
+    for i in batch:
+        by_length.setdefault(lengths[i], []).append(i)
+    yield from by_length.values()
+
+
+@final
+class EvaluationMode:
+    """Evaluation mode inside, the mode before it afterwards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.was_training = model.training
+
+    def __enter__(self) -> None:
+        self.model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.train(self.was_training)

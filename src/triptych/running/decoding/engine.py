@@ -1,0 +1,345 @@
+"""Decoding step by step: a decoder made ready."""
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych import thresholds
+from triptych.core.attention import MultiHeadAttention
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.models.experts import Experts
+from triptych.core.models.overflow import NumbersOverflowError, overflow_again
+from triptych.core.models.sites import blocks_of
+from triptych.literals import Precision
+from triptych.running.decoding.cache import TextCache, even_length
+from triptych.running.decoding.fused import (
+    FusedAttention,
+    call_directly,
+    cast_parameters,
+    evaluating_copy,
+    fuse,
+)
+from triptych.running.decoding.linear_maps import (
+    MappedFiles,
+    Maps,
+    has_room_for_another,
+    own_memory,
+    unsupported_precision,
+)
+from triptych.running.decoding.neighbours import why_batches_matter
+from triptych.running.decoding.token_loop import Read
+
+# The vocabulary is looked through in groups of this many tokens: first the best of each group, then
+# only the groups that can hold one of the best.
+GROUP = 64
+
+
+class DecodingEngine(ABC):
+    """An encoder-decoder that is decoded step by step."""
+
+    device: torch.device  # where it runs
+    pad_id: int  # the token that is read nowhere
+    # longest text that the decoder has positions for; None if there is no limit
+    max_tokens: int | None
+    # whether the steps of a batch are always the same work (`FixedSteps`)
+    fixed: bool = False
+    # whether texts join a batch that has taken steps
+    joins: bool = True
+    num_choices: int | None = None  # number of tokens, from the first, that may be chosen; None for all
+
+    @property
+    def why_batches_matter(self) -> str:
+        """What it has of which bits may depend on the batch, with the present number of threads."""
+        return ""
+
+    @abstractmethod
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> Any:
+        """Read sentences: a cache, as `TextCache`, with room for `beam_size` hypotheses of each."""
+
+    @abstractmethod
+    def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
+        """Logits of the token after each of `tokens`, one a row."""
+
+    def overflow(self, read: Read) -> NumbersOverflowError:
+        """Make the error of numbers that are not finite after these tokens were read."""
+        del read
+        return NumbersOverflowError(
+            "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
+            "overflow; try another dtype or precision"
+        )
+
+
+@final
+class Engine(DecodingEngine):
+    """A model as decoding wants it: maps fused, of a precision. It may share memory with the model.
+
+    Of a model in a mapped file it has the weights in memory of its own: no change of the file reaches it.
+
+    A language model reads texts and goes on from them (`read`). An encoder-decoder reads sentences (`start`)
+    that its decoder attends to; its tables are scaled, and its output layer is filled up to whole groups.
+    An engine of a small model holds packed weights, a copy (`thresholds.SHARE_PACKED`).
+
+    Attributes:
+        context: tokens that are read at once (`LanguageModel.context`); None if there is no limit.
+        reads_again: whether a text goes on past them, when its last tokens are read again.
+        rotary_limit: see `LanguageModel.rotary_limit`.
+        vocab_size: number of tokens.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: LanguageModel | EncoderDecoder,
+        precision: Precision = "fp32",
+        num_choices: int | None = None,  # number of tokens, from the first, that may be chosen; None for all
+        *,
+        never: Sequence[int] = (),  # tokens of an encoder-decoder whose logits are −inf
+        direct: bool = True,  # whether modules call each other without hooks; a traced model does not
+    ) -> None:
+        *_, decoder = model.stacks.values()
+        table = decoder.embeddings.table.weight
+        if not decoder.causal:
+            raise ValueError("an encoder predicts masked tokens and continues no text")
+        if decoder.head is None:
+            raise ValueError("the model has no output table: it predicts no tokens")
+        if reason := unsupported_precision(precision, table.device):
+            raise ValueError(reason)
+        # Its layers can be looked at, where they are still there: those of the copy call each other directly.
+        self._original = weakref.ref(model)
+        self.device, self.precision, self.num_choices = table.device, precision, num_choices
+        self.max_tokens, self.context, self.rotary_limit = (
+            decoder.max_tokens,
+            decoder.context,
+            decoder.rotary_limit,
+        )
+        self.reads_again, self.vocab_size = decoder.config is not None, decoder.head.output.out_features
+        rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
+        # A text that grows past this many tokens is read again from its first.
+        again = any(of is not None and of.reads_again for of in rotary)
+        self._starts_anew = self.rotary_limit if again else None
+        # Products of int8 give float32 alone. A traced model keeps maps that every runtime knows.
+        dtype = torch.float32 if precision == "int8" else table.dtype
+        maps = Maps(precision, dtype, packed=direct and has_room_for_another(model))
+        self.dtype, self.model = maps.dtype, evaluating_copy(model)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        files = MappedFiles() if size >= thresholds.BYTES_GIVEN_BACK else None
+        *_, self._decoder = self.model.stacks.values()
+        self._num_layers = len(self._decoder.new_cache().own)
+        if isinstance(model, EncoderDecoder):
+            self.pad_id, self.fixed = model.pad_id, self.device.type == "cuda"
+            fuse(self.model, maps, files=files)
+            self._fill_up(model, maps, never)
+            self._join_memory_maps(maps)
+        else:
+            _map_tables(self._decoder, maps, files)
+            fuse(self.model, maps, small_cache=True, files=files)
+        self.joins = not self.fixed
+        for module in self.model.modules():
+            cast_parameters(module, maps.dtype)
+        modules = [*self.model.modules()]
+        # A layer left as it is takes no mask of numbers.
+        self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in modules)
+        # Tables and norms, and in a large model the maps, still lie where the model has them.
+        own_memory([self.model])
+        for stack in self.model.stacks.values():
+            stack.embeddings.stream_dtype = None
+            # A layer that was left as it is reads parameters of its parts, which calling directly hides.
+            if direct and self._is_fused and not any(isinstance(module, Experts) for module in modules):
+                call_directly(stack)
+        self._head = cast(Callable[[Tensor], Tensor], self._decoder.head)
+
+    @property
+    def why_batches_matter(self) -> str:
+        return why_batches_matter(self.model.modules(), self.device, self.dtype)
+
+    def _fill_up(self, model: EncoderDecoder, maps: Maps, never: Sequence[int]) -> None:
+        """The tables scaled, and the vocabulary in whole groups, tokens that are never wanted at −inf."""
+        own, missing, tables = self.model, -self.vocab_size % GROUP, dict[nn.Module, nn.Embedding]()
+        for stack, more in ((own.stacks["decoder"], missing), (own.stacks["encoder"], 0)):
+            table, config = stack.embeddings.table, stack.embeddings.config
+            if table not in tables:
+                rows = F.pad(table.weight.detach() * config.scale, (0, 0, 0, more)).to(maps.dtype)
+                tables[table] = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
+            stack.embeddings.table, stack.embeddings.config = tables[table], replace(config, scale=1.0)
+        weight, given = model.head.output.weight.detach(), model.head.output.bias
+        bias = weight.new_zeros(len(weight)) if given is None else given.detach()
+        bias = F.pad(bias, (0, missing), value=-math.inf)
+        bias[list(never)] = -math.inf
+        rows = F.pad(weight, (0, 0, 0, missing))
+        cast(EncoderDecoder, own).head.output = maps.linear(rows, bias)  # type: ignore[assignment]
+
+    def _join_memory_maps(self, maps: Maps) -> None:
+        """One map to what all layers read of the memory."""
+        cross = [cast(FusedAttention, block.cross_attention) for block in blocks_of(self.model, "cross")]
+        weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
+        self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
+        self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
+        for layer in dict.fromkeys(cross):  # uses of one layer are one here
+            del layer.memory_rows
+
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> TextCache:
+        """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
+        assert isinstance(self.model, EncoderDecoder)
+        missing = even_length(src.shape[1]) - src.shape[1]
+        begun = torch.zeros(len(src), dtype=torch.long, device=self.device)
+        cache = TextCache(
+            self._num_layers, begun, beam_size, self.dtype, most=self.max_tokens, fixed=self.fixed
+        )
+        entries = self.project_memory(self.model.encode(src))
+        padded = [[F.pad(entry, (0, 0, 0, missing)) for entry in of_layer] for of_layer in entries]
+        cache.set_memory(padded, (src != self.pad_id).sum(dim=1))
+        if self.fixed:
+            cache.steps = FixedSteps(self, cache)
+        return cache
+
+    def project_memory(
+        self, memory: Float[Tensor, "batch src_len d_model"]
+    ) -> list[
+        tuple[Float[Tensor, "batch groups src_len width"], Float[Tensor, "batch groups src_len width"]]
+    ]:
+        """The keys and values that each layer of the decoder reads of the encoder's output."""
+        batch, length, _ = memory.shape
+        joined, found, start = self.memory_map(memory), [], 0
+        for groups, width in self._memory_shapes:
+            part = joined.narrow(2, start, 2 * groups * width).view(batch, length, 2, groups, width)
+            keys_values = part.permute(2, 0, 3, 1, 4).contiguous()
+            found.append((keys_values[0], keys_values[1]))
+            start += 2 * groups * width
+        return found
+
+    def read(self, texts: Sequence[Sequence[int]]) -> tuple[TextCache, Float[Tensor, "rows vocab"]]:
+        """Read texts whole: what continuing them needs, and the logits of the token after each."""
+        longest = max(map(len, texts))
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts], device=self.device)
+        lengths = torch.tensor([len(ids) for ids in texts], device=self.device)
+        cache = TextCache(self._num_layers, lengths, 1, self.dtype, most=self.max_tokens)
+        if self._starts_anew is not None and longest <= self._starts_anew:
+            cache.ids = ids
+        return cache, self._read(ids, cache)
+
+    def _read(self, ids: Int[Tensor, "rows longest"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+        """What follows the texts is filling, which no token before it sees."""
+        hidden = self._decoder.hidden(ids, cache=cache.layers)
+        return self._logits(hidden[torch.arange(len(ids), device=self.device), cache.lengths - 1])
+
+    def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+        """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in.
+
+        An encoder-decoder's columns past the vocabulary and of tokens never wanted are −inf. The next step
+        overwrites the logits of a `fixed` cache.
+        """
+        if cache.steps is not None:
+            return cache.steps(tokens)
+        if cache.ids is not None and self._starts_anew is not None:
+            cache.ids = ids = F.pad(cache.ids, (0, 1))
+            ids[torch.arange(len(ids), device=self.device), cache.lengths] = tokens
+            if ids.shape[1] > self._starts_anew:
+                cache.restart(cache.lengths + 1)
+                return self._read(ids, cache)
+        return self.computed(tokens, cache)
+
+    def computed(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+        """A step, computed anew."""
+        return self._logits(self.decode(tokens, cache)).flatten(0, 1)
+
+    def decode(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "texts width d_model"]:
+        """What the head reads; the cache takes the tokens in."""
+        new = cache.next_tokens()
+        x = self._decoder.hidden(
+            tokens.view(-1, cache.width),
+            mask=new.mask if self._is_fused else cast(Tensor, new.mask) == 0,
+            positions=new.positions,
+            cache=cache.layers,
+            causal=False,
+            memory_mask=cache.memory_mask,
+        )
+        cache.advance()
+        return x
+
+    def overflow(self, read: Read) -> NumbersOverflowError:
+        model = self._original()
+        if model is None or not read:
+            return super().overflow(read)
+        rows = [torch.tensor(one, device=self.device) for one in read]
+        return overflow_again(model, partial(model, *rows))
+
+    def _logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        logits = self._head(hidden)
+        return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+
+def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles | None) -> None:
+    """The table and the maps around the blocks, of a precision."""
+    head, table = own.head, own.embeddings.table
+    assert head is not None
+    cast_parameters(table, maps.dtype)
+    if head.config.tied:
+        head.output.weight = table.weight
+    # The largest map first, while the fewest others are there: for a moment it is there twice.
+    for parent, name in ((head, "output"), (head, "map"), (own.embeddings, "map")):
+        layer = getattr(parent, name)
+        if layer is not None:
+            setattr(parent, name, maps.linear(layer.weight, layer.bias))
+            if files is not None:
+                files.let_go(layer.parameters())
+
+
+# Runs before a recording, in which libraries set themselves up.
+_WARM_UPS = 2
+
+
+@final
+class FixedSteps:
+    """The steps of one batch, always the same work on the same memory: a GPU replays a recorded one."""
+
+    def __init__(self, engine: Engine, cache: TextCache) -> None:
+        self._engine = engine
+        self._cache: TextCache = weakref.proxy(cache)  # which holds these steps
+        self._tokens: Tensor | None = None
+        self._logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
+        """As `Engine.step`."""
+        cache = self._cache
+        if cache.longest == cache.room:
+            cache.double()
+            self._graph = None
+        if self._tokens is None:
+            self._tokens = tokens.clone()
+        else:
+            self._tokens.copy_(tokens)
+        if self._engine.device.type != "cuda":
+            self._run()
+        else:
+            if self._graph is None:
+                self._record()
+            cast(torch.cuda.CUDAGraph, self._graph).replay()
+        cache.longest += 1
+        return cast(Tensor, self._logits)
+
+    def _run(self) -> None:
+        self._logits = self._engine.computed(cast(Tensor, self._tokens), self._cache)
+
+    def _record(self) -> None:
+        """Record a step; it is not taken by that."""
+        before = self._cache.lengths.clone()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self._run()  # writes the slot that the step itself will write again
+                self._cache.lengths.copy_(before)
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._run()

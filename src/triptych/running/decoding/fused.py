@@ -1,0 +1,511 @@
+"""A model made ready for decoding: the same blocks with fewer and faster maps.
+
+The layers of `attention` serve training, inspection and rewriting; run token by token they spend their time
+between the operations. `fused` copies a model and replaces what its blocks are made of: every attention
+layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied and joined
+(`AttentionWeights.multiplied`), and every linear map by one in the precision asked for.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, cast, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych import thresholds
+from triptych.core.algebra.cost import cached_numbers
+from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics
+from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention import (
+    AttentionCache,
+    Kept,
+    LayerOutput,
+    LearnedPositions,
+    MultiHeadAttention,
+    PositionIds,
+    TokenPlaces,
+)
+from triptych.core.attention.written_out import (
+    by_position,
+    finished_scores,
+    prepared,
+    slice_broadcast,
+    tempered,
+    to_weights,
+)
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.models.blocks import Block, OffsetNorm
+from triptych.core.models.experts import Experts
+from triptych.core.models.feed_forward import FeedForward
+from triptych.running.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
+from triptych.running.decoding.linear_maps import ACTIVATIONS, MappedFiles, Maps, constant
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
+
+# With so few multiplications, torch takes a product in a way of its own; in bfloat16 it asks for all heads of
+# a batch together.
+_SMALL_PRODUCT = {torch.bfloat16: 16**3 + 1}
+_SMALL_PRODUCT_OTHERWISE = 400
+# With fewer rows, a product in bfloat16 of weights and values depends on the number of keys, those that weigh
+# 0 included.
+_FEWEST_ROWS = {torch.bfloat16: 4}
+
+
+@final
+class FusedAttention(nn.Module):
+    """An attention layer with its maps multiplied: one map in, the operation, one map out. Called like it.
+
+    Keys and values come in `groups` heads; each serves `num_heads / groups` query heads. All have one width:
+    the narrower are filled up with zeros. Self-attention makes queries, keys and values in one product;
+    cross-attention makes queries only, and reads keys and values from its cache. With `once`, keys and values
+    that are the same, but for positions that turn keys, are made and kept once. A layer that borrows makes
+    queries only.
+    """
+
+    def __init__(
+        self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False, borrows: bool = False
+    ) -> None:
+        super().__init__()
+        if foreign := beyond_fusing(weights, is_cross):
+            raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
+        self.num_heads, self.is_cross = weights.num_heads, is_cross
+        self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
+        q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
+        self.width, self.d_k = max(q.d_out, v.d_out), q.d_out
+        self.same = once and not is_cross and _keeps_once(weights)
+        kept = [self.groups] if self.same else [self.groups, self.groups]
+        self._parts = [self.num_heads, *kept]
+        self.semantics = semantics = _for_steps(weights)
+        self.rotary = semantics.rotary
+        norms = (semantics.q_norm, semantics.k_norm, semantics.v_norm)
+        self._q_norm, self._k_norm, self._v_norm = map(self._padded, norms, (q.d_out, k.d_out, v.d_out))
+        self.positional = semantics.bias is not None or semantics.is_local
+        # No kernel caps scores or has sinks, and that for CPUs is slower.
+        self.by_products = weights.W_O.is_cpu or semantics.soft_cap is not None or semantics.sinks is not None
+        # What queries meet before their product with keys: the scale must wait for it.
+        read = semantics.bias is not None and semantics.bias.reads_content
+        self.changed = semantics.clip is not None or any(norm is not None for norm in norms)
+        self.scale = semantics.scale if self.changed or read else 1.0
+        scale = 1.0 if self.changed or read else semantics.scale
+        scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
+        queries = _stacked_rows(scaled.repeat(self.num_heads), self.width)
+        keys, values = (_stacked_rows(link.repeat(self.groups), self.width) for link in (k, v))
+        joined = (
+            [queries] if is_cross or borrows else [queries, keys] if self.same else [queries, keys, values]
+        )
+        self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
+        per_head = F.pad(weights.W_O, (0, 0, 0, self.width - weights.W_O.shape[1]))
+        self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
+        self.gate = None if semantics.gate is None else _FusedGate(_widened(semantics.gate, self.width), maps)
+        if is_cross:
+            self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch query_len d_model"],
+        *,
+        memory: None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        cache: AttentionCache | None = None,
+        need_weights: bool = False,
+        positions: PositionIds | None = None,
+        lent: Kept | None = None,
+    ) -> LayerOutput:
+        """As `MultiHeadAttention`; the mask may also be numbers added to the scores. No weights are given."""
+        batch, length, _ = x.shape
+        if length == 1:
+            heads = self.inward(x).view(batch, -1, 1, self.width)
+        else:
+            heads = self.inward(x).view(batch, length, -1, self.width).transpose(1, 2)
+        if self.is_cross:
+            assert cache is not None
+            places, (k, v) = TokenPlaces(0), cache.entries
+        else:
+            heads, k, v, places = self._of_one_sequence(heads, cache, positions, lent)
+        kept = Kept(places, (v,) if self.same else (k, v))
+        first = k.shape[2] - length  # of no use where positions are given: empty slots follow the tokens
+        # Asked first: the lengths of a traced model are symbols.
+        if torch.compiler.is_compiling():
+            mixed = self._mixed(heads, k, v, places, first, mask, causal, is_even=False)
+            return self._output(mixed, x, kept)
+        is_even = isinstance(cache, SlotCache) or self.is_cross or cache is None
+        causal = causal and length > 1
+        at_a_time = thresholds.SCORES_AT_A_TIME // (batch * self.num_heads * k.shape[2])
+        at_a_time = max(EVEN_ROWS, at_a_time // EVEN_ROWS * EVEN_ROWS)
+        if length <= at_a_time:
+            return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even), x, kept)
+        mixed, key_len = torch.empty_like(heads), k.shape[2]
+        for start in range(0, length, at_a_time):
+            rows = slice(start, min(start + at_a_time, length))
+            seen = slice(0, min(even_length(first + rows.stop), key_len) if causal else key_len)
+            own = None if mask is None else slice_broadcast(mask, (slice(None), slice(None), rows, seen))
+            part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], places.piece(rows, seen)
+            found = self._mixed(*part, first + start, own, causal, is_even)
+            mixed[:, :, rows] = found.reshape(batch, self.num_heads, -1, self.width)
+        return self._output(mixed, x, kept)
+
+    def _mixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        places: TokenPlaces,
+        first: Any,
+        mask: Tensor | None,
+        causal: bool,
+        is_even: bool,
+    ) -> Tensor:
+        """The heads' outputs, in whichever shape; the first query is at key `first`."""
+        bias = None
+        if self.positional:
+            mask, bias = self._compared(mask, q, k, places, first)
+        if causal:
+            keys = torch.arange(k.shape[2], device=k.device)
+            mask = _both(mask, keys <= keys[first : first + q.shape[2], None], k)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = numbers_of(mask, k)
+        if self.scale != 1.0:
+            q = q * self.scale
+        rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
+        if self.by_products:
+            # A step has one query of each row, at a given place, whatever is in its batch.
+            varies = not self.is_cross and places.given is None
+            return self._by_products(rows, k, v, mask, bias, is_even, varies)
+        added = mask if bias is None else bias if mask is None else mask + bias
+        return self._by_kernel(rows, k, v, added)
+
+    def _output(self, mixed: Tensor, x: Tensor, kept: Kept) -> LayerOutput:
+        """The output of the layer, from the heads' outputs, in whichever shape."""
+        batch, length, _ = x.shape
+        if self.gate is not None:
+            mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
+        if length == 1:
+            return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None, kept)
+        joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
+        return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None, kept)
+
+    def _of_one_sequence(
+        self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None, lent: Kept | None
+    ) -> tuple[Tensor, Tensor, Tensor, TokenPlaces]:
+        places, semantics, rotary = TokenPlaces.after(cache, positions), self.semantics, self.rotary
+        if lent is not None:
+            places = lent.places
+            q = tempered(prepared(heads, semantics, self._q_norm, rotary, places), semantics, places)
+            return q, *self._read(lent.entries, places), places
+        q, *kept = torch.split_with_sizes(heads, self._parts, 1)
+        if rotary is not None and not self.changed and not self.same:  # queries and keys at once
+            turned = places.rotate(heads.narrow(1, 0, self.num_heads + self.groups), rotary)
+            q, kept[0] = turned.split_with_sizes(self._parts[:2], 1)
+        elif rotary is not None or self.changed:
+            q = prepared(q, semantics, self._q_norm, rotary, places)
+            if not self.same:
+                kept = [
+                    prepared(kept[0], semantics, self._k_norm, rotary, places),
+                    prepared(kept[1], semantics, self._v_norm),
+                ]
+        q = tempered(q, semantics, places)
+        # What turns when it is read must be kept with its position.
+        if cache is not None and (self.positional or (self.same and rotary is not None)):
+            places, entries = places.add(cache, tuple(kept))
+        else:
+            entries = tuple(kept) if cache is None else cache.append(tuple(kept))
+        return q, *self._read(entries, places), places
+
+    def _read(self, entries: tuple[Tensor, ...], places: TokenPlaces) -> tuple[Tensor, Tensor]:
+        """Keys and values, of what is kept."""
+        if not self.same:
+            return entries[0], entries[1]
+        (v,) = entries
+        return v if self.rotary is None else places.rotate_keys(v, self.rotary), v
+
+    def _padded(self, norm: HeadNorm | None, width: int) -> Callable[[Tensor], Tensor] | None:
+        """A norm of the channels that are no filling."""
+        if norm is None or width == self.width:
+            return norm
+        return lambda heads: F.pad(norm(heads[..., :width]), (0, self.width - width))
+
+    def _compared(
+        self, mask: Tensor | None, q: Tensor, k: Tensor, places: TokenPlaces, first: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The mask with what windows hide, and what is added to scores because of positions."""
+        keys = places.key_positions(k)
+        queries = keys[first : first + q.shape[2]] if places.given is None else places.given.ids
+        near, bias = by_position(self.semantics, q[..., : self.d_k], k[..., : self.d_k], queries, keys)
+        return mask if near is None else _both(mask, near, k), bias
+
+    def _by_products(
+        self,
+        rows: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        is_even: bool,
+        varies: bool,
+    ) -> Tensor:
+        """Written out. The query heads of a group lie below each other, as rows of one product.
+
+        If `is_even`, products have shapes with which a text has the same bits whatever else is in its batch;
+        `varies` says that the number of rows depends on the batch.
+        """
+        batch, groups, count, missing = k.shape[0], rows.shape[0], rows.shape[1], 0
+        if is_even:
+            missing = even_length(k.shape[2]) - k.shape[2]
+            if missing:
+                k, v = (F.pad(t, (0, 0, 0, missing)) for t in (k, v))
+                if mask is None:
+                    mask = rows.new_zeros(k.shape[2] - missing)
+                mask = F.pad(mask, (0, missing), value=hidden_score(mask.dtype))
+                bias = None if bias is None else F.pad(bias, (0, missing))
+            more = -count % EVEN_ROWS if varies else 0
+            small = _SMALL_PRODUCT.get(k.dtype, _SMALL_PRODUCT_OTHERWISE)
+            fewest = max(-(-small // (EVEN_ROWS * self.width)), _FEWEST_ROWS.get(k.dtype, 1))
+            missing = max(more, fewest - count)
+            rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
+        k, v = k.reshape(groups, -1, self.width), v.reshape(groups, -1, self.width)
+        if k.dtype == torch.bfloat16:
+            k, v = k.contiguous(), v.contiguous()  # a product would copy a part of a cache itself, slowly
+        scores, key_len = torch.bmm(rows, k.mT), k.shape[1]
+        scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
+        scores = finished_scores(scores, bias, self.semantics.soft_cap)
+        weights = to_weights(scores if mask is None else scores + mask, None, self.semantics.sinks, False)
+        weights = weights.reshape(groups, count, key_len)
+        if missing > 0:
+            weights = F.pad(weights, (0, 0, 0, missing))
+        if not is_even or key_len <= EVEN_KEYS:
+            return torch.bmm(weights, v)[:, :count]
+        # Each part of the keys is summed by itself: how a long sum is split depends on its length.
+        parts = key_len // EVEN_KEYS
+        apart = (
+            weights.view(groups, -1, parts, EVEN_KEYS).transpose(1, 2).reshape(groups * parts, -1, EVEN_KEYS)
+        )
+        found = torch.bmm(apart, v.reshape(groups * parts, EVEN_KEYS, self.width))
+        return found.view(groups, parts, -1, self.width).sum(dim=1)[:, :count]
+
+    def gathered(
+        self,
+        q: Float[Tensor, "batch heads query_len width"],
+        k: Float[Tensor, "batch groups key_len width"],
+        v: Float[Tensor, "batch groups key_len width"],
+        mask: Tensor,
+        *,
+        varies: bool,
+    ) -> Float[Tensor, "batch heads query_len width"]:
+        """The heads' outputs of products in even shapes, with a mask of numbers and nothing else added.
+
+        `varies` says that the number of queries depends on the batch.
+        """
+        rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
+        return self._by_products(rows, k, v, mask, None, True, varies).reshape(q.shape)
+
+    def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q = rows.view(k.shape[0], self.groups, -1, self.width)
+        if mask is not None and self.groups < self.num_heads:
+            mask = mask[(None,) * (4 - mask.dim())]
+            if max(mask.shape[1:3]) > 1:
+                query_len = q.shape[2] * self.groups // self.num_heads
+                mask = mask.expand(-1, self.num_heads, query_len, -1)
+                mask = mask.reshape(len(mask), self.groups, -1, k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+
+
+@final
+class _FusedGate(nn.Module):
+    """A gate whose map is laid out for its products."""
+
+    def __init__(self, gate: HeadGate, maps: Maps) -> None:
+        super().__init__()
+        self._gate, self._used = gate, gate.weight[..., 0].numel()
+        # Shares are computed many at a time and the rest one by one, with other bits: there is no rest.
+        missing = -self._used % ACTIVATIONS if maps.packed else 0
+        weight, bias = gate.weight.flatten(0, -2), None if gate.bias is None else gate.bias.flatten()
+        bias = None if bias is None else F.pad(bias, (0, missing))
+        self.map = maps.floating(F.pad(weight, (0, 0, 0, missing)), bias)
+
+    def forward(
+        self, x: Float[Tensor, "batch length d_model"]
+    ) -> Float[Tensor, "batch heads length channels"]:
+        return self._gate.of_shares(self.map(x).sigmoid()[..., : self._used])
+
+
+def _widened(gate: HeadGate, width: int) -> HeadGate:
+    """Widen gates of channels to padded values; the gates of the padding have no effect."""
+    if not gate.per_channel:
+        return gate
+    missing = width - gate.weight.shape[1]
+    weight = F.pad(gate.weight, (0, 0, 0, missing))
+    return replace(gate, weight=weight, bias=None if gate.bias is None else F.pad(gate.bias, (0, missing)))
+
+
+def _keeps_once(weights: AttentionWeights) -> bool:
+    """Whether keys and values are the same, but for positions that turn keys."""
+    semantics = weights.semantics
+    if semantics.rotary is not None and semantics.rotary.long is not None:
+        return False  # keys stay as they were turned
+    normed = semantics.k_norm is not None or semantics.v_norm is not None
+    return weights.tied("k", "v") and not normed and semantics.clip is None
+
+
+def _as_cached(weights: AttentionWeights) -> AttentionWeights:
+    """The same layer with what keys and values have in common as both of them, as `Latent` absorbs it.
+
+    If keys are `c U^K` and values `c U^V`, only c is cached: U^K goes to the queries, U^V to the output. A
+    bias of the keys adds the same to all scores of a query and is left out. Layers without such a map stay as
+    they are; so do layers where something is between queries and keys, or depends on a whole score.
+    """
+    semantics = weights.semantics
+    common = [link for link in weights.k if any(link is other for other in weights.v)]
+    between = semantics.rotary is not None or semantics.qk_norm or semantics.clip is not None
+    between = between or semantics.v_norm is not None
+    between = between or (semantics.gate is not None and semantics.gate.per_channel)
+    if semantics.bias is not None and semantics.bias.reads_content:
+        between = True
+    rest_k, rest_v = weights.k[len(common) :], weights.v[len(common) :]
+    ordered = weights.k[: len(common)] == tuple(common) == weights.v[: len(common)]
+    if weights.tied("k", "v") or between or not (common and ordered and rest_k and rest_v):
+        return weights
+    if any(link.norm is not None for link in common):
+        return weights
+    up_k, up_v = (
+        replace(weights, k=chain).multiplied("k").repeat(weights.num_heads) for chain in (rest_k, rest_v)
+    )
+    if up_k.bias is not None and (semantics.sinks is not None or semantics.soft_cap is not None):
+        return weights
+    if up_v.bias is not None and (semantics.sinks is not None or semantics.gate is not None):
+        return weights
+    queries = weights.multiplied("q").repeat(weights.num_heads).then(Link(up_k.weight.mT))
+    per_head, o_bias = weights.W_O, weights.o_bias
+    if up_v.bias is not None:
+        added = torch.einsum("hv,hvd->d", up_v.bias, per_head)
+        o_bias = added if o_bias is None else o_bias + added
+    memory = tuple(common)
+    return replace(
+        weights, q=(queries,), k=memory, v=memory, o=(Link(up_v.weight @ per_head),), o_bias=o_bias
+    )
+
+
+def _keeps_more(weights: AttentionWeights) -> bool:
+    """Whether a `FusedAttention` of a layer would keep more numbers of a token than `cost` counts."""
+    groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
+    chains = (weights.k,) if _keeps_once(weights) else (weights.k, weights.v)
+    return cached_numbers(weights) < groups * sum(c[-1].d_out if c else weights.d_model for c in chains)
+
+
+def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
+    """What a layer does that a `FusedAttention` does not."""
+    found = list(weights.semantics.beyond(("scale", "kind", "dropout", "gate"))) if is_cross else []
+    if weights.semantics.scores is not None and not is_cross:
+        found.append("scores that are no product of queries and keys")
+    if weights.norms_within:
+        found.append("a norm between two maps")
+    return found
+
+
+def evaluating_copy(model: ModelT) -> ModelT:
+    """Copy a model's modules, in evaluation mode, with the model's own parameters.
+
+    All uses of one block become one module, so that its fused maps are stored once.
+    """
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    for stack in copied.stacks.values():
+        first: dict[tuple[int, ...], nn.Module] = {}
+        for number, block in enumerate(stack.blocks):
+            if not _is_changed_on_the_way(cast(Block, block)):
+                parameters = tuple(id(parameter) for parameter in block.parameters())
+                stack.blocks[number] = first.setdefault(parameters, block)
+    return copied
+
+
+def _is_changed_on_the_way(block: Block) -> bool:
+    layers = [module for module in block.modules() if isinstance(module, MultiHeadAttention)]
+    steered = block.added_before is not None or block.added_after is not None
+    return steered or any(layer.tap is not None for layer in layers)
+
+
+def fuse(
+    copied: ModuleT, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
+) -> ModuleT:
+    """Replace the layers of a copy of a model; its tables and the maps around its blocks are the caller's."""
+    for parent in list(copied.modules()):
+        if isinstance(parent, FeedForward):
+            given = list(parent.parameters())
+            maps.feed_forward(parent)
+            if files is not None:
+                files.let_go(given)
+        elif isinstance(parent, Experts):
+            maps.experts(parent)
+        for name, layer in parent.named_children():
+            if isinstance(layer, MultiHeadAttention) and layer.tap is None:
+                is_cross = name == "cross_attention"
+                weights = layer.weights()
+                if small_cache:
+                    weights = _as_cached(weights)
+                    if beyond_fusing(weights, is_cross) or _keeps_more(weights):
+                        continue
+                fused_layer = FusedAttention(weights, maps, is_cross, small_cache, layer.borrows)
+                setattr(parent, name, fused_layer)
+                if files is not None:
+                    files.let_go(layer.parameters())
+            elif isinstance(layer, nn.LayerNorm | nn.RMSNorm | OffsetNorm | LearnedPositions):
+                cast_parameters(layer, maps.dtype)
+    return copied
+
+
+def call_directly(model: nn.Module) -> None:
+    """Make calls between the modules of a model go straight to `forward`.
+
+    A step of decoding is so short that the hooks which `Module.__call__` looks for, and the look-up of every
+    sub-module and parameter by name, would be a tenth of it.
+    """
+    for parent in model.modules():
+        direct = parent.__dict__
+        direct.update(parent._parameters)
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList):
+                direct[name] = [each.forward for each in child]
+            else:
+                direct[name] = child.forward if type(child).forward is not nn.Module.forward else child
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make the parameters that a module itself holds constants of a dtype."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = constant(parameter, dtype)
+
+
+def _both(mask: Tensor | None, allowed: Tensor, like: Tensor) -> Tensor:
+    """A mask, of truth or of numbers added to the scores, that hides too what is not allowed."""
+    if mask is None or mask.dtype == torch.bool:
+        return allowed if mask is None else mask & allowed
+    return mask + numbers_of(allowed, like)
+
+
+def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
+    """0 where a query may look and `hidden_score` where it may not."""
+    numbers = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
+    return numbers.masked_fill_(~allowed, hidden_score(like.dtype))
+
+
+def _for_steps(weights: AttentionWeights) -> Semantics:
+    """What a layer does besides its maps, on the layer's device."""
+    semantics = weights.semantics
+    if semantics.bias is not None:  # a recorded step must not fetch it from another device
+        parts = {name: part.to(weights.device) for name, part in semantics.bias.tensors().items()}
+        semantics = replace(semantics, bias=replace(semantics.bias, **parts))  # type: ignore[type-var]
+    return semantics
+
+
+def _stacked_rows(link: Link, width: int) -> tuple[Tensor, Tensor]:
+    """A link's copies below each other, `[copies · width, d_in]`, each filled up to `width`; and the bias."""
+    missing = width - link.d_out
+    weight = F.pad(link.weight.mT, (0, 0, 0, missing)).flatten(0, 1)
+    bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias
+    return weight, F.pad(bias, (0, missing)).flatten()

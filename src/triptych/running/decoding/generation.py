@@ -1,0 +1,330 @@
+"""Continuations of texts by a language model, in token ids."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.errors import UsageError
+from triptych.running.decoding.batches import LONGEST_PROMPT, check_length
+from triptych.running.decoding.cache import TextCache
+from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.sampling import RowState, SamplingOptions, choose
+from triptych.running.decoding.search import (
+    LARGEST_BEAM,
+    MOST_TOKENS,
+    BeamKind,
+    BeamText,
+    Finish,
+    Hypothesis,
+    Top,
+    require_alpha,
+    require_count,
+)
+from triptych.running.decoding.token_loop import Asked, DecodingBatch, Loop, Read, Text, require_finite_best
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How texts are continued."""
+
+    max_new_tokens: int = 128  # a continuation ends at this many tokens
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)  # how each token is chosen
+    seed: int = 0  # of what is drawn
+    num_samples: int = 1  # continuations of each prompt; with a beam, the best ones
+    beam_size: int = 1  # 1, or the hypotheses of a beam search, which draws nothing
+    alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none
+    stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens
+    stop_texts: tuple[str, ...] = ()  # a continuation ends before any of these strings
+    num_top: int = 0  # most probable tokens that are told of each place; not with a beam
+    # longest prompt; None for as many tokens as the model has positions for, or 32,768 where it has no limit
+    # and reads a prompt whole
+    max_prompt_tokens: int | None = None
+    max_length: int | None = None  # the longest text in tokens, its prompt included
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_tokens is not None:
+            require_count("max_prompt_tokens", self.max_prompt_tokens, MOST_TOKENS)
+        require_count("max_new_tokens", self.max_new_tokens, MOST_TOKENS)
+        if self.max_length is not None:
+            require_count("max_length", self.max_length, MOST_TOKENS)
+        require_count("num_samples", self.num_samples, LARGEST_BEAM)
+        require_count("beam_size", self.beam_size, LARGEST_BEAM)
+        require_alpha(self.alpha)
+        if "" in self.stop_texts:
+            raise ValueError("a stop string is empty: it would end every text before it begins")
+        if self.beam_size > 1:
+            if self.sampling != SamplingOptions():
+                raise ValueError("beam search takes the most probable texts: give no sampling option with it")
+            if self.num_samples > self.beam_size:
+                raise ValueError(
+                    f"num_samples is {self.num_samples}, but a beam of {self.beam_size} holds fewer texts"
+                )
+        elif self.sampling.is_greedy and self.num_samples > 1:
+            raise ValueError("the samples of temperature 0 are all alike: give a temperature above 0")
+
+    def most_new(self, num_prompt: int) -> int:
+        """Return the number of tokens that a prompt may grow by."""
+        if self.max_length is None:
+            return self.max_new_tokens
+        if num_prompt >= self.max_length:
+            raise UsageError(
+                f"the prompt has {num_prompt:,} tokens, and max_length of generation_config.json allows "
+                f"{self.max_length:,} in all: give max_new_tokens"
+            )
+        return min(self.max_new_tokens, self.max_length - num_prompt)
+
+
+class NewToken(NamedTuple):
+    """A token that a continuation grew by."""
+
+    row: int  # the number of the prompt times `num_samples`, plus that of the sample
+    token: int
+    # natural logarithm of the probability that the model gave it, before temperature, penalty and filters
+    log_prob: float
+    finish: Finish | None  # why the continuation ends here (a stop token is no part of it), or None
+    top: Top = ()  # the most probable tokens in its place
+
+
+class OtherEngine(ABC):
+    """Another library that continues texts in the place of a `Engine`."""
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        ends: Callable[[int, int], bool],
+        batch_rows: int = 32,
+    ) -> list[list[Hypothesis]]:
+        """Continue prompts; see `generate_tokens`."""
+
+    @abstractmethod
+    def stream(
+        self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
+    ) -> Iterator[NewToken]:
+        """Continue a prompt without a beam, token by token."""
+
+
+def _never_ends(row: int, token: int) -> bool:
+    del row, token
+    return False
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_tokens: int | None, most: int | None, *, whole: bool = True
+) -> None:
+    """Check that every prompt can be continued."""
+    for number, ids in enumerate(prompts, start=1):
+        which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        otherwise = LONGEST_PROMPT if whole else len(ids)
+        check_length(which, len(ids), max_tokens, most, otherwise, "max_prompt_tokens")
+
+
+def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
+    """Tokens that a prompt may grow by: the last one needs no position."""
+    return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
+
+
+@dataclass(frozen=True)
+class SampleKind:
+    """How tokens are chosen; texts of one kind are continued together."""
+
+    sampling: SamplingOptions
+    closed: int | None  # the length of texts that share a batch only with others as long
+
+
+@final
+class Sample(Text):
+    """A continuation of a prompt.
+
+    A model of a recipe reads `Engine.context` tokens at once, as in training. A text that has grown to so
+    many goes on from the last half of them, read again. When that is depends on the text alone.
+
+    Attributes:
+        new: its tokens so far.
+    """
+
+    kind: SampleKind
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        options: GenerationOptions,
+        row: int,
+        ends: Callable[[int, int], bool],
+    ) -> None:
+        """Begin; `row` is the number of its prompt times `num_samples`, plus its own."""
+        self.row, self.new = row, list[NewToken]()
+        self.draws = RowState(options.seed, row % options.num_samples, prompt)
+        self._engine, self._options, self._ends = engine, options, ends
+        self._ids, self.size = [*prompt], len(prompt) + options.most_new(len(prompt))
+        self._read(engine.context)
+
+    def _read(self, most: int | None) -> None:
+        """Go on from the last tokens of the text."""
+        self.given = self._ids if most is None else self._ids[-most:]
+        left = self.size - len(self._ids)
+        self._left = limit_of_prompt(len(self.given), left, self._engine.context)
+        self.kind = SampleKind(self._options.sampling, _closed(self._engine, self.given, left))
+
+    @property
+    def read(self) -> Read:
+        context = self._engine.context
+        return [[self._ids if context is None else self._ids[-context:]]]
+
+    def batch(self, engine: Engine) -> "Samples":
+        return Samples(engine, self.kind)
+
+    @property
+    def num_top(self) -> int:
+        """Number of most probable tokens reported for each place."""
+        return self._options.num_top
+
+    def take(self, token: int, log_prob: float, top: Top = ()) -> bool:
+        """Grow by a token; whether the text is read again before it goes on."""
+        self._ids.append(token)
+        self._left -= 1
+        finish = self._finish(token)
+        self.new.append(NewToken(self.row, token, log_prob, finish, top))
+        self.is_over = finish is not None
+        if self.is_over or self._left:
+            return False
+        assert self._engine.context is not None, "without a limit no text is read again"
+        # Half of the places that training has known are for what is read again, half for new tokens.
+        self._read(max(self._engine.context // 2, 1))
+        return True
+
+    def _finish(self, token: int) -> Finish | None:
+        if token in self._options.stop_ids:
+            return "token"
+        if self._ends(self.row, token):
+            return "text"
+        if len(self._ids) == self.size:
+            return "length"
+        return None if self._left or self._engine.reads_again else "positions"
+
+
+def _closed(engine: Engine, prompt: Sequence[int], left: int) -> int | None:
+    """The length of a text that may grow past the length up to which texts are rotated alike."""
+    limit = engine.rotary_limit
+    return len(prompt) if limit is not None and len(prompt) + left > limit else None
+
+
+@final
+class Samples(DecodingBatch[Sample]):
+    """Texts of which each next token is chosen by itself."""
+
+    def __init__(self, engine: Engine, kind: SampleKind) -> None:
+        super().__init__(engine, kind, 1, joins=kind.closed is None)
+        self._sampling = kind.sampling
+
+    def open(self, texts: Sequence[Sample]) -> tuple[TextCache, Tensor]:
+        # The samples of a prompt are read once.
+        prompts = dict.fromkeys(tuple(text.given) for text in texts)
+        cache, logits = self.engine.read([*prompts])
+        if len(prompts) < len(texts):
+            number = {prompt: place for place, prompt in enumerate(prompts)}
+            places = torch.tensor([number[tuple(text.given)] for text in texts], device=logits.device)
+            cache.select(places)
+            logits = logits[places]
+        return cache, logits
+
+    def choose(self) -> list[Sample]:
+        places = self.open_places
+        open_ = [text for place in places if (text := self.texts[place]) is not None]
+        logits = self.logits if len(places) == len(self.texts) else self.logits[places]
+        # By row: a `logsumexp` of all rows has other bits in each of them.
+        of_all = logits.log_softmax(dim=-1)
+        require_finite_best(of_all.amax(dim=-1), self.engine, open_)
+        chosen = choose(logits[:, : self.engine.num_choices], self._sampling, [text.draws for text in open_])
+        log_probs = of_all.gather(1, chosen[:, None])[:, 0]
+        self.tokens = chosen.new_zeros(len(self.texts))
+        self.tokens[places] = chosen
+        again = list[Sample]()
+        tops = _tops(of_all[:, : self.engine.num_choices], [text.num_top for text in open_])
+        taken = zip(places, open_, chosen.tolist(), log_probs.tolist(), tops, strict=True)
+        for place, text, token, log_prob, top in taken:
+            if text.take(token, log_prob, top):
+                self.texts[place] = None
+                again.append(text)
+        return again
+
+
+def _tops(log_probs: Tensor, counts: Sequence[int]) -> list[Top]:
+    """Return the most probable tokens of each row, as many as each row asks for."""
+    most = min(max(counts), log_probs.shape[1])
+    if not most:
+        return [()] * len(counts)
+    best = log_probs.topk(most, dim=-1)
+    rows = zip(best.indices.tolist(), best.values.tolist(), counts, strict=True)
+    return [tuple(zip(ids[:count], values[:count], strict=True)) for ids, values, count in rows]
+
+
+def begin(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    ends: Callable[[int, int], bool] = _never_ends,
+) -> list[Asked[list[Hypothesis]]]:
+    """Prompts, to be continued by a `Loop`."""
+    check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
+    return [_begin_prompt(engine, ids, number, options, ends) for number, ids in enumerate(prompts)]
+
+
+def _begin_prompt(
+    engine: Engine,
+    prompt: Sequence[int],
+    number: int,
+    options: GenerationOptions,
+    ends: Callable[[int, int], bool],
+) -> Asked[list[Hypothesis]]:
+    """A prompt of this number among others.
+
+    A beam search is over when `beam_size` texts have ended or at the limit, where the open ones count as they
+    are. None goes on past what the model reads at once.
+    """
+    k, count = options.beam_size, options.num_samples
+    if k == 1:
+        rows = range(number * count, (number + 1) * count)
+        samples = [Sample(engine, prompt, options, row, ends) for row in rows]
+        return Asked(samples, lambda: [collected(sample.new) for sample in samples])
+    most_new = options.most_new(len(prompt))
+    prompt = prompt if engine.context is None else prompt[-engine.context :]
+    limit = limit_of_prompt(len(prompt), most_new, engine.context)
+    closed = _closed(engine, prompt, limit)
+    kind = BeamKind(k, options.alpha, options.stop_ids, float(k), closed=closed)
+    at_limit: Finish = "length" if limit == most_new else "positions"
+    beam = BeamText(prompt, kind, limit, at_limit=at_limit)
+    return Asked([beam], lambda: beam.best[:count])
+
+
+def generate_tokens(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    options: GenerationOptions,
+    *,
+    ends: Callable[[int, int], bool] = _never_ends,
+    batch_rows: int = 32,
+) -> list[list[Hypothesis]]:
+    """Continue prompts, at most `batch_rows` texts at a time, the longest first."""
+    asked = begin(engine, prompts, options, ends)
+    texts = [text for one in asked for text in one.texts]
+    Loop(engine, most_rows=batch_rows).run(sorted(texts, key=lambda text: -text.size))
+    return [one.result() for one in asked]
+
+
+def collected(tokens: Sequence[NewToken]) -> Hypothesis:
+    """A continuation of its tokens."""
+    finish = tokens[-1].finish
+    assert finish is not None
+    own = tokens[:-1] if finish == "token" else tokens
+    log_probs = tuple(new.log_prob for new in tokens)
+    tops = tuple(new.top for new in tokens)
+    return Hypothesis(
+        tuple(new.token for new in own), sum(log_probs), sum(log_probs), log_probs, finish, tops
+    )

@@ -1,0 +1,156 @@
+"""Terms that a translation must have, and the search that puts them there.
+
+The search is dynamic beam allocation. Hypotheses are kept in banks, one for each number of tokens of terms
+that they have. Every bank has its share of the beam, and only a hypothesis with all terms may end. Source:
+Post & Vilar 2018, arXiv 1804.06609. Here the beam grows by one hypothesis for each token, so that no bank is
+left out, and no token lengthens the last word of a term.
+"""
+
+import math
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.errors import UsageError
+from triptych.running.text import SentenceTokenizer
+
+# Scripts without spaces between words: Thai, Lao, Japanese and Chinese.
+_UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_LETTER = rf"[^\W{_UNSPACED}]"
+_NO_TERM = -1
+
+
+@final
+class Glossary:
+    """Terms of the source language, and how each is translated.
+
+    A term occurs in a text as whole words, spelled as in the glossary; only its first letter may be of the
+    other case. Where terms overlap, the longest of those that begin first counts.
+    """
+
+    def __init__(self, terms: Mapping[str, str], tokenizer: SentenceTokenizer) -> None:
+        """`UsageError` for an empty term, and for a translation that the tokens cannot write."""
+        pairs = [(source.strip(), " ".join(target.split())) for source, target in terms.items()]
+        for source, target in pairs:
+            if not source or not target:
+                raise UsageError(f"glossary: {source!r} → {target!r}: give a term and its translation")
+        pairs.sort(key=lambda pair: -len(pair[0]))
+        either = "|".join(f"((?i:{re.escape(term[0])}){re.escape(term[1:])})" for term, _ in pairs)
+        # Without terms, it matches nowhere.
+        self._pattern = re.compile(rf"(?<!{_LETTER})(?:{either or '(?!)'})(?!{_LETTER})")
+        self._ids = [_ids(target, tokenizer) for _, target in pairs]
+        self._lengthening = _lengthening(tokenizer)
+
+    def sentence(self, text: str, ids: Sequence[int]) -> "Sentence":
+        """The tokens of a text, and of the translations of the terms that occur in it."""
+        places = [match.lastindex for match in self._pattern.finditer(text)]
+        terms = dict.fromkeys(self._ids[place - 1] for place in places if place)
+        whole = [one for one in terms if not any(_has(other, one) for other in terms)]
+        return Sentence(ids, Terms(whole, self._lengthening) if whole else None)
+
+
+@lru_cache(maxsize=8)
+def _lengthening(tokenizer: SentenceTokenizer) -> bytes:
+    """1 for every token that goes on with the word before it, else 0."""
+    (before,) = _encoded(["a"], tokenizer)
+    texts = tokenizer.decode([[*before, token] for token in range(tokenizer.vocab_size)])
+    return bytes(re.match(f"a{_LETTER}", text.strip()) is not None for text in texts)
+
+
+def _ids(term: str, tokenizer: SentenceTokenizer) -> tuple[int, ...]:
+    """The tokens of a term inside a sentence."""
+    alone, before, both = _encoded([term, "a", f"a {term}"], tokenizer)
+    ids = both[len(before) :] if both[: len(before)] == before else alone
+    if re.match(f"[{_UNSPACED}]", term) and not tokenizer.decode([ids[:1]])[0].strip():
+        ids = ids[1:]
+    written = unicodedata.normalize("NFC", tokenizer.decode([ids])[0].strip())
+    if written != unicodedata.normalize("NFC", term) or not {*ids}.isdisjoint(tokenizer.rules.never):
+        raise UsageError(f"glossary: the model's tokens cannot write {term!r} (they give {written!r})")
+    return tuple(ids)
+
+
+def _encoded(texts: Sequence[str], tokenizer: SentenceTokenizer) -> list[list[int]]:
+    special = tokenizer.special_ids
+    return [[token for token in ids if token not in special] for ids in tokenizer.encode(texts)]
+
+
+def _has(ids: tuple[int, ...], term: tuple[int, ...]) -> bool:
+    """Whether a term is part of something longer."""
+    return len(term) < len(ids) and _last_end(ids, term) > 0
+
+
+def _last_end(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
+    """Where a term ends that is among tokens, the last time; 0 if it is not."""
+    ends = range(len(ids), len(term) - 1, -1)
+    return next((end for end in ends if ids[end - len(term) : end] == term), 0)
+
+
+@final
+class Terms:
+    """What an output must have: terms, each a sequence of tokens."""
+
+    def __init__(self, terms: Sequence[tuple[int, ...]], lengthening: bytes = b"") -> None:
+        """Terms of which none is part of another.
+
+        `lengthening` has 1 for every token that goes on with the word before it.
+        """
+        self._terms, self._lengthening = tuple(terms), lengthening
+        self.num_tokens = sum(map(len, terms))
+        self.tokens = frozenset(token for term in terms for token in term)
+
+    def num_met(self, ids: tuple[int, ...]) -> int:
+        """Tokens of terms that an output has, and of one that it has begun since."""
+        ends = [_last_end(ids, term) for term in self._terms]
+        since = ids[max(ends) :]
+        begun = [0]
+        for term, end in zip(self._terms, ends, strict=True):
+            lengths = range(0 if end else min(len(term), len(since)), 0, -1)
+            begun.append(next((n for n in lengths if since[-n:] == term[:n]), 0))
+        return max(begun) + sum(len(term) for term, end in zip(self._terms, ends, strict=True) if end)
+
+    def best(
+        self, log_probs: Float[Tensor, "beam vocab"], beam: Sequence[tuple[tuple[int, ...], float]], end: int
+    ) -> list[tuple[float, int, int, float]]:
+        """The continuations of a beam (tokens and totals): ends first, each part best first.
+
+        Each is a total, a row, a token and its log-probability.
+        """
+        lengthening = torch.from_numpy(np.frombuffer(self._lengthening, dtype=bool).copy())
+        for row, (ids, _) in enumerate(beam):
+            if any(ids and ids[-len(term) :] == term for term in self._terms):
+                log_probs[row, : len(lengthening)][lengthening.to(log_probs.device)] = -math.inf
+        tokens = sorted(self.tokens)
+        of_terms = log_probs[:, tokens].tolist()
+        # No bank takes more than the beam of one row, tokens of terms and the end left out.
+        likely = log_probs.topk(min(len(beam) + len(tokens) + 1, log_probs.shape[1]))
+        banks: list[list[tuple[float, int, int, float]]] = [[] for _ in range(self.num_tokens + 1)]
+        for row, (ids, total) in enumerate(beam):
+            most = zip(likely.indices[row].tolist(), likely.values[row].tolist(), strict=True)
+            without = self.num_met((*ids, _NO_TERM))
+            for token, log_prob in {**dict(most), **dict(zip(tokens, of_terms[row], strict=True))}.items():
+                bank = self.num_met((*ids, token)) if token in self.tokens else without
+                if total + log_prob > -math.inf and (token != end or bank == self.num_tokens):
+                    banks[bank].append((total + log_prob, row, token, log_prob))
+        ranked = [sorted(bank, reverse=True) for bank in banks]
+        going = [[one for one in bank if one[2] != end] for bank in ranked]
+        share = len(beam) // len(banks)
+        chosen = [one for bank in going for one in bank[:share]]
+        left = sorted((one for bank in going for one in bank[share:]), reverse=True)
+        chosen += left[: len(beam) - len(chosen)]
+        ends = [one for one in ranked[-1][: len(beam) - self.num_tokens] if one[2] == end]
+        return ends + sorted(chosen, reverse=True)
+
+
+class Sentence(list[int]):
+    """Token ids of a sentence, and the terms of its translation."""
+
+    def __init__(self, ids: Sequence[int], terms: Terms | None = None) -> None:
+        super().__init__(ids)
+        self.terms = terms

@@ -1,0 +1,185 @@
+"""How well a language model predicts a text."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.core.algebra.forms import at_least_float32
+from triptych.core.algebra.resampling import ratio_intervals
+from triptych.core.models import LanguageModel
+from triptych.core.models.overflow import require_finite_logits, require_finite_values
+from triptych.errors import DataError, UsageError
+from triptych.literals import SpecialTokens
+from triptych.running.decoding.batches import padded_alike
+from triptych.running.text import Tokenizer, encode_texts
+from triptych.running.text.unknown_characters import count_unknown, why_no_bits
+
+_LONGEST_CONTEXT = 1024  # where the model itself sets no limit
+_LOGITS_AT_A_TIME = 1 << 26
+
+# From token ids `[rows, length]` to the logits of the token after each.
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The loss of a model on a text."""
+
+    nats: float  # of all tokens that were predicted
+    tokens: int  # how many they are
+    num_bytes: int  # how many bytes of UTF-8 they are
+    context: int  # tokens of a window
+    stride: int  # tokens by which a window begins after the one before
+    documents: int  # texts that were scored, each by itself
+    interval: tuple[float, float]  # 95 % bootstrap interval of the nats per token
+    units: str  # what was drawn for it: "documents", or of a single document its "windows"
+    unknown: float = 0.0  # share of the characters that the tokenizer does not know, at least
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.nats_per_token, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of the text; None if the tokenizer knows too little of it."""
+        return None if self.why_no_bits else self.nats / math.log(2) / self.num_bytes
+
+    @property
+    def why_no_bits(self) -> str:
+        """The reason why there are no bits per byte; "" if there are."""
+        return why_no_bits(self.unknown)
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON has them."""
+        return {
+            "nats_per_token": self.nats_per_token,
+            "interval": list(self.interval),
+            "interval_over": self.units,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+            "bytes": self.num_bytes,
+            "unknown": self.unknown,
+            "documents": self.documents,
+            "context": self.context,
+            "stride": self.stride,
+        }
+
+
+@torch.inference_mode()
+def token_losses(
+    model: LanguageModel, ids: Sequence[int], context: int, stride: int, compute: Logits | None = None
+) -> list[Float[Tensor, " tokens"]]:
+    """The negative log-probabilities in nats of the tokens of a text but its first, window by window."""
+    whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
+    last = len(ids) - 1  # tokens that are read
+    found, windows = [], list[tuple[int, int, int]]()  # begin, end, tokens predicted before
+    predicted = 0
+    while predicted < last:
+        end = predicted + (stride if predicted else context)
+        windows.append((end - context, min(end, last), predicted))
+        predicted = end
+    at_a_time = max(1, _LOGITS_AT_A_TIME // (context * model.vocab_size))
+    place = 0
+    while place < len(windows):
+        length = windows[place][1] - windows[place][0]
+        batch = [w for w in windows[place : place + at_a_time] if w[1] - w[0] == length]
+        place += len(batch)
+        read = torch.stack([whole[begin:end] for begin, end, _ in batch])
+        logits = model(read).logits if compute is None else compute(read)
+        for (begin, end, before), row in zip(batch, logits, strict=True):
+            own = at_least_float32(row[before - begin :])
+            targets = whole[before + 1 : end + 1]
+            total = own.logsumexp(dim=-1)
+            require_finite_values(model, total, None if compute else partial(model, read))
+            found.append(total - own.gather(1, targets[:, None])[:, 0])
+    return found
+
+
+@torch.inference_mode()
+def score_continuations(
+    model: LanguageModel,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    max_tokens: int,
+    batch_rows: int = 16,
+) -> list[tuple[float, bool]]:
+    """The log-probability of each continuation after its context, in nats."""
+    texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
+    found = [(0.0, True)] * len(pairs)
+    order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i]))
+    device = model.embeddings.table.weight.device
+    model.eval()
+    batches = (order[start : start + batch_rows] for start in range(0, len(order), batch_rows))
+    lengths = [len(text) - 1 for text in texts]  # of what is read
+    for batch in (part for whole in batches for part in padded_alike(whole, lengths, model.rotary_limit)):
+        rows = [torch.tensor(texts[i][:-1]) for i in batch]
+        read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+        for i, logits in zip(batch, model(read).logits, strict=True):
+            count = min(len(pairs[i][1]), len(texts[i]) - 1)
+            own = at_least_float32(logits[len(texts[i]) - 1 - count : len(texts[i]) - 1])
+            require_finite_logits(model, own, partial(model, read))
+            targets = torch.tensor(texts[i][-count:], device=device)
+            log_probs = own.log_softmax(dim=-1).gather(1, targets[:, None])
+            found[i] = float(log_probs.double().sum()), bool((own.argmax(dim=-1) == targets).all())
+    return found
+
+
+def measure_likelihood(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    documents: Sequence[str],
+    context: int | None = None,
+    stride: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    compute: Logits | None = None,
+    special_tokens: SpecialTokens = "tokens",
+) -> Likelihood:
+    """Score a model on texts, each by itself and over its whole length."""
+    if not model.causal:
+        raise UsageError("an encoder predicts no text: evaluate --text is for decoder-only models")
+    limit = model.max_tokens
+    context = min(model.context or _LONGEST_CONTEXT, _LONGEST_CONTEXT) if context is None else context
+    stride = context if stride is None else stride
+    if context < 1 or (limit is not None and context > limit):
+        bounds = "at least 1" if limit is None else f"between 1 and the model's {limit:,} positions"
+        raise UsageError(f"the context is {context:,} tokens: give {bounds}")
+    if not 1 <= stride <= context:
+        raise UsageError(f"the stride is {stride:,} tokens: give between 1 and the context of {context:,}")
+    losses, num_bytes = list[list[Tensor]](), 0
+    characters = unknown = 0
+    model.eval()
+    for done, document in enumerate(documents, start=1):
+        if document:
+            (ids,) = encode_texts(tokenizer, [document], special_tokens)
+            losses.append(token_losses(model, ids, context, stride, compute))
+            characters += len(document)
+            unknown += count_unknown(tokenizer, document, ids, special_tokens)
+            # The first token is not predicted.
+            num_bytes += len(document.encode()) - len(
+                "".join(tokenizer.decode([ids[:1]] if ids else [])).encode()
+            )
+        progress(done, len(documents))
+    units = "documents" if len(losses) > 1 else "windows"
+    parts = (
+        [torch.cat(own) for own in losses if own] if len(losses) > 1 else [w for own in losses for w in own]
+    )
+    if not parts:
+        raise DataError("the text is empty or a single token: give one of at least two tokens")
+    sums = torch.stack([part.double().sum() for part in parts]).cpu()
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+    low, high = map(float, ratio_intervals(sums, counts))
+    nats, tokens = float(sums.sum()), int(counts.sum())
+    share = unknown / max(1, characters)
+    return Likelihood(
+        nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units, share
+    )

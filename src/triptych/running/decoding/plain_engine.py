@@ -1,0 +1,95 @@
+"""Decoding with the layers of a model as they are: slower than `Engine`, and what it is compared with.
+
+Every hypothesis is a row with keys, values and a memory of its own, one token after the other, so that a tap
+of a layer (`attention.steps`) sees the same positions as in a forward pass.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.core.algebra.forms import at_least_float32
+from triptych.core.attention import DecoderCache
+from triptych.core.models import EncoderDecoder
+from triptych.core.models.sites import attention_sites, require_lengths
+from triptych.running.decoding.cache import rows_of_texts
+from triptych.running.decoding.engine import GROUP, DecodingEngine
+from triptych.running.decoding.fused import beyond_fusing
+
+
+def needs_plain(model: EncoderDecoder) -> bool:
+    """Whether a layer changes values on the way, or does what a fused one does not."""
+    layers = [(site.layer, site.stack == "cross") for site in attention_sites(model)]
+    return any(layer.tap is not None or beyond_fusing(layer.weights(), cross) for layer, cross in layers)
+
+
+@final
+class PlainEngine(DecodingEngine):
+    """An encoder-decoder, token by token through its own layers, in their own dtype."""
+
+    def __init__(self, model: EncoderDecoder, never: Sequence[int] = ()) -> None:
+        """Run a model; logits of the tokens in `never` are −inf."""
+        self.model = model.eval()
+        self.device, self.pad_id = model.decoder.embeddings.table.weight.device, model.pad_id
+        self.max_tokens = model.max_target_tokens
+        self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
+        # Taps of cross-attention are told the position of a query.
+        taps: list[Any] = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
+        self._taps = [tap for tap in taps if hasattr(tap, "first")]
+
+    joins = False  # taps are told one position for all texts
+    why_batches_matter = "attention that is not fused"
+
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "Hypotheses":
+        """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""
+        for length in (src != self.pad_id).sum(dim=1).tolist():
+            require_lengths(self.model, {"encoder": (length, length), "cross": (None, length)})
+        memory, mask = self.model.encode(src), self.model.memory_mask(src)
+        return Hypotheses(
+            DecoderCache(len(self.model.decoder.blocks)),
+            memory.repeat_interleave(beam_size, dim=0),
+            mask.repeat_interleave(beam_size, dim=0),
+            beam_size,
+        )
+
+    def step(self, tokens: Int[Tensor, " rows"], cache: "Hypotheses") -> Float[Tensor, "rows vocab"]:
+        """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in."""
+        self._tell(cache.layers.length)
+        x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
+        self._tell(0)  # a whole text that is read next begins at its first token
+        logits = self.model.head(x[:, 0]).index_fill(1, self._never, -math.inf)
+        return F.pad(at_least_float32(logits), (0, -logits.shape[1] % GROUP), value=-math.inf)
+
+    def _tell(self, first: int) -> None:
+        for tap in self._taps:
+            tap.first = first
+
+
+@final
+class Hypotheses:
+    """What is kept of the hypotheses of a batch: a row for each."""
+
+    columns = None  # logits have one for each token
+
+    def __init__(
+        self,
+        layers: DecoderCache,
+        memory: Float[Tensor, "rows src_len d_model"],
+        mask: Bool[Tensor, "rows 1 1 src_len"],
+        beam_size: int,
+    ) -> None:
+        self.layers, self.memory, self.mask, self._beam_size = layers, memory, mask, beam_size
+
+    def reorder(self, parents: Int[Tensor, "texts width"]) -> None:
+        self.layers.select(rows_of_texts(torch.arange(len(parents), device=parents.device), parents))
+
+    def select(self, texts: Int[Tensor, " kept"]) -> None:
+        each = torch.arange(self._beam_size, device=texts.device).expand(len(texts), -1)
+        rows = rows_of_texts(texts, each)
+        self.layers.select(rows, rows)
+        self.memory, self.mask = self.memory[rows], self.mask[rows]

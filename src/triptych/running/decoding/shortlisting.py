@@ -1,0 +1,97 @@
+"""Decoding with a lexical shortlist: the output layer computes only the tokens that a batch may use."""
+
+import math
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from triptych.core.models import EncoderDecoder
+from triptych.errors import UsageError
+from triptych.literals import Precision
+from triptych.running.decoding.cache import TextCache
+from triptych.running.decoding.engine import GROUP, DecodingEngine, Engine
+from triptych.running.decoding.linear_maps import Maps, has_room_for_another
+from triptych.running.text import OutputRules
+from triptych.running.text.shortlists import Shortlist
+
+
+@final
+class ShortlistEngine(DecodingEngine):
+    """An `Engine` whose sentences use only the tokens that a shortlist allows them.
+
+    The output layer has the rows that some sentence of the batch may use. A sentence gets the logits of its
+    own tokens in their order, whoever its neighbours are, so that they do not change its output.
+    """
+
+    joins = False  # the output layer is made for the sentences of a batch
+
+    def __init__(
+        self, model: EncoderDecoder, shortlist: Shortlist, rules: OutputRules, precision: Precision = "fp32"
+    ) -> None:
+        if model.head.config.soft_cap is not None:
+            raise UsageError("the model's logits are soft-capped, and shortlists do not do so: leave it out")
+        self._engine, self._shortlist, self._end = Engine(model, precision), shortlist, rules.end
+        self._engine.fixed = False
+        self.device, self.pad_id = self._engine.device, self._engine.pad_id
+        self.max_tokens = self._engine.max_tokens
+        output = model.head.output
+        weight, bias = output.weight.detach(), output.bias
+        self._maps = Maps(precision, weight.dtype, packed=has_room_for_another(model))
+        self._weight = weight * model.head.config.input_scale
+        self._bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().clone()
+        self._bias[list(rules.never)] = -math.inf
+
+    @property
+    def why_batches_matter(self) -> str:
+        reasons = (self._engine.why_batches_matter, "an output layer of the tokens of a batch")
+        return ", ".join(reason for reason in reasons if reason)
+
+    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "ShortlistCache":
+        """Read sentences, and look up what they may use."""
+        allowed = [self._shortlist.of(row) for row in src.tolist()]
+        union = np.unique(np.concatenate([[self._end], *allowed]))
+        missing = GROUP - len(union) % GROUP  # at least one column that nothing may use
+        width = max(map(len, allowed)) + 1
+        columns = np.full((len(allowed), width + -width % GROUP), self.pad_id)
+        places = np.full(columns.shape, len(union))
+        for row, ids in enumerate(allowed):
+            own = np.concatenate([[self._end], ids[ids != self._end]])
+            columns[row, : len(own)], places[row, : len(own)] = own, np.searchsorted(union, own)
+        rows = torch.from_numpy(union).to(self.device)
+        output = self._maps.linear(
+            F.pad(self._weight[rows], (0, 0, 0, missing)),
+            F.pad(self._bias[rows], (0, missing), value=-math.inf),
+        )
+        of_sentences = (torch.from_numpy(table).to(self.device) for table in (columns, places))
+        return ShortlistCache(self._engine.start(src, beam_size), output, *of_sentences)
+
+    def step(self, tokens: Int[Tensor, " rows"], cache: "ShortlistCache") -> Float[Tensor, "rows columns"]:
+        """Logits of the token after each of `tokens`, of those that its sentence may use."""
+        logits = cache.output(self._engine.decode(tokens, cache.beams))
+        places = cache.places[:, None].expand(-1, logits.shape[1], -1)
+        return logits.gather(2, places).flatten(0, 1).float()  # type: ignore[no-any-return]
+
+
+@final
+class ShortlistCache:
+    """What is kept of a batch: its output layer, and of each sentence the columns and their places in it."""
+
+    def __init__(
+        self,
+        beams: TextCache,
+        output: nn.Module,
+        columns: Int[Tensor, "batch columns"],
+        places: Int[Tensor, "batch columns"],
+    ) -> None:
+        self.beams, self.output, self.columns, self.places = beams, output, columns, places
+
+    def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
+        self.beams.reorder(parents)
+
+    def select(self, sentences: Tensor) -> None:
+        self.beams.select(sentences)
+        self.columns, self.places = self.columns[sentences], self.places[sentences]

@@ -1,0 +1,281 @@
+"""Continuations of texts, text in and text out."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from triptych.core.models import LanguageModel
+from triptych.errors import DataError, UsageError
+from triptych.literals import Precision, SpecialTokens
+from triptych.printable import shortened
+from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.generation import GenerationOptions, OtherEngine, begin, generate_tokens
+from triptych.running.decoding.search import Finish, Hypothesis, Top
+from triptych.running.decoding.token_loop import Asked, Loop
+from triptych.running.text import StreamDecoder, Text, Tokenizer, encode_texts
+from triptych.running.text.given import which_of
+
+# Tokens of the prompt that are decoded before the first new one: they say whether it begins with a space.
+_BEFORE = 8
+_SHOWN = 200  # characters of a text in a repr
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a prompt was continued by."""
+
+    text: str  # of the continuation alone, up to a stop string if one ended it
+    ids: tuple[int, ...]  # its tokens, the stop string's included
+    pieces: tuple[str, ...]  # its tokens, readable
+    log_probs: tuple[float, ...]  # of every token, and of the stop token if one ended it; see `NewToken`
+    finish: Finish  # why it ended; see `NewToken`
+    tops: tuple[Top, ...]  # the most probable tokens in each of their places, if they are asked for
+    score: float  # of beam search, the sum of `log_probs` over the length penalty; otherwise their sum
+
+    def __repr__(self) -> str:
+        text, count = shortened(self.text, _SHOWN), len(self.ids)
+        return f"Continuation({text!r}: {count} tokens, finish {self.finish!r}, score {self.score:.4g})"
+
+
+@final
+class TextStream:
+    """The text of a continuation, as its tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self.text, self.is_over = "", False
+        self._stops, self._held = stops, ""
+        self._decoder = StreamDecoder(tokenizer)
+        for token in prompt[-_BEFORE:]:
+            self._decoder.push(token)
+
+    def push(self, token: int) -> str:
+        """Take a token; the text that is certain now."""
+        return self._given_out(self._decoder.push(token))
+
+    def finish(self) -> str:
+        """The rest of the text, at the end."""
+        if self.is_over:
+            return ""
+        rest = self._given_out(self._decoder.finish())
+        held, self._held = ("" if self.is_over else self._held), ""
+        self.text += held
+        return rest + held
+
+    def _given_out(self, new: str) -> str:
+        pending, self._held = self._held + new, ""
+        found = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
+        if found:
+            self.is_over, pending = True, pending[: min(found)]
+        elif self._stops:
+            longest = max((_beginning(pending, stop) for stop in self._stops), default=0)
+            pending, self._held = pending[: len(pending) - longest], pending[len(pending) - longest :]
+        self.text += pending
+        return pending
+
+
+def _beginning(text: str, stop: str) -> int:
+    """The most characters at the end of a text that a stop string begins with."""
+    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+
+
+@final
+class TextGenerator:
+    """A language model with its tokenizer."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        precision: Precision = "fp32",
+        end_ids: Sequence[int] = (),
+        begin_id: int | None = None,
+        batch_rows: int = 32,
+        other: OtherEngine | None = None,
+    ) -> None:
+        check_vocabulary(model, tokenizer)
+        self.model, self.tokenizer, self.precision = model, tokenizer, precision
+        self._batch_rows, self._begin_id = batch_rows, begin_id
+        usual = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+        self.end_ids = tuple(dict.fromkeys(end_ids)) or usual
+        self._other = other
+        if other is not None:
+            return
+        try:
+            self._engine = Engine(model, precision, tokenizer.vocab_size)
+        except ValueError as error:
+            raise UsageError(f"this model cannot be run: {error}") from None
+
+    def encode(
+        self, prompt: Text, *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
+    ) -> list[int]:
+        """Encode a prompt; an empty one becomes the token that begins a text."""
+        (ids,) = self.encode_prompts([prompt], chat=chat, special_tokens=special_tokens)
+        return ids
+
+    def encode_prompts(
+        self, prompts: Sequence[Text], *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
+    ) -> list[list[int]]:
+        """Encode prompts; see `encode`."""
+        if chat:
+            return [self._chat_ids(prompt, special_tokens) for prompt in prompts]
+        found = encode_texts(
+            self.tokenizer,
+            prompts,
+            special_tokens,
+            vocab_size=self.model.vocab_size,
+            begin_id=self._begin_id,
+        )
+        for number, ids in enumerate(found, start=1):
+            if not ids:
+                raise UsageError(
+                    f"{which_of('prompt', number, found)} is empty: give it some text (the tokenizer has no "
+                    "token that begins one)"
+                )
+        return found
+
+    def _chat_ids(self, prompt: Text, special_tokens: SpecialTokens) -> list[int]:
+        if not isinstance(prompt, str):
+            raise UsageError("chat puts a text into a template: give a string, or leave out chat")
+        message = {"role": "user", "content": prompt}
+        return self.tokenizer.chat_ids([message], special_tokens=special_tokens)
+
+    def generate(
+        self,
+        prompts: Sequence[Text],
+        options: GenerationOptions,
+        *,
+        chat: bool = False,
+        special_tokens: SpecialTokens = "tokens",
+    ) -> list[list[Continuation]]:
+        """Continue prompts; prompts of similar length share a batch."""
+        ids = self.encode_prompts(prompts, chat=chat, special_tokens=special_tokens)
+        return self.continue_tokens(ids, options)
+
+    def continue_tokens(
+        self,
+        texts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        tell: Callable[[int, str], None] = lambda row, text: None,
+    ) -> list[list[Continuation]]:
+        """Continue texts that are token ids already; see `generate`.
+
+        Without a beam, `tell` gets the text that each token makes certain, with the number of its text times
+        `num_samples` plus that of the sample.
+        """
+        if self._other is not None and options.num_top:
+            raise UsageError("this engine tells no other tokens of a place: ask for none, or take triptych's")
+        options, count = self._with_ends(options), options.num_samples
+        streams, ends = self._streams(texts, options, tell)
+        if self._other is not None:
+            found = self._other.generate(texts, options, ends, self._batch_rows)
+        else:
+            found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
+        return [
+            self._continuations(of_prompt, streams[i * count : (i + 1) * count], options)
+            for i, of_prompt in enumerate(found)
+        ]
+
+    def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
+        """What continues texts that come one by one (`begin`); None where another library does."""
+        return None if self._other else Loop(self._engine, most_rows=most_rows, most_tokens=most_tokens)
+
+    def begin(
+        self,
+        ids: Sequence[int],
+        options: GenerationOptions,
+        tell: Callable[[int, str], None] = lambda sample, text: None,
+    ) -> Asked[list[Continuation]]:
+        """A text, to be continued by a loop; `tell` gets numbers of samples and what their texts grow by."""
+        options = self._with_ends(options)
+        streams, ends = self._streams([ids], options, tell)
+        (asked,) = begin(self._engine, [ids], options, ends)
+        return Asked(asked.texts, lambda: self._continuations(asked.result(), streams, options))
+
+    def stream(
+        self,
+        prompt: Text,
+        options: GenerationOptions,
+        *,
+        chat: bool = False,
+        special_tokens: SpecialTokens = "tokens",
+    ) -> Iterator[str]:
+        """Continue a prompt, giving out the text as it comes."""
+        if options.beam_size > 1 or options.num_samples > 1:
+            raise ValueError("one sample without a beam comes token by token")
+        ids = self.encode(prompt, chat=chat, special_tokens=special_tokens)
+        options = self._with_ends(options)
+        new = deque[str]()
+        (text,), ends = self._streams([ids], options, lambda row, text: new.append(text))
+        if self._other is not None:
+            steps: Iterator[object] = self._other.stream(ids, options, ends)
+        else:
+            (asked,) = begin(self._engine, [ids], options, ends)
+            steps = Loop(self._engine).steps(asked.texts)
+        for _ in steps:
+            while new:
+                if part := new.popleft():
+                    yield part
+        if rest := text.finish():
+            yield rest
+
+    def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
+        sampling = options.sampling
+        if sampling.rules.min_new_tokens or sampling.rules.min_length:
+            sampling = replace(sampling, rules=replace(sampling.rules, ends=self.end_ids))
+        return replace(options, sampling=sampling, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
+
+    def _streams(
+        self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]
+    ) -> tuple[list[TextStream], Callable[[int, int], bool]]:
+        """The text of every sample, and what takes a sample's token and says whether its text is over."""
+        every = [ids for ids in texts for _ in range(options.num_samples)]
+        streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in every]
+
+        def ends(row: int, token: int) -> bool:
+            tell(row, streams[row].push(token))
+            return streams[row].is_over
+
+        return streams, ends
+
+    def _continuations(
+        self, found: Sequence[Hypothesis], streams: Sequence[TextStream], options: GenerationOptions
+    ) -> list[Continuation]:
+        continuations = []
+        for one, text in zip(found, streams, strict=False):
+            own = _cut_at_stop(one, text) if options.beam_size > 1 else one
+            text.finish()
+            finish = "text" if text.is_over else own.finish
+            assert finish is not None, "it has ended"
+            pieces = tuple(self.tokenizer.pieces(own.ids))
+            continuations.append(
+                Continuation(
+                    text=text.text,
+                    ids=own.ids,
+                    pieces=pieces,
+                    log_probs=own.log_probs,
+                    finish=finish,
+                    tops=own.tops,
+                    score=own.score,
+                )
+            )
+        return continuations
+
+
+def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
+    """A text of a beam up to a stop string, which the search did not look for."""
+    for count, token in enumerate(found.ids, start=1):
+        text.push(token)
+        if text.is_over:
+            return found._replace(ids=found.ids[:count], log_probs=found.log_probs[:count])
+    return found
+
+
+def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Every token of a tokenizer is one of the model."""
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: take "
+            "both from one checkpoint"
+        )

@@ -1,0 +1,340 @@
+"""What a head is worth: the loss of a model on a text when a single head is left out.
+
+All heads of a layer are left out at once, each in rows of its own. A head is left out where its output would
+meet W_O. The blocks before the layer are not run again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from triptych.core.algebra.forms import at_least_float32
+from triptych.core.algebra.function import channels, for_heads, gated
+from triptych.core.algebra.resampling import ratio_intervals
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.models.overflow import require_finite_values
+from triptych.core.models.sites import AttentionSite, attention_sites
+from triptych.errors import UsageError
+from triptych.literals import Instead
+from triptych.running.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
+from triptych.running.measuring.windows import DocumentWindow, HeadFigures, Place, Told, Windows
+from triptych.running.opening import LayerCall, Reader, Recording, TextIds
+from triptych.running.text import Tokenizer
+from triptych.running.text.masking import MaskingSpec
+
+# Every one is read as often as the model has heads.
+MOST_TOKENS = 1 << 13
+# Tokens of all rows that run together, each with another head left out.
+_TOKENS_AT_A_TIME = 1 << 13
+_LOGITS_AT_A_TIME = 1 << 25
+
+
+@final
+@dataclass(frozen=True)
+class HeadWorth:
+    """What one head is worth."""
+
+    stack: str  # "encoder", "decoder" or "cross"
+    layer: int  # its number in the stack
+    head: int  # its number
+    change: float  # by which the loss rises without it, in nats per token
+    low: float  # lower end of the 95 % interval; `high` is the upper end
+    high: float
+    # root mean square length of what it adds to its layer's output, by which `prune_heads` with `on_text`
+    # chooses
+    added: float
+
+
+@final
+@dataclass(frozen=True)
+class Worth:
+    """What all heads of a model are worth on a text."""
+
+    # what takes the place of a head's output: "zero", its "mean" over the text, or what it would be if the
+    # head looked at all visible keys "even"ly
+    instead: Instead
+    heads: tuple[HeadWorth, ...]  # the most important one first
+    loss: float  # of the whole model, in nats per token
+    tokens: int  # that are predicted
+
+    def of(self, stack: str, layer: int) -> tuple[float, ...]:
+        """The rise of the loss without each head of a layer, by number: an order for `prune_heads`."""
+        return tuple(self.figures()[stack, layer]["worth"].value.tolist())
+
+    def figures(self) -> dict[Place, dict[str, HeadFigures]]:
+        """The rises by place and name, as other figures of heads have them."""
+        own: dict[Place, list[HeadWorth]] = {}
+        for one in sorted(self.heads, key=lambda one: one.head):
+            own.setdefault((one.stack, one.layer), []).append(one)
+        found = {}
+        for place, heads in own.items():
+            numbers = torch.tensor(
+                [[one.change, one.low, one.high, one.added] for one in heads], dtype=torch.float64
+            )
+            change, low, high, added = numbers.mT
+            found[place] = {"worth": HeadFigures(change, low, high), "added": HeadFigures(added)}
+        return found
+
+
+class WindowBatch(NamedTuple):
+    """Windows that run together."""
+
+    units: Int[Tensor, " rows"]  # of each window
+    texts: list[TextIds]  # what the model reads: of an encoder alone, with masks in the place of some tokens
+    targets: Int[Tensor, "rows length"]  # what it predicts at each place
+    predicts: Bool[Tensor, "rows length"]  # where it predicts a token that counts
+    # where the encoder of an encoder-decoder reads tokens, not padding; None without one
+    src_tokens: Bool[Tensor, "rows src_len"] | None
+    tokens: Bool[Tensor, "rows length"]  # the same of what is read besides
+
+    def tokens_of(self, site: AttentionSite) -> Bool[Tensor, "rows length"]:
+        """Where a layer's queries are tokens, not padding."""
+        return self.src_tokens if site.stack == "encoder" and self.src_tokens is not None else self.tokens
+
+
+def measure_worth(
+    reader: Reader,
+    windows: Windows,
+    instead: Instead,
+    progress: Told = lambda done, total: None,
+    *,
+    together: Sequence[Sequence[str]] | None = None,
+) -> Worth:
+    """Leave every head of a model out in turn, and measure the loss on a text.
+
+    `together` has groups of layers of a stack, by their names in order. The layers of a group lose a head at
+    once: the first one is measured, and `added` is a mean over the group. Each layer is a group if None.
+    """
+    require_worth(reader)
+    model = reader.model
+    by_name = {site.name: site for site in attention_sites(model)}
+    groups = [[by_name[name] for name in names] for names in together or [[name] for name in by_name]]
+    sites = [site for group in groups for site in group]
+    most_heads = max(site.layer.num_heads for site in sites)
+    batches = [*batches_of(reader, windows, _TOKENS_AT_A_TIME // most_heads)]
+    losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)
+    changes = {
+        first.name: torch.zeros(windows.num_units, first.layer.num_heads, dtype=torch.float64)
+        for first, *_ in groups
+    }
+    squares = {first.name: torch.zeros(first.layer.num_heads, dtype=torch.float64) for first, *_ in groups}
+    counts = dict.fromkeys(squares, 0)
+    done, total = 0, len(batches) * len(groups)
+    with torch.no_grad(), EvaluationMode(model):
+        means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}
+        for batch in batches:
+            with head_outputs(sites) as outputs:
+                run = reader.run(batch.texts, residuals=True)
+            whole = row_losses(model, batch, run.hidden)[0].cpu()
+            losses.index_add_(0, batch.units, whole)
+            tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
+            calls = {call.site.name: call for call in run.calls}
+            for group in groups:
+                first = group[0]
+                others = {site.name: torch.zeros_like(outputs[site.name][:1]) for site in group}
+                if instead == "mean":
+                    others = {site.name: means[site.name] for site in group}
+                elif instead == "even":
+                    others = {site.name: even_output(calls[site.name]) for site in group}
+                with _heads_left_out(group, others):
+                    without = _losses_from(model, batch, run, first)
+                changes[first.name].index_add_(0, batch.units, (without.cpu() - whole).mT)
+                for site in group:
+                    z = outputs[site.name].transpose(1, 2)[batch.tokens_of(site)]
+                    added = torch.einsum("thv,hvd->thd", z, site.layer.weights().W_O)
+                    squares[first.name] += added.double().square().sum(dim=(0, 2)).cpu()
+                    counts[first.name] += len(z)
+                done += 1
+                progress(done, total)
+    found = []
+    for first, *_ in groups:
+        low, high = ratio_intervals(changes[first.name], tokens[:, None])
+        change = changes[first.name].sum(dim=0) / tokens.sum()
+        added = (squares[first.name] / max(1, counts[first.name])).sqrt()
+        for head, numbers in enumerate(torch.stack([change, low, high, added], dim=1).tolist()):
+            found.append(HeadWorth(first.stack, first.block, head, *numbers))
+    ordered = tuple(sorted(found, key=lambda one: -one.change))
+    return Worth(instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum()))
+
+
+def require_worth(reader: Reader) -> None:
+    """Check that the model has a loss, and can run from any block on."""
+    model = reader.model
+    blocks = model.architecture.blocks if isinstance(model, LanguageModel) else ()
+    if any(block.keys is not None or block.input is not None for block in blocks):
+        raise UsageError(
+            f"{reader.name} has blocks that read more than the stream before them: heads cannot be left out "
+            "one layer at a time (--worth)"
+        )
+    require_loss(reader, "leaving heads out (--worth)")
+
+
+def require_loss(reader: Reader, what: str) -> None:
+    """Check that the model predicts tokens, next ones or masked ones; `what` needs their loss."""
+    model = reader.model
+    if isinstance(model, EncoderDecoder):
+        return
+    if model.head is None or model.head.config.outputs not in (None, model.vocab_size):
+        raise UsageError(f"{reader.name} has no head that predicts tokens, and so no loss: {what} needs one")
+    if not model.causal and reader.tokenizer.mask_id is None:
+        raise UsageError(
+            f"the tokenizer of {reader.name} has no mask token: without it an encoder has no loss, and "
+            f"{what} needs one"
+        )
+
+
+def batches_of(reader: Reader, windows: Windows, most_tokens: int) -> Iterator[WindowBatch]:
+    """Yield batches of windows of similar lengths, within a number of tokens."""
+    units, whole = torch.tensor(windows.unit_of), windows.windows
+    lengths = [[0] * window.num_tokens for window in whole]
+    limit = reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
+    for like in batches_of_like_length(lengths, max(1, most_tokens)):
+        for part in padded_alike(like, [len(own) for own in lengths], limit):
+            yield _batch(reader, [(i, whole[i]) for i in part], units[part])
+
+
+def _batch(reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units: Tensor) -> WindowBatch:
+    model = reader.model
+    device = next(model.parameters()).device
+    texts = [window.text for _, window in windows]
+    targets, src, predicts = [list(text.ids) for text in texts], None, None
+    if isinstance(model, EncoderDecoder):
+        src = _padded_rows([[1] * len(text.source or ()) for text in texts], device).bool()
+    elif model.causal:
+        texts, targets = [TextIds(text.ids[:-1]) for text in texts], [own[1:] for own in targets]
+    else:
+        hidden = [_hidden(reader.tokenizer, window.text.ids, number) for number, window in windows]
+        texts = [TextIds(tuple(ids)) for ids, _ in hidden]
+        predicts = _padded_rows([places for _, places in hidden], device).bool()
+    tokens = _padded_rows([[1] * len(text.ids) for text in texts], device).bool()
+    return WindowBatch(
+        units, texts, _padded_rows(targets, device), tokens if predicts is None else predicts, src, tokens
+    )
+
+
+def _hidden(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> tuple[list[int], list[int]]:
+    """A window of an encoder with some tokens hidden, and 1 where; the same for the same number.
+
+    As many as in training are hidden, each by the mask token.
+    """
+    ordinary = [place for place, token in enumerate(ids) if token not in tokenizer.special_ids]
+    order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(number)).tolist()
+    chosen = {ordinary[i] for i in order[: max(1, round(MaskingSpec().share * len(ordinary)))]}
+    assert tokenizer.mask_id is not None, "`require_loss` asks for it"
+    read = [tokenizer.mask_id if place in chosen else token for place, token in enumerate(ids)]
+    return read, [int(place in chosen) for place in range(len(ids))]
+
+
+def _padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    return nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True).to(device)
+
+
+def _mean_outputs(
+    reader: Reader, sites: Sequence[AttentionSite], batches: Sequence[WindowBatch]
+) -> dict[str, Float[Tensor, "1 heads 1 d_v"]]:
+    """The mean over the text of what meets W_O, by site."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    for batch in batches:
+        with head_outputs(sites) as found:
+            reader.run(batch.texts)
+        for site in sites:
+            z = found[site.name].transpose(1, 2)[batch.tokens_of(site)]
+            sums[site.name] = sums.get(site.name, 0.0) + z.sum(dim=0, dtype=torch.float64)
+            counts[site.name] = counts.get(site.name, 0) + len(z)
+    return {
+        site.name: (sums[site.name] / counts[site.name])[None, :, None].to(
+            next(site.layer.parameters()).dtype
+        )
+        for site in sites
+    }
+
+
+def _losses_from(
+    model: LanguageModel | EncoderDecoder, batch: WindowBatch, run: Recording, site: AttentionSite
+) -> Float[Tensor, "heads rows"]:
+    """The losses of rows that run from a layer's block on, once for every head of the layer."""
+
+    def repeated(x: Tensor) -> Tensor:
+        return x.repeat(site.layer.num_heads, *[1] * (x.ndim - 1))
+
+    if isinstance(model, LanguageModel):
+        x = repeated(run.residuals[model.architecture.kind][site.block])
+        mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
+        return row_losses(model, batch, model.from_stream(x, site.block, mask=mask))
+    assert batch.src_tokens is not None
+    mask = repeated(batch.src_tokens[:, None, None, :])
+    read, written = run.residuals["encoder"], run.residuals["decoder"]
+    if site.stack == "encoder":
+        memory, first = model.encoder.from_stream(repeated(read[site.block]), site.block, mask=mask), 0
+    else:
+        memory, first = repeated(model.encoder.final_norm(read[-1])), site.block
+    x = model.decoder.from_stream(repeated(written[first]), first, memory=memory, memory_mask=mask)
+    return row_losses(model, batch, x)
+
+
+def row_losses(
+    model: LanguageModel | EncoderDecoder, batch: WindowBatch, hidden: Float[Tensor, "all length d_model"]
+) -> Float[Tensor, "times rows"]:
+    """Sums over the tokens of each row in nats; the rows may come several times."""
+    assert model.head is not None, "`require_loss` asks for it"
+    times = hidden.shape[0] // batch.predicts.shape[0]
+    counted = batch.predicts.repeat(times, 1)
+    wanted, rows = batch.targets.repeat(times, 1)[counted], counted.nonzero()[:, 0]
+    step, parts = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features), []
+    for read, ids in zip(torch.split(hidden[counted], step), torch.split(wanted, step), strict=True):
+        logits = at_least_float32(model.head(read))
+        total = logits.logsumexp(dim=-1)
+        require_finite_values(model, total)
+        parts.append(total - logits.gather(1, ids[:, None])[:, 0])
+    sums = torch.zeros(counted.shape[0], dtype=torch.float64, device=hidden.device)
+    return sums.index_add_(0, rows, torch.cat(parts).double()).view(times, -1)
+
+
+@contextmanager
+def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, Tensor]]:
+    """Record what meets W_O in layers, by site: `[rows, heads, length, d_v]`."""
+    found: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...], *, name: str) -> None:
+        found[name] = given[0].detach()
+
+    with ExitStack() as stack:
+        for site in sites:
+            hook = partial(keep, name=site.name)
+            stack.callback(site.layer.before_output.register_forward_pre_hook(hook).remove)
+        yield found
+
+
+@contextmanager
+def _heads_left_out(sites: Sequence[AttentionSite], instead: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace the output of head i in the i-th of as many equal parts of the rows as layers have heads."""
+
+    def replace(module: nn.Module, given: tuple[Tensor, ...], *, other: Tensor) -> tuple[Tensor, ...]:
+        (z,) = given
+        num_heads = z.shape[1]
+        parts = z.clone().view(num_heads, -1, *z.shape[1:])
+        other = other.expand(parts.shape[1:])
+        for head in range(num_heads):
+            parts[head, :, head] = other[:, head]
+        return (parts.view(z.shape),)
+
+    with ExitStack() as stack:
+        for site in sites:
+            hook = partial(replace, other=instead[site.name])
+            stack.callback(site.layer.before_output.register_forward_pre_hook(hook).remove)
+        yield
+
+
+def even_output(call: LayerCall) -> Float[Tensor, "rows heads length d_v"]:
+    """What would meet W_O if every head looked evenly at the keys that its queries see."""
+    weights = call.layer.weights()
+    v = for_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
+    even = call.queries_and_keys().visible().to(v.dtype)
+    return gated(weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v)

@@ -1,0 +1,266 @@
+"""Settings of a checkpoint for continuing texts: `generation_config.json`, as in `transformers` 5.23."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from triptych.errors import DataError, GenerationNote, UsageError
+from triptych.running.decoding import GenerationOptions, SamplingOptions, TokenRules
+from triptych.untrusted import read_json, shown
+
+FILE = "generation_config.json"
+# What `transformers` takes where a file that asks for draws says nothing.
+_TOP_K = 50
+# Settings that change texts and are not followed, each with the values that change nothing. None never does.
+_NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "diversity_penalty": (0,),
+    "sequence_bias": (),
+    "encoder_repetition_penalty": (1,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "guidance_scale": (1,),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+    "stop_strings": ([],),
+    "max_time": (),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "dola_layers": (),
+    "watermarking_config": (),
+    "token_healing": (False,),
+}
+# Settings of these that count only where tokens are drawn.
+_OF_DRAWS = ("epsilon_cutoff", "eta_cutoff", "top_h")
+_ENDS = "eos_token_id"
+_DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_RULES = (
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_new_tokens",
+    "min_length",
+)
+
+
+@final
+@dataclass(frozen=True)
+class Asked:
+    """Arguments of a continuation; None takes the value of the file, or else the default."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    beam_size: int = 1
+
+
+@final
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The settings of a file, as `transformers` names them, those left out that change nothing."""
+
+    where: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    begin_id: int | None = None  # the token that begins a text
+    unfit: Mapping[str, str] = field(default_factory=dict)  # settings of another kind, each with an error
+
+    @classmethod
+    def read(cls, folder: Path) -> "GenerationConfig":
+        """Read the file of a folder; without one nothing is set.
+
+        A value that cannot be followed matters to a text that is continued by it, and to nothing else.
+        """
+        path = folder / FILE
+        if not path.exists():
+            return cls()
+        record = read_json(path)
+        unfit = {
+            name: f"{path}: {name} is {shown(record[name])}: it must be {what}"
+            for name, (check, what) in _KINDS.items()
+            if record.get(name) is not None and not check(record[name])
+        }
+        if _ENDS in unfit:  # which counts for every reader
+            raise DataError(unfit[_ENDS])
+        begins = record.get("bos_token_id")
+        return cls(
+            str(path),
+            {name: value for name, value in record.items() if name not in unfit and _matters(name, value)},
+            begins if isinstance(begins, int) else None,
+            unfit,
+        )
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text; none where the file names none."""
+        found = self.settings.get(_ENDS, ())
+        return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+    def sampling(self, asked: Asked) -> SamplingOptions:
+        """Return the options for choosing tokens: the arguments, or else the file's settings."""
+        given = {name: getattr(asked, name, None) for name in _DRAWING}
+        draws = self._draws(asked)
+        drawn: dict[str, Any] = {}
+        if draws:
+            usual: dict[str, Any] = {"temperature": 1.0}
+            if self.settings.get("do_sample"):
+                usual["top_k"] = _TOP_K
+            drawn = {name: self.settings.get(name, usual.get(name)) for name in _DRAWING}
+            drawn["top_k"] = drawn["top_k"] or None  # 0 is all of them
+        drawn |= {name: value for name, value in given.items() if value is not None}
+        penalty = asked.repetition_penalty
+        penalty = self.settings.get("repetition_penalty", 1.0) if penalty is None else penalty
+        return SamplingOptions(repetition_penalty=penalty, rules=self._rules(), **drawn)
+
+    def _draws(self, asked: Asked) -> bool:
+        """Whether tokens are drawn."""
+        if asked.beam_size > 1:
+            return False
+        return bool(asked.temperature if asked.temperature is not None else self.settings.get("do_sample"))
+
+    def _rules(self) -> TokenRules:
+        found = {name: self.settings[name] for name in _RULES if name in self.settings}
+        ends = {(token,) for token in self.end_ids}
+        words = [tuple(word) for word in found.get("bad_words_ids", ())]
+        return TokenRules(
+            found.get("no_repeat_ngram_size", 0),
+            tuple(word for word in words if word not in ends),
+            tuple(found.get("suppress_tokens", ())),
+            tuple(found.get("begin_suppress_tokens", ())),
+            found.get("min_new_tokens", 0),
+            found.get("min_length", 0),
+        )
+
+    def lengths(self, asked: Asked) -> dict[str, Any]:
+        """Return the longest continuation, and the longest text if the file sets it, by option."""
+        if asked.max_new_tokens is not None:
+            return {"max_new_tokens": asked.max_new_tokens}
+        if (most := self.settings.get("max_new_tokens")) is not None:
+            return {"max_new_tokens": most}
+        if (whole := self.settings.get("max_length")) is not None:
+            return {"max_new_tokens": whole, "max_length": whole}
+        return {"max_new_tokens": GenerationOptions.max_new_tokens}
+
+    def require_followed(self, asked: Asked) -> None:
+        """Refuse settings that are not followed where they would count."""
+        for name, message in self.unfit.items():
+            if getattr(asked, name, None) is None and (name not in _DRAWING or self._draws(asked)):
+                raise DataError(f"{message} (--generation-config ignore leaves out the file's settings)")
+        refused = [name for name in _NOT_FOLLOWED if name in self.settings]
+        refused = [name for name in refused if name not in _OF_DRAWS or self._draws(asked)]
+        if asked.beam_size > 1:
+            refused = [name for name in refused if name != "num_beams"]
+            rules = [name for name in (*_RULES, "repetition_penalty") if name in self.settings]
+            refused += [name for name in rules if getattr(asked, name, None) is None]
+        if refused:
+            name = refused[0]
+            with_beam = " with a beam" if asked.beam_size > 1 else ""
+            raise UsageError(
+                f"{self.where}: {name} is {shown(self.settings[name])}, which is not followed{with_beam}: "
+                'generation_config="ignore" (--generation-config ignore) leaves out the file\'s settings'
+            )
+
+    def say(self, asked: Asked, sampling: SamplingOptions) -> None:
+        """Say in one line which settings of the file a text is continued with, if there are some."""
+        followed = [name for name in (*_RULES, "repetition_penalty") if name in self.settings]
+        followed += [name for name in ("max_new_tokens", "max_length") if name in self.settings][:1]
+        drawn = [name for name in ("do_sample", *_DRAWING) if name in self.settings]
+        followed += [] if sampling.is_greedy else drawn
+        kept = [name for name in followed if getattr(asked, name, None) is None]
+        kept = [name for name in kept if asked.max_new_tokens is None or name != "max_length"]
+        parts = []
+        if kept:
+            parts.append(", ".join(f"{name} {_in_words(self.settings[name])}" for name in kept))
+        if sampling.top_k == _TOP_K and asked.top_k is None and "top_k" not in self.settings:
+            parts.append(f"top_k {_TOP_K}, which is usual in transformers")
+        unused = [name for name in drawn if name in _DRAWING]
+        if sampling.is_greedy and unused and asked.temperature is None and asked.beam_size == 1:
+            parts.append(
+                f"the most probable token each time, since do_sample is not true ({', '.join(unused)} only "
+                "count then)"
+            )
+        if parts:
+            warnings.warn(f"{FILE}: {'; '.join(parts)}", GenerationNote, stacklevel=4)
+
+
+def _matters(name: str, value: Any) -> bool:
+    """Return True if a setting can change a text."""
+    if value is None or value == [] or value is False:
+        return False
+    if name in _NOT_FOLLOWED:
+        return not any(value == nothing for nothing in _NOT_FOLLOWED[name])
+    return name in _KINDS and value != _KINDS_NOTHING.get(name)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"({len(value)})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= 1
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(word and _are_tokens(word) for word in value)
+
+
+_COUNT, _SHARE = (_is_count, "a whole number, 0 or more"), (_is_share, "above 0 and at most 1")
+_POSITIVE = (lambda value: _is_number(value) and value > 0, "a number above 0")
+_TOKENS = (_are_tokens, "a list of token ids")
+# Settings that are followed: what their values are.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
+    "temperature": _POSITIVE,
+    "repetition_penalty": _POSITIVE,
+    "top_k": _COUNT,
+    "top_p": _SHARE,
+    "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "from 0 to 1"),
+    "typical_p": _SHARE,
+    "no_repeat_ngram_size": _COUNT,
+    "bad_words_ids": (_are_words, "a list of lists of token ids"),
+    "suppress_tokens": _TOKENS,
+    "begin_suppress_tokens": _TOKENS,
+    "min_new_tokens": _COUNT,
+    "min_length": _COUNT,
+    "max_new_tokens": (lambda value: _is_count(value) and value > 0, "a whole number above 0"),
+    "max_length": (lambda value: _is_count(value) and value > 0, "a whole number above 0"),
+    "eos_token_id": (lambda value: _is_count(value) or _are_tokens(value), "a token id, or a list of them"),
+}
+# Their values that change nothing.
+_KINDS_NOTHING: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "top_p": 1,
+    "typical_p": 1,
+    "min_p": 0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "min_length": 0,
+}

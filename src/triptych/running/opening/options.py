@@ -1,0 +1,26 @@
+"""Options with which a model is opened and run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+
+from triptych.core.checkpoints.source import Source
+from triptych.literals import EngineName, Precision
+from triptych.running.opening.translators import Languages
+
+
+@final
+@dataclass(frozen=True)
+class Options:
+    """How a model is run; see `load`."""
+
+    device: str = "auto"
+    dtype: torch.dtype | None = None
+    tokenizer: Path | None = None
+    languages: Languages | None = None
+    engine: EngineName = "triptych"
+    precision: Precision = "fp32"
+    shortlist: Path | None = None
+    ensemble: tuple[Source, ...] = ()

@@ -1,0 +1,76 @@
+"""Files of a run's folder, and the part of them that a model needs to translate.
+
+A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if the
+two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. Only training reads the
+whole recipe. A model that was converted has no recipe: `decoding.toml` holds its table `decoding`.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from triptych.errors import DataError
+from triptych.running.text import TokenizerPair
+from triptych.toml import read_toml
+from triptych.untrusted import validated
+
+RECIPE = "recipe.toml"
+DECODING = "decoding.toml"
+TOKENIZER = "tokenizer.json"
+
+
+class Section(BaseModel):
+    """A table of a recipe: it never changes, and refuses keys that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+@final
+class DecodingConfig(Section):
+    """How the finished model translates unless told otherwise; the paper's values.
+
+    Attributes:
+        beam_size: hypotheses kept; 1 is greedy.
+        alpha: exponent of the length penalty `((5 + |Y|) / 6)^α`.
+        max_extra_tokens: an output ends at the length of its input plus this.
+        stop: when a sentence is done: "certain", when nothing can overtake what has ended, or "full",
+            when beam_size hypotheses have ended.
+    """
+
+    beam_size: int = Field(4, ge=1, le=10_000)
+    alpha: float = Field(0.6, ge=0, le=10)
+    max_extra_tokens: int = Field(50, ge=1, le=10**9)
+    stop: Literal["certain", "full"] = "certain"
+
+
+def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:
+    """Read how a translator of ours is searched, from its recipe or its `decoding.toml`.
+
+    Raises:
+        DataError: the folder has neither, or the recipe is of a run with other tokenizers.
+    """
+    if (folder / RECIPE).exists():
+        recipe = read_toml(folder / RECIPE, "recipe")
+        joint = bool(_table(recipe, "tokenizer").get("joint", True))
+        check_tokenizers(tokenizers, folder, joint=joint)
+        return validated(DecodingConfig, _table(recipe, "decoding"), folder / RECIPE)
+    if (folder / DECODING).exists():
+        return validated(DecodingConfig, read_toml(folder / DECODING, "the file"), folder / DECODING)
+    raise DataError(f"{folder} is not a run folder: it has no {RECIPE}; give a run")
+
+
+def check_tokenizers(tokenizers: TokenizerPair, folder: Path, *, joint: bool) -> None:
+    """Check that a run's folder has one tokenizer where its recipe wants them joint, and two elsewhere."""
+    if tokenizers.joint != joint:
+        state, do = ("left over", "remove it") if joint else ("missing", "put it back")
+        raise DataError(
+            f"{folder}/tokenizer.target.json is {state}: the recipe says tokenizer.joint = "
+            f"{str(joint).lower()}; {do}"
+        )
+
+
+def _table(recipe: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a table of a recipe, empty where it is left out."""
+    table = recipe.get(name, {})
+    return table if isinstance(table, dict) else {}

@@ -1,0 +1,286 @@
+"""Models that `transformers` runs where we do not. Code that came with a checkpoint is never executed."""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.source import Source, find_source
+from triptych.core.checkpoints.stored_layers import AttentionSource, Site
+from triptych.errors import DataError, UsageError, first_line
+from triptych.extras import is_installed
+from triptych.running.opening.opened import NotFiniteError, open_model
+from triptych.running.opening.reader import Reader
+from triptych.running.opening.text_model import (
+    RANDOM_TOKENS,
+    RANDOM_WINDOWS,
+    WINDOW_TOKENS,
+    Seen,
+    TextKind,
+    TextModel,
+    Window,
+)
+from triptych.untrusted import LONGEST_TOKENIZER, require_regular
+
+_NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
+
+
+@final
+class TransformersModel(TextModel):
+    """A model of `transformers`, in float32."""
+
+    def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
+        import transformers  # large, and only needed here
+
+        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self._path = path
+        self._tokenizer_folder = path if tokenizer is None else tokenizer
+        self.name = str(path)
+        try:
+            for file in path.iterdir():
+                if not file.is_dir():
+                    weights = file.suffix in (".safetensors", ".bin")
+                    require_regular(file, None if weights else LONGEST_TOKENIZER)
+            config = transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+            name = (getattr(config, "architectures", None) or ["AutoModel"])[0]
+            loader = getattr(transformers, name, None)
+            if not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
+                loader = transformers.AutoModel
+            loaded: Any = loader.from_pretrained(
+                path,
+                local_files_only=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+            self._model, found = loaded
+            self._model.eval()
+        # A model's own code raises errors of many classes.
+        except Exception as error:
+            raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
+        if self.model.main_input_name != "input_ids":
+            raise DataError(f"{name} reads {_inputs_besides_text(self.model) or 'no token ids'}, not text")
+        self._missing = sorted(found["missing_keys"])
+        _fill_with_nan(self.model, self._missing)
+        self.by = f"transformers {transformers.__version__}"
+        self._config: Any = config
+        self._kind: TextKind = (
+            "pairs"
+            if config.is_encoder_decoder
+            else "causal"
+            if "CausalLM" in name or "LMHead" in name
+            else "encoder"
+        )
+
+    @property
+    def kind(self) -> TextKind:
+        return self._kind
+
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    def copied(self) -> "TransformersModel":
+        found = copy.copy(self)
+        found._model = copy.deepcopy(self._model)
+        return found
+
+    def random_windows(self, seed: int) -> Iterator[Window]:
+        generator = torch.Generator().manual_seed(seed)
+        size = int(self._config.get_text_config().vocab_size)
+        length = min(RANDOM_TOKENS, self._longest()) - 4
+        for _ in range(RANDOM_WINDOWS):
+            ids = torch.randint(0, size, (1, max(4, length)), generator=generator)
+            inputs = {"input_ids": ids}
+            if self.kind == "pairs":
+                inputs["decoder_input_ids"] = torch.randint(0, size, ids.shape, generator=generator)
+            yield Window(inputs)
+
+    @torch.inference_mode()
+    def outputs(self, window: Window) -> Tensor:
+        try:
+            found = self.model(**window.inputs)
+        # A model's own code raises errors of many classes.
+        except Exception as error:
+            name, other = type(self.model).__name__, _inputs_besides_text(self.model)
+            reads = f" (it reads {other} too)" if other else ""
+            raise DataError(
+                f"{self._path}: {name} does not run on token ids alone{reads}: {first_line(error)}"
+            ) from error
+        result = self._compared_part(found)[0]
+        if self._missing and result.isnan().any():
+            raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
+        return result
+
+    def _compared_part(self, found: Any) -> Tensor:
+        """Return the part of an output to compare: logits (for spans both sides), or the last states."""
+        if found.get("start_logits") is not None:
+            return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)
+        for name in ("logits", "prediction_logits", "last_hidden_state"):
+            result: Tensor | None = found.get(name)
+            if result is not None:
+                return result
+        given = ", ".join(map(str, found))
+        raise DataError(f"{self._path}: {type(self.model).__name__} gives {given}, none of which is compared")
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, special ones included."""
+        return self._encode(text, True)
+
+    @torch.inference_mode()
+    def attentions(self, window: Window) -> dict[str, Any]:
+        """Attention weights `[1, heads, queries, keys]` of the layers of each kind, where it gives them."""
+        found = self.model(**window.inputs, output_attentions=True)
+        if self.kind == "pairs":
+            return {kind: found.get(f"{kind}_attentions") for kind in ("encoder", "decoder", "cross")}
+        return dict.fromkeys(("encoder", "decoder"), found.get("attentions"))
+
+    def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
+        found: dict[str, list[Seen]] = {}
+
+        def record(module: nn.Module, given: tuple[Any, ...], *, site: Site, key: bool) -> None:
+            x = given[0].detach()
+            x = x.reshape(1, -1, x.shape[-1])  # some layers put all sequences one behind the other
+            seen = found.setdefault(site.name, [])
+            seen.append(Seen(seen.pop().x, x) if key else Seen(x, None))
+
+        with contextlib.ExitStack() as stack:
+            for site in sites:
+                names = source.input_modules(site)
+                for name, key in zip(
+                    names if site.kind == "cross" else names[:1], (False, True), strict=False
+                ):
+                    hook = partial(record, site=site, key=key)
+                    stack.callback(self._module(name).register_forward_pre_hook(hook).remove)
+            self.outputs(window)
+        return found
+
+    def attention_modules(self, site: Site) -> Sequence[nn.Module]:
+        """Find the module whose name in memory is closest to the layer's name in the file."""
+        return [self._module(site.module)]
+
+    def _module(self, name: str) -> nn.Module:
+        """The module of a tensor's name: the file's names and those in memory may differ at the front."""
+        modules: dict[str, nn.Module] = dict(self.model.named_modules())
+        for candidate in _renamed(name):
+            if candidate in modules:
+                return modules[candidate]
+        ends = [own for own in modules if own and (own.endswith(f".{name}") or name.endswith(f".{own}"))]
+        if not ends:
+            raise DataError(f"{self._path}: transformers has no module {name}, whose input is to be measured")
+        return modules[max(ends, key=len)]
+
+    def _encode(self, text: str, special: bool, *, target: bool = False) -> list[int]:
+        said = {"text_target": text} if target else {"text": text}
+        ids: list[int] = self._tokenizer(**said, add_special_tokens=special, verbose=False)["input_ids"]
+        return ids
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        import transformers
+
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                self._tokenizer_folder, local_files_only=True, trust_remote_code=False
+            )
+        # A tokenizer's own code raises errors of many classes.
+        except Exception as error:
+            raise DataError(f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+
+    def _longest(self) -> int:
+        config = self._config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or 4 * WINDOW_TOKENS)
+
+    def _pair(self, source: str, target: str) -> Window:
+        start, longest = torch.tensor([self._config.decoder_start_token_id]), self._longest()
+        wanted = torch.tensor(self._encode(target, True, target=True)[: min(WINDOW_TOKENS, longest)])
+        read = self._encode(source, True)[: min(4 * WINDOW_TOKENS, longest)]
+        shifted = torch.cat([start, wanted[:-1]])[None]
+        return Window({"input_ids": torch.tensor([read]), "decoder_input_ids": shifted}, wanted)
+
+
+def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
+    """Fill parameters that the file lacks with NaN, so that outputs which depend on them are NaN."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            if name in parameters:
+                parameters[name].fill_(torch.nan)
+
+
+def _inputs_besides_text(model: Any) -> str:
+    """What a model of `transformers` reads besides text: "images", "audio", …; "" if nothing."""
+    given = getattr(model, "input_modalities", ())
+    names = (given,) if isinstance(given, str) else given
+    return " and ".join(
+        {"image": "images", "video": "videos"}.get(name, name) for name in names if name != "text"
+    )
+
+
+def _renamed(name: str) -> Iterator[str]:
+    """A module's name in the file, and its names in memory in versions of `transformers`."""
+    yield name
+    yield name.removeprefix("model.")
+    yield name.replace("language_model.model.", "model.language_model.")
+    yield f"model.{name}"
+    new = name.replace("attention.attention.query", "attention.q_proj").replace(
+        "attention.attention.key", "attention.k_proj"
+    )
+    yield new
+    yield new.replace("encoder.layer.", "layers.")
+
+
+def open_text_model(path: Source | Path) -> TextModel:
+    """A model ready to read texts on the CPU, in float32 but for translators of a recipe or Marian's."""
+    source = find_source(path)
+    try:
+        return _own(source)
+    except (DataError, UsageError) as error:
+        if _is_run_by_us_alone(source) or isinstance(error, NotFiniteError):
+            raise
+        if not is_installed("transformers"):
+            raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None
+    return TransformersModel(source.folder, source.tokenizer_folder)
+
+
+def why_not_run(path: Source | Path) -> str:
+    """Why a model cannot be run here; "" if it can."""
+    if isinstance(path, Path) and not path.is_dir():
+        return "it is not a folder"
+    source = find_source(path)
+    if _is_run_by_us_alone(source) or is_installed("transformers"):
+        return ""
+    try:
+        _own(source)
+    except (DataError, UsageError) as error:
+        return f"{error}; {_NO_TRANSFORMERS}"
+    return ""
+
+
+def _own(source: Source) -> Reader:
+    """A model that triptych runs."""
+    dtype = None if _is_run_by_us_alone(source) else torch.float32
+    opened = open_model(source, "cpu", dtype)
+    if not source.is_own and not opened.has_tokenizer:
+        opened.tokenizer.encode("")  # an error that says why there is none
+    if opened.translates:
+        if opened.unsearched is not None:
+            raise opened.unsearched
+        return Reader(opened)
+    checkpoint = open_checkpoint(source, mapped=True)
+    return Reader(opened, checkpoint.longest_text(checkpoint.sites[0]))
+
+
+def _is_run_by_us_alone(source: Source) -> bool:
+    """Whether a model is one of ours that translates, or a Marian translator, which becomes one."""
+    return source.translates and (source.is_own or source.record.get("model_type") == "marian")

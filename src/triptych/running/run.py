@@ -1,0 +1,268 @@
+"""One run of a model on a text: logits, loss, and every activation by its place."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from triptych.core.algebra.forms import at_least_float32
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.attention import ACTIVATIONS, LayerSteps, Tap
+from triptych.core.models import EncoderDecoder
+from triptych.core.models.blocks import Residual
+from triptych.core.models.sites import AttentionSite
+from triptych.core.places import PlaceNames, head_of
+from triptych.errors import UsageError
+from triptych.literals import Activation, check_choices
+from triptych.printable import table_html
+from triptych.running.opening import LayerCall, Reader, Recording, TextIds
+
+
+@final
+class Activations:
+    """What a layer, or one of its heads, computed on a text.
+
+    Attributes:
+        name: the place, `3` or `3.2`.
+        q: queries as they meet the keys, `[heads, queries, d_k]`; for a head, this and all others have no
+            first dimension.
+        k: keys, `[heads, keys, d_k]`.
+        v: values, `[heads, keys, d_v]`.
+        scores: what the softmax takes, before the mask, `[heads, queries, keys]`.
+        weights: the attention weights, `[heads, queries, keys]`.
+        z: what W_O reads, `[heads, queries, d_v]`.
+        projected: `z W_O`, `[queries, d_model]`: of a layer the sum over its heads and the output bias.
+        output: what is added to the residual stream, `[queries, d_model]`: `projected`, after a norm or a
+            multiplier that follows the layer (Gemma 2, OLMo 2, Granite). For a head, its share of the sum.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: LayerSteps,
+        weights: AttentionWeights,
+        frame: Residual,
+        head: int | None = None,
+    ) -> None:
+        """Hold activations of a layer in its residual frame, or of one of its heads."""
+        self.name, self.steps = name, steps
+        self._weights, self._frame, self._head = weights, frame, head
+        for what in ACTIVATIONS:
+            value = getattr(steps, what)[0]
+            setattr(self, what, value if head is None else value[head])
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    weights: Tensor
+    z: Tensor
+
+    @cached_property
+    def projected(self) -> Float[Tensor, "queries d_model"]:
+        if self._head is None:
+            return self.steps.output[0]
+        return self.z @ self._weights.W_O[self._head].to(self.z)
+
+    @cached_property
+    def output(self) -> Float[Tensor, "queries d_model"]:
+        if self._head is None:
+            return self._frame.added(self.projected)
+        return self._frame.part_added(self.projected, self.steps.output[0])
+
+    def __repr__(self) -> str:
+        shapes = "  ".join(f"{what} {list(getattr(self, what).shape)}" for what in ACTIVATIONS)
+        return f"Activations {self.name}: {shapes}  projected, output {list(self.projected.shape)}"
+
+
+@final
+class Run:
+    """A model on one text.
+
+    Attributes:
+        model: the name of the model.
+        tokens: of the text, readable; of an encoder-decoder, what the decoder produces.
+        ids: the same as numbers.
+        source_tokens: what the encoder of an encoder-decoder read; None for other models.
+        logits: `[length, vocab]`: of the next token at each position; of an encoder-decoder, of `tokens`.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        places: PlaceNames,
+        order: Mapping[int, str],
+        text: TextIds,
+        recording: Recording,
+        row: int,
+        graph: Mapping[str, Mapping[Activation, Tensor]] | None = None,
+    ) -> None:
+        """The run of one row of a recording; `order` has the site of each of the face's layers."""
+        self.model, self._places, self._order, self._graph = reader.name, places, order, graph
+        self._text, self._row, self._recording = text, row, recording
+        self.ids, self.tokens = text.ids, tuple(reader.tokenizer.pieces(text.ids))
+        self.source_tokens = (
+            None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
+        )
+        self.logits = reader.logits(recording.hidden[row, : len(text.ids)])
+        model = reader.model
+        self._predicts = isinstance(model, EncoderDecoder) or (model.causal and model.head is not None)
+
+    @property
+    def losses(self) -> Float[Tensor, " predicted"]:
+        """The negative log-probability in nats of every token that is predicted.
+
+        Raises:
+            UsageError: the model predicts no next token: an encoder.
+        """
+        if not self._predicts:
+            raise UsageError(f"{self.model} predicts no next token, so its run has no loss")
+        ids = torch.tensor(self.ids, device=self.logits.device)
+        if self._text.source is None:
+            return F.cross_entropy(at_least_float32(self.logits[:-1]), ids[1:], reduction="none")
+        return F.cross_entropy(at_least_float32(self.logits), ids, reduction="none")
+
+    @property
+    def loss(self) -> Float[Tensor, ""]:
+        """The mean of `losses`."""
+        return self.losses.mean()
+
+    def __getitem__(self, place: str | int | tuple[str | int, int]) -> Activations:
+        """The activations of a layer (`3`, `"cross.3"`) or of a head (`"3.2"`, or `3, 2`).
+
+        Raises:
+            UsageError: there is no such place; the message says which there are.
+        """
+        call, head = self._call(place)
+        with torch.set_grad_enabled(call.x.requires_grad):
+            steps = call.steps()
+        name = self._places.names[self._places.find(place)[0]]
+        name = name if head is None else f"{name}.{head}"
+        return Activations(name, steps, call.layer.weights(), call.site.residual, head)
+
+    def residual(self, place: int | str) -> Float[Tensor, "length *streams d_model"]:
+        """The residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`), or at the end of a stack.
+
+        Before a block of Gemma 3n there are several, `[length, streams, d_model]`.
+
+        Raises:
+            UsageError: there is no such block.
+        """
+        place = str(place).removeprefix("residual.")
+        stack, _, number = place.rpartition(".")
+        streams = self._recording.residuals
+        stack = stack or next(iter(streams))
+        if len(streams) > 1 and "." not in place:
+            raise UsageError(f"residual({place}) could be of {' or '.join(streams)}: write encoder.{place}")
+        found = streams.get(stack, ())
+        if not number.isdecimal() or int(number) >= len(found):
+            raise UsageError(
+                f"there is no residual {place}: {stack} has 0 to {len(found) - 1}, the last at its end"
+            )
+        length = len(self.ids) if stack != "encoder" or self._text.source is None else len(self._text.source)
+        return found[int(number)][self._row, :length]
+
+    @check_choices
+    def gradient(self, place: str | int, what: Activation = "z", of: Tensor | None = None) -> Tensor:
+        """The gradient of a number by an activation; needs a run with `grad=True`.
+
+        Args:
+            place: a layer or a head.
+            what: which activation.
+            of: a number computed of this run; its loss if None.
+
+        Raises:
+            UsageError: the run recorded no gradients, or there is no such place.
+        """
+        if self._graph is None:
+            raise UsageError("the run has no gradients: run(text, grad=True)")
+        call, head = self._call(place)
+        kept = self._graph[call.site.name][what]
+        (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
+        queries, keys = self._lengths(call)
+        own = found[self._row, :, : keys if what in ("k", "v") else queries]
+        own = own[..., :keys] if what in ("scores", "weights") else own
+        return own if head is None else own[head]
+
+    def _call(self, place: str | int | tuple[str | int, int]) -> tuple[LayerCall, int | None]:
+        """The call of the layer of a place, and the number of its head; None for the layer as a whole."""
+        number, head = self._places.find(place)
+        site, name = self._order.get(number, ""), self._places.names[number]
+        if site not in self._calls:
+            raise UsageError(f"layer {name} did not run on this text")
+        call = self._calls[site]
+        return call, None if head is None else head_of(head, call.layer.num_heads, f"layer {name}")
+
+    @cached_property
+    def _calls(self) -> dict[str, LayerCall]:
+        return {
+            call.site.name: call.of_row(self._row, *self._lengths(call)) for call in self._recording.calls
+        }
+
+    def _lengths(self, call: LayerCall) -> tuple[int, int]:
+        own, source = len(self.ids), len(self._text.source or ())
+        if call.kind == "encoder" and self._text.source is not None:
+            return source, source
+        return own, source if call.kind == "cross" else own
+
+    def __repr__(self) -> str:
+        source = "" if self.source_tokens is None else f"{len(self.source_tokens)} source tokens, "
+        loss = (
+            f", loss {float(self.loss.detach()):.4f} nats per token"
+            if self._predicts and len(self.ids) > 1
+            else ""
+        )
+        return (
+            f"Run of {self.model}: {source}{len(self.tokens)} tokens{loss}\n"
+            f"  logits {list(self.logits.shape)}; layers {', '.join(self._places.names[:8])}"
+            f"{' …' if len(self._places.names) > 8 else ''}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [("tokens", " ".join(self.tokens[:32])), ("logits", str(list(self.logits.shape)))]
+        if self._predicts and len(self.ids) > 1:
+            rows.append(("loss", f"{float(self.loss.detach()):.4f} nats per token"))
+        rows.append(("layers", ", ".join(self._places.names[:32])))
+        return table_html(f"Run of {self.model}", rows)
+
+
+def run_texts(
+    reader: Reader,
+    places: PlaceNames,
+    sites: Sequence[AttentionSite],
+    ids: Sequence[TextIds],
+    grad: bool,
+    max_tokens: int | None,
+) -> list[Run]:
+    """Run texts as one padded batch; `sites` has the modules of the layers that `places` names, in order."""
+    reader.check(ids, max_tokens)
+    order = {number: site.name for number, site in enumerate(sites)}
+    recorded = _recorded_graph(sites) if grad else nullcontext()
+    with torch.set_grad_enabled(grad), recorded as graph:
+        recording = reader.run(ids, residuals=True)
+        return [Run(reader, places, order, one, recording, row, graph) for row, one in enumerate(ids)]
+
+
+@contextmanager
+def _recorded_graph(sites: Sequence[AttentionSite]) -> Iterator[dict[str, dict[Activation, Tensor]]]:
+    """Keep what layers compute as part of the graph of the run, by site, so that gradients reach it."""
+    found: dict[str, dict[Activation, Tensor]] = {site.name: {} for site in sites}
+    with ExitStack() as stack:
+        for site in sites:
+            before = site.layer.tap
+            site.layer.tap = _keeping(found[site.name], before)
+            stack.callback(setattr, site.layer, "tap", before)
+        yield found
+
+
+def _keeping(found: dict[Activation, Tensor], before: Tap | None) -> Tap:
+    def keep(name: Activation, value: Tensor, first: int | None) -> Tensor:
+        found[name] = value if before is None else before(name, value, first)
+        return found[name]
+
+    return keep

@@ -1,0 +1,61 @@
+"""Text on its way to a model and back.
+
+Parallel corpora are read from files, Hugging Face datasets or the corpus that the package generates.
+Byte-level tokenizers are trained and turn sentences into ids without loss. The ids of a corpus are compact
+arrays, cached on disk. Batches hold pairs of similar length within a budget of tokens.
+
+For language models, documents become tokens in memory-mapped shards, and shards become rows of one length.
+Tokenizers are trained, or read from others' checkpoints. Start with `tokenizers.py` (`Tokenizer`).
+"""
+
+from triptych.running.text.documents import LanguageCorpusSpec, TextPart, read_documents
+from triptych.running.text.encoding import encode_texts
+from triptych.running.text.framed import Frame, FramedTokenizer
+from triptych.running.text.given import GivenTexts, Text, as_lines, as_texts, require_ids
+from triptych.running.text.lines import iterate_file, iterate_lines, read_lines, require_kept_file
+from triptych.running.text.masking import Masking, MaskingSpec
+from triptych.running.text.numbered import NumberedTokens
+from triptych.running.text.pretrained import PretrainedTokenizer, load_tokenizer, read_tokenizer
+from triptych.running.text.sentence_tokenizers import (
+    ByteLevelTokenizer,
+    SentencePieceRecord,
+    SentencePieceTokenizer,
+    TokenizerPair,
+    read_sentence_tokenizer,
+)
+from triptych.running.text.sequences import TokenSequences
+from triptych.running.text.tokenizers import OutputRules, SentenceTokenizer, StreamDecoder, Tokenizer
+
+__all__ = [
+    "ByteLevelTokenizer",
+    "Frame",
+    "FramedTokenizer",
+    "GivenTexts",
+    "LanguageCorpusSpec",
+    "Masking",
+    "MaskingSpec",
+    "NumberedTokens",
+    "OutputRules",
+    "PretrainedTokenizer",
+    "SentencePieceRecord",
+    "SentencePieceTokenizer",
+    "SentenceTokenizer",
+    "StreamDecoder",
+    "Text",
+    "TextPart",
+    "TokenSequences",
+    "Tokenizer",
+    "TokenizerPair",
+    "as_lines",
+    "as_texts",
+    "encode_texts",
+    "iterate_file",
+    "iterate_lines",
+    "load_tokenizer",
+    "read_documents",
+    "read_lines",
+    "read_sentence_tokenizer",
+    "read_tokenizer",
+    "require_ids",
+    "require_kept_file",
+]

@@ -1,0 +1,121 @@
+"""Texts as people give them: strings, or token ids. Anything else is refused here, in one line."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triptych.errors import UsageError
+from triptych.printable import shortened
+from triptych.running.text.lines import SURROGATE
+
+# A text: a string, or its token ids.
+Text = str | Sequence[int]
+
+_MOST_SHOWN = 40
+_BYTES = bytes | bytearray | memoryview
+
+
+class GivenTexts(NamedTuple):
+    """Texts as a verb takes them."""
+
+    texts: list[Text]
+    is_one: bool  # whether a single text was given, and not several
+
+
+def as_texts(given: Any, what: str = "text") -> GivenTexts:
+    """Take one text, or several: strings, or token ids, which may be in a tensor or an array.
+
+    `UsageError` says what something else is.
+    """
+    given = _plain(given)
+    if isinstance(given, str) or _are_ids(given):
+        return GivenTexts([_one(given, f"the {what}", may_be_ids=True)], is_one=True)
+    items = [_plain(one) for one in _items(given, what)]
+    found = [
+        _one(one, which_of(what, number, items), may_be_ids=True) for number, one in enumerate(items, start=1)
+    ]
+    return GivenTexts(found, is_one=False)
+
+
+def as_lines(given: Any, what: str = "text") -> list[str]:
+    """Take one string, or several.
+
+    `UsageError` says what something else is.
+    """
+    if isinstance(given, str):
+        return [str(_one(given, f"the {what}"))]
+    items = [*_items(_plain(given), what)]
+    return [str(_one(one, which_of(what, number, items))) for number, one in enumerate(items, start=1)]
+
+
+def require_ids(ids: Sequence[int], vocab_size: int, which: str) -> None:
+    """Check that numbers are token ids of a vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"{which} has the token id {token}: ids are from 0 to {vocab_size - 1:,}")
+
+
+def _plain(given: Any) -> Any:
+    """Convert tensors, arrays and columns of a table to lists, their numbers to Python's, also in a list.
+
+    Anything else is returned as it is.
+    """
+    if isinstance(given, str | _BYTES):
+        return given
+    found = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(found, Iterator):
+        found = list(found)
+    if isinstance(found, Sequence) and any(hasattr(one, "tolist") for one in found):
+        return [one.tolist() if hasattr(one, "tolist") else one for one in found]
+    return found
+
+
+def _are_ids(given: Any) -> bool:
+    """Return True if something is a list of at least one number."""
+    return (
+        isinstance(given, Sequence)
+        and not isinstance(given, str | _BYTES)
+        and len(given) > 0
+        and all(isinstance(one, int) and not isinstance(one, bool) for one in given)
+    )
+
+
+def _items(given: Any, what: str) -> Iterable[Any]:
+    no_list = isinstance(given, _BYTES | Mapping | set | frozenset | Path)
+    if no_list or not isinstance(given, Iterable):
+        raise _refusal(given, f"the {what}")
+    return given
+
+
+def which_of(what: str, number: int, items: Sequence[Any]) -> str:
+    """Name a text in a message."""
+    return f"{what} {number}" if len(items) > 1 else f"the {what}"
+
+
+def _one(given: Any, which: str, *, may_be_ids: bool = False) -> Text:
+    if isinstance(given, str):
+        # Of what UTF-8 cannot hold, only halves of pairs can be in a string of Python.
+        if not given.isascii() and (half := SURROGATE.search(given)):
+            raise UsageError(
+                f"{which} holds half of a surrogate pair (character {half.start() + 1:,}), which is no "
+                "character: give UTF-8 text"
+            )
+        return given
+    if may_be_ids and _are_ids(given):
+        ids: Sequence[int] = given
+        return ids
+    raise _refusal(given, which)
+
+
+def _refusal(given: Any, which: str) -> UsageError:
+    match given:
+        case bytes() | bytearray() | memoryview():
+            return UsageError(f'{which} is bytes: give a string, as data.decode("utf-8")')
+        case Path():
+            return UsageError(f"{which} is a path: give what is in the file, as path.read_text()")
+        case list() | tuple():
+            shown = shortened(repr(given), _MOST_SHOWN)
+            return UsageError(f"{which} is the list {shown}: give a string")
+    name = type(given).__name__
+    shown = "None" if given is None else f"the {name} {shortened(repr(given), _MOST_SHOWN)}"
+    return UsageError(f"{which} is {shown}: give a string")

@@ -1,0 +1,49 @@
+"""Tokens without a vocabulary: what a model without a tokenizer reads is token ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, final
+
+from triptych.errors import TriptychError
+from triptych.running.text.tokenizers import Tokenizer
+
+
+@final
+class NumberedTokens(Tokenizer):
+    """A replacement for a missing tokenizer: tokens are shown by their ids, and texts are refused."""
+
+    pad_id = bos_id = eos_id = None
+    special_ids = frozenset[int]()
+
+    def __init__(self, vocab_size: int, why: TriptychError) -> None:
+        """Number that many tokens; `why` is the reason why there is no tokenizer."""
+        self.vocab_size, self.why = vocab_size, why
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return tuple(map(str, range(self.vocab_size)))
+
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+    ) -> NoReturn:
+        """Refuse texts: the error says why there is no tokenizer."""
+        self._refuse()
+
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Write the numbers of each sequence, with spaces between them."""
+        return [" ".join(self.pieces(some)) for some in ids]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Name each token by its number."""
+        return [str(int(token)) for token in ids]
+
+    def conversation(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> NoReturn:
+        """Refuse conversations, as texts."""
+        self._refuse()
+
+    def to_json(self) -> NoReturn:
+        """Refuse to write what there is not."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        kind, message = type(self.why), str(self.why).removesuffix(".")
+        raise kind(f"{message}; token ids are read without one")

@@ -1,0 +1,149 @@
+"""Lexical shortlists: for each source token, the target tokens that it may become.
+
+The file is CTranslate2's vocabulary map: on each line a source token, a tab, and target tokens with a space
+between. The line without a source token has the target tokens of every sentence.
+
+Source: Brown et al. 1993, aclanthology.org/J93-2003 (IBM Model 1); Moore 2004, aclanthology.org/P04-1066, for
+what is added to its counts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from jaxtyping import Int64
+
+from triptych.errors import DataError, UsageError
+from triptych.running.text.lines import iterate_file
+from triptych.running.text.sentence_tokenizers import TokenizerPair
+from triptych.running.text.sequences import TokenSequences
+
+_SPACES = frozenset(" \t\r\n")
+# Added to the count of each pair: a rare source token would explain all that it was ever seen with.
+_ROUNDS, _ADDED = 5, 0.1
+# One pair of this number is held out to measure, and no more than this.
+_HELD_OUT, _MOST_HELD_OUT = 20, 2000
+# Pairs that are enough to learn from, spread evenly over a longer text.
+_MOST_PAIRS = 200_000
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a shortlist allows on a text.
+
+    Attributes:
+        size: target tokens that a sentence may use, on average.
+        share: of the tokens of the translations, those that their sentence may use.
+    """
+
+    size: float
+    share: float
+
+
+@final
+class Shortlist:
+    """The target tokens that a sentence may become, by its source tokens."""
+
+    def __init__(self, always: Sequence[int], by_source: Mapping[int, Sequence[int]]) -> None:
+        """Tokens of every sentence, and those that each source token adds."""
+        self.always = np.unique(np.asarray(always, dtype=np.int64))
+        self.by_source = {token: np.asarray(ids, dtype=np.int64) for token, ids in by_source.items()}
+
+    def of(self, sentence: Iterable[int]) -> Int64[np.ndarray, "allowed"]:
+        """The target tokens of a sentence, in ascending order."""
+        added = [self.by_source[token] for token in set(sentence) if token in self.by_source]
+        return np.unique(np.concatenate([self.always, *added]))
+
+    def coverage(self, source: TokenSequences, target: TokenSequences) -> Coverage:
+        """What the shortlist allows on a text of at least one pair."""
+        sizes, inside = [], 0
+        for i in range(len(source)):
+            allowed = self.of(source[i].tolist())
+            sizes.append(len(allowed))
+            inside += int(np.isin(target[i], allowed).sum())
+        return Coverage(float(np.mean(sizes)), inside / max(len(target.ids), 1))
+
+    def as_text(self, tokenizers: TokenizerPair) -> str:
+        """What its file has."""
+        source, target = tokenizers.source.vocabulary, tokenizers.target.vocabulary
+        lines = {"": self.always, **{source[token]: ids for token, ids in self.by_source.items()}}
+        names = {*lines, *(target[i] for ids in lines.values() for i in ids)}
+        if spaced := next((name for name in names if not _SPACES.isdisjoint(name)), None):
+            raise UsageError(
+                f"the token {spaced!r} has a space in it, which the file of a shortlist cannot say"
+            )
+        return "".join(f"{name}\t{' '.join(target[i] for i in ids)}\n" for name, ids in lines.items())
+
+
+def learn_shortlist(
+    source: TokenSequences, target: TokenSequences, tokenizers: TokenizerPair, most: int, frequent: int
+) -> tuple[Shortlist, Coverage]:
+    """Learn a shortlist from pairs, and measure it on some that are held out.
+
+    P(t | s) is IBM Model 1's: in each round ∝ Σ over the pairs with s and t of P(t | s) / Σ_{s'} P(t | s'),
+    where s' goes over the source tokens and one for none of them. A source token has its `most`
+    probable target tokens, and the one of its own name; every sentence has the `frequent` most frequent ones.
+    """
+    if len(source) < _HELD_OUT:
+        raise DataError(f"{len(source)} pairs are too few for a shortlist: give at least {_HELD_OUT}")
+    held = np.arange(len(source)) % _HELD_OUT == 0
+    held &= np.cumsum(held) <= _MOST_HELD_OUT
+    judged = source.where(held), target.where(held)
+    source, target = source.where(~held), target.where(~held)
+    num_source, num_target = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+    keys, rows, num_rows = list[np.ndarray](), list[np.ndarray](), 0
+    for i in range(0, len(source), -(-len(source) // _MOST_PAIRS)):
+        given = np.append(np.unique(source[i]).astype(np.int64), num_source)  # the last one is no token
+        keys.append((given[None, :] * num_target + target[i][:, None]).ravel())
+        rows.append(np.repeat(np.arange(num_rows, num_rows + len(target[i])), len(given)))
+        num_rows += len(target[i])
+    pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
+    row, sources, probability = np.concatenate(rows), pairs // num_target, np.ones(len(pairs))
+    for _ in range(_ROUNDS):
+        share = probability[place]
+        share /= np.bincount(row, share)[row]
+        counts = np.bincount(place, share)
+        probability = (counts + _ADDED) / (np.bincount(sources, counts) + _ADDED * num_target)[sources]
+    best_first = np.lexsort((-probability, sources))
+    found: dict[int, list[int]] = {}
+    for token, other in zip(
+        sources[best_first].tolist(), (pairs[best_first] % num_target).tolist(), strict=True
+    ):
+        if token < num_source and len(kept := found.setdefault(token, [])) < most:
+            kept.append(other)
+    same = {name: i for i, name in enumerate(tokenizers.target.vocabulary)}
+    for token, name in enumerate(tokenizers.source.vocabulary):
+        if (other := same.get(name)) is not None and other not in found.setdefault(token, []):
+            found[token].append(other)
+    often = np.argsort(-np.bincount(target.ids, minlength=num_target), kind="stable")[:frequent]
+    learned = Shortlist([*often.tolist(), tokenizers.target.eos_id], found)
+    return learned, learned.coverage(*judged)
+
+
+def read_shortlist(path: Path, tokenizers: TokenizerPair) -> Shortlist:
+    """Read the file of a shortlist for a model of these tokenizers."""
+    sides = [
+        {name: i for i, name in enumerate(side.vocabulary)} for side in (tokenizers.source, tokenizers.target)
+    ]
+    always, by_source = [tokenizers.target.eos_id], dict[int, list[int]]()
+    for number, line in enumerate(iterate_file(path), start=1):
+        name, tab, rest = line.partition("\t")
+        names = rest.split(" ") if rest else []
+        known = [sides[0].get(name, -1) if name else 0, *(sides[1].get(token, -1) for token in names)]
+        if not tab or -1 in known:
+            what = (
+                "has no tab" if not tab else f"{[name, *names][known.index(-1)]!r} is no token of the model"
+            )
+            raise DataError(f"{path}, line {number}: {what}: make the shortlist anew (triptych shortlist)")
+        if name:
+            by_source[known[0]] = known[1:]
+        else:
+            always += known[1:]
+    if len(always) == 1:
+        raise DataError(
+            f"{path} has no tokens for every sentence (a line that begins with a tab), so a sentence of "
+            "other words would become empty: make the shortlist anew (triptych shortlist)"
+        )
+    return Shortlist(always, by_source)

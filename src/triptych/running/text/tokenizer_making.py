@@ -1,0 +1,190 @@
+"""What a class of tokenizers is made of: its vocabulary, its ways to cut text, its special tokens."""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from triptych.errors import DataError
+from triptych.running.text.tokenizer_settings import NAMED_TOKENS, Token, TokenizerSettings, content_of
+
+Kind = Literal["pairs", "words", "unigrams"]
+Pieces = tuple[tuple[str, float], ...]
+"""Every piece by id with its score."""
+# The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
+# largest one.
+LARGEST_ID = 1 << 22
+
+
+@final
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a `tokenizer.json`, and the little else that a class takes from it."""
+
+    kind: Kind  # how text is cut into them
+    ids: Mapping[str, int]  # of every token; for unigrams, see `pieces`
+    charsmap: bytes  # SentencePiece's rules of normalization; empty for none
+    surrounding: Any  # what is put around a text; None for nothing
+    merges: tuple[tuple[str, str], ...] = ()  # of byte pairs, the most important first
+    pieces: Pieces = ()  # of unigrams
+
+
+def read_vocabulary(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> Vocabulary:
+    """The vocabulary of a `tokenizer.json`."""
+    model = record["model"]
+    rules = record.get("normalizer") or {}
+    charsmaps = [rule for rule in rules.get("normalizers", [rules]) if rule.get("type") == "Precompiled"]
+    charsmap = base64.b64decode(charsmaps[0]["precompiled_charsmap"]) if charsmaps else b""
+    common: dict[str, Any] = {"charsmap": charsmap, "surrounding": inner.post_processor}
+    match inner.model:
+        case tokenizers.models.BPE():
+            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            merges = tuple((left, right) for left, right in pairs)
+            return Vocabulary("pairs", model["vocab"], merges=merges, **common)
+        case tokenizers.models.WordPiece():
+            return Vocabulary("words", model["vocab"], **common)
+        case tokenizers.models.Unigram():
+            pieces = tuple((str(piece), float(score)) for piece, score in model["vocab"])
+            ids = {piece: number for number, (piece, _) in enumerate(pieces)}
+            return Vocabulary("unigrams", ids, pieces=pieces, **common)
+        case other:
+            raise ValueError(f"its model is a {type(other).__name__}, which no class of tokenizers has")
+
+
+@final
+@dataclass(frozen=True)
+class Making:
+    """What a class makes its tokenizer of; `tokens` are the named special tokens as text."""
+
+    settings: TokenizerSettings
+    vocabulary: Vocabulary
+    tokens: Mapping[str, str]
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self.settings.flag(name, default)
+
+    def token(self, name: str) -> str:
+        if name not in self.tokens:
+            raise ValueError(f"{self.settings.where} names no {name}")
+        return self.tokens[name]
+
+
+@final
+@dataclass(frozen=True)
+class TokenizerClass:
+    """What `transformers` does for one class of tokenizers."""
+
+    kind: Kind  # of its vocabulary
+    # The tokenizer, without added tokens and what surrounds a text.
+    build: Callable[[Making], tokenizers.Tokenizer]
+    tokens: Mapping[str, str]  # the named special tokens where a checkpoint says nothing else
+    # What surrounds a text, "$A"; None for what `tokenizer.json` says.
+    around: Callable[[Making], Sequence[str]] | None = None
+    keeps_surrounding: bool = False  # whether what `tokenizer.json` puts around a text goes before the class
+    # Flags of named special tokens that the files give as plain text or not at all.
+    flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    # Further special tokens where the files do not speak of any.
+    extra: Callable[[TokenizerSettings], Sequence[Token]] = lambda settings: ()
+    resets_flags: bool = False  # whether special tokens lose their flags
+
+    def _named_tokens(self, settings: TokenizerSettings) -> dict[str, Token]:
+        """The named special tokens, including the class's own."""
+        found: dict[str, Token] = {}
+        for name in (*NAMED_TOKENS, *settings.given):
+            # A token that is given as null is none.
+            default = None if name in settings.record else self.tokens.get(name)
+            if (token := settings.given.get(name, default)) is not None:
+                flags = self.flags.get(name)
+                found[name] = AddedToken(token, **flags) if isinstance(token, str) and flags else token
+        return found
+
+    def make(
+        self, settings: TokenizerSettings, vocabulary: Vocabulary, rows: int | None = None
+    ) -> tuple[tokenizers.Tokenizer, dict[str, Token]]:
+        """The tokenizer with its added tokens and what surrounds a text, and its named special tokens."""
+        if vocabulary.kind != self.kind:
+            raise ValueError(
+                f"its class goes with a vocabulary of {self.kind}, and it has one of {vocabulary.kind}; "
+                "tokenizer_class PreTrainedTokenizerFast in tokenizer_config.json takes it as it is"
+            )
+        named = self._named_tokens(settings)
+        extra = self.extra(settings) if settings.extra is None else settings.extra
+        inner = self._make(settings, vocabulary, named, extra)
+        if rows is not None and max(inner.get_vocab().values(), default=-1) >= rows:
+            named = {
+                name: token
+                for name, token in named.items()
+                if name in settings.given or content_of(token) in vocabulary.ids
+            }
+            if settings.extra is None:
+                extra = [token for token in extra if content_of(token) in vocabulary.ids]
+            inner = self._make(settings, vocabulary, named, extra)
+        return inner, named
+
+    def _make(
+        self,
+        settings: TokenizerSettings,
+        vocabulary: Vocabulary,
+        named: Mapping[str, Token],
+        extra: Sequence[Token],
+    ) -> tokenizers.Tokenizer:
+        contents = {name: content_of(token) for name, token in named.items()}
+        making = Making(settings, vocabulary, contents)
+        inner = self.build(making)
+        add_tokens(inner, settings, named, extra)
+        if self.resets_flags:
+            tokens = [*contents.values(), *map(content_of, extra)]
+            inner.add_tokens([AddedToken(text, special=True) for text in tokens])
+        self._surround(inner, making)
+        return inner
+
+    def _surround(self, inner: tokenizers.Tokenizer, making: Making) -> None:
+        vocabulary = making.vocabulary
+        if vocabulary.surrounding is not None and (self.around is None or self.keeps_surrounding):
+            inner.post_processor = vocabulary.surrounding
+            return
+        if self.around is None:
+            return
+        template = self.around(making)
+        around = [token for token in template if token != "$A"]
+        missing = [token for token in around if inner.token_to_id(token) is None]
+        if missing:
+            raise ValueError(f"the special token {missing[0]!r} is not in the vocabulary")
+        if around:
+            inner.post_processor = processors.TemplateProcessing(
+                single=[*template], special_tokens=[(token, inner.token_to_id(token)) for token in around]
+            )
+
+
+def require_added(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+    """Check that the tokens which the settings number have these numbers."""
+    for number, token in settings.added.items():
+        if (found := inner.token_to_id(token.content)) != number:
+            raise DataError(
+                f"{settings.where}: added token {token.content!r} has the id {number} there and {found} in "
+                "the vocabulary; give the files of one tokenizer"
+            )
+
+
+def add_tokens(
+    inner: tokenizers.Tokenizer,
+    settings: TokenizerSettings,
+    named: Mapping[str, Token],
+    extra: Sequence[Token],
+) -> None:
+    """Make special tokens special; those that the vocabulary lacks get the ids behind it, in order."""
+    present = {token.content for token in inner.get_added_tokens_decoder().values()}
+    tokens: list[Token] = [*settings.added.values()]
+    present |= {content_of(token) for token in tokens}
+    for token in [*named.values(), *extra]:
+        if content_of(token) not in present:
+            tokens.append(token)
+            present.add(content_of(token))
+    names = {content_of(token) for token in named.values()}
+    made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in tokens]
+    for token in made:
+        token.special = token.special or token.content in names
+    inner.add_tokens(made)

@@ -1,0 +1,399 @@
+"""What every tokenizer does, and what those over the tokenizers library share."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar, final
+
+import tokenizers
+from pydantic import BaseModel, ValidationError
+
+from triptych.errors import DataError, TriptychError, UsageError, first_line
+from triptych.files import write_text
+from triptych.literals import SpecialTokens
+from triptych.running.text.given import Text, as_lines, require_ids
+from triptych.untrusted import LONGEST_TOKENIZER, read_limited
+
+Made = TypeVar("Made")
+RecordT = TypeVar("RecordT", bound=BaseModel)
+
+# What is set in the library's object must stay until the texts are encoded.
+_ENCODING = Lock()
+
+# What is joined again, and in which order: the rules of Hugging Face's `clean_up_tokenization`.
+_PARTED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+
+class Conversation(NamedTuple):
+    """A conversation, written by a chat template."""
+
+    text: str
+    ids: Callable[[SpecialTokens], list[int]]  # its token ids; see `Tokenizer.chat_ids`
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back."""
+
+    vocab_size: int  # number of tokens, specials included; every id is below it
+    special_ids: frozenset[int]  # of all special tokens, which `decode` skips
+    pad_id: int | None  # fills rows up; None where there is none, and so below
+    bos_id: int | None  # begins a text
+    eos_id: int | None  # ends a text
+    unk_id: int | None = None  # replaces what is not in the vocabulary
+    mask_id: int | None = None  # replaces a hidden token
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> tuple[str, ...]:
+        """Every token by id, as its file has it; no two are the same."""
+
+    @abstractmethod
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+    ) -> list[list[int]]:
+        """Token ids of each text; a string is one text."""
+        # `add_special` puts the special tokens of the checkpoint around each text ([CLS] and [SEP], <s>);
+        # `parse_special` reads those that a text spells out ([MASK], <|im_end|>) as such.
+
+    @abstractmethod
+    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """Text of each sequence of ids; broken UTF-8 becomes U+FFFD."""
+
+    @abstractmethod
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Write each token in readable form, for pictures: spaces as "▁", single bytes as `<0xF0>`."""
+
+    def opening(self, text: str) -> str:
+        """What every part of a text has to begin with when it is translated in parts; "" for nothing."""
+        return ""
+
+    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+        """Write a conversation with the checkpoint's chat template; see `chat_ids`."""
+        return self.conversation(messages, add_generation_prompt).text
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        special_tokens: SpecialTokens = "text",
+    ) -> list[int]:
+        """Encode a conversation.
+
+        The special tokens that the template writes are tokens. With "text", those that a message spells out
+        are text, so that nobody can end a turn; with "tokens" they are tokens too, as in `transformers`.
+        """
+        return self.conversation(messages, add_generation_prompt).ids(special_tokens)
+
+    def conversation(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
+    ) -> Conversation:
+        """Write a conversation with the checkpoint's chat template, for `chat` and `chat_ids`."""
+        raise UsageError("the tokenizer has no chat template: give a plain prompt")
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The tokenizer as text, whole."""
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, atomically, as JSON."""
+        write_text(path, self.to_json())
+
+
+@final
+@dataclass(frozen=True)
+class OutputRules:
+    """What every output of a translator obeys, however it is searched for."""
+
+    start: tuple[int, ...]  # tokens that the decoder reads first, at least one; they are no part of an output
+    end: int  # the token that ends an output
+    never: tuple[int, ...] = ()  # tokens that no output has
+    min_length: int = 0  # fewest tokens before the end, `start` included
+    # No sequence of this many tokens occurs twice, `start` included; 0 for no such rule.
+    no_repeat: int = 0
+
+
+class SentenceTokenizer(Tokenizer):
+    """A tokenizer of translators: sentences have a beginning, an end and padding."""
+
+    pad_id: int  # fills rows up; no text has it
+    bos_id: int  # begins every output
+    eos_id: int  # ends source and output
+    # Whether special tokens that a sentence spells out are read as such, as `transformers` does.
+    reads_special = False
+
+    def sentence_ids(self, text: Text, special_tokens: SpecialTokens = "tokens") -> list[int]:
+        """Encode a sentence without its end; take the end off token ids."""
+        if isinstance(text, str):
+            parse_special = self.reads_special and special_tokens == "tokens"
+            return self.encode([text.strip()], parse_special=parse_special)[0]
+        require_ids(text, self.vocab_size, "the text")
+        ids = [*map(int, text)]
+        return ids[:-1] if ids[-1:] == [self.eos_id] else ids
+
+    @property
+    def rules(self) -> OutputRules:
+        """What outputs in these tokens obey."""
+        return OutputRules((self.bos_id,), self.eos_id, (self.pad_id, self.bos_id))
+
+
+def read_saved(path: Path) -> str:
+    """The text that `Tokenizer.save` wrote."""
+    try:
+        return read_limited(path, LONGEST_TOKENIZER).decode()
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def read_record(kind: type[RecordT], text: str, origin: str) -> RecordT:
+    """What `Tokenizer.save` wrote of a tokenizer with a format of its own."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
+
+
+def token_ids_in(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
+    """The ids in a file of the tokenizers library, and how many tokens it has."""
+    # The library takes memory for every id below the largest one: they are checked before it reads the file.
+    try:
+        record = json.loads(text)
+        added = [token["id"] for token in record.get("added_tokens") or []]
+        vocab = record["model"]["vocab"]
+        own = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
+        if strange := [number for number in (*added, *own) if not isinstance(number, int)]:
+            raise TypeError(f"{strange[0]!r} is no id of a token")
+        return [number for number in (*added, *own) if number >= 0], len(added) + len(vocab)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{origin} is damaged or not a tokenizer: {what}{advice}") from None
+
+
+def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
+    """What the tokenizers library makes of a file."""
+    try:
+        return make()
+    except (TriptychError, ValueError):
+        raise
+    # The library raises bare Exception for whatever is wrong, and PanicException, which is not one.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        first = first_line(error)
+        if "Oniguruma" in first and "limit" in first:
+            raise DataError(
+                f"{origin} has a regular expression that the tokenizers library does not run ({first}): it "
+                "cannot be read; give a tokenizer with a simpler one"
+            ) from None
+        raise DataError(f"{origin} is damaged or not a tokenizer: {first}{advice}") from None
+
+
+@final
+class TextEncoder:
+    """An encoder of texts with a tokenizer of the tokenizers library."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+
+    def encode(
+        self, texts: str | Sequence[str], *, add_special: bool, parse_special: bool
+    ) -> list[list[int]]:
+        """Encode each text; see `Tokenizer.encode`."""
+        lines = as_lines(texts)
+        if not parse_special and (other := self._of_plain_text) is not None:
+            return [found.ids for found in other.encode_batch_fast(lines, add_special_tokens=add_special)]
+        return self._encode(lines, add_special=add_special, parse_special=parse_special)
+
+    def encode_apart(self, text: str, own: Sequence[tuple[int, int]]) -> list[int] | None:
+        """Encode a text in which special tokens are read as such in some ranges of characters only.
+
+        Returns None if special tokens are spelled elsewhere: see `encode_pieces`.
+        """
+        found = self._with_places(text)
+        for token, start, end in found:
+            if self._is_spelled(token, text[start:end]) and not _is_within(text, start, end, own):
+                return None
+        return [token for token, *_ in found]
+
+    def encode_pieces(self, text: str, own: Sequence[tuple[int, int]]) -> list[int]:
+        """Encode as `encode_apart`, with the text between the special tokens of `own` piece by piece."""
+        ids = list[int]()
+        begin = 0
+        for first, last in own:
+            for token, start, end in self._with_places(text[first:last]):
+                if self._is_spelled(token, text[first + start : first + end]):
+                    ids += self._ids_of_piece(text[begin : first + start], is_first=begin == 0)
+                    ids.append(token)
+                    begin = first + end
+        return ids + self._ids_of_piece(text[begin:], is_first=begin == 0)
+
+    def _ids_of_piece(self, text: str, *, is_first: bool) -> list[int]:
+        if not text:
+            return []
+        if not is_first and (other := self._inside) is not None:
+            return list(other.encode(text, add_special_tokens=False).ids)
+        return self.encode([text], add_special=False, parse_special=False)[0]
+
+    def _with_places(self, text: str) -> list[tuple[int, int, int]]:
+        """Encode a text with special tokens read as such; each id comes with its range of characters."""
+        with _ENCODING:
+            self._inner.encode_special_tokens = False
+            found = self._inner.encode(text, add_special_tokens=False)
+        return [(token, *place) for token, place in zip(found.ids, found.offsets, strict=True)]
+
+    def _is_spelled(self, token: int, text: str) -> bool:
+        """Return True if a token is a special one that the text spells out, or an unknown character."""
+        name = self._special.get(token)
+        return name is not None and (token != self._unknown or text.strip() == name)
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        added = self._inner.get_added_tokens_decoder()
+        return {token: one.content for token, one in added.items() if one.special}
+
+    @cached_property
+    def _unknown(self) -> int | None:
+        name = _unknown_of(json.loads(self._inner.to_str())["model"])
+        return None if name is None else self._inner.token_to_id(name)
+
+    @cached_property
+    def _inside(self) -> tokenizers.Tokenizer | None:
+        """The tokenizer of plain text that does not begin a text; None where that makes no difference."""
+        record = json.loads((self._of_plain_text or self._inner).to_str())
+        if not _never_prepends(record["pre_tokenizer"]):
+            return None
+        found = tokenizers.Tokenizer.from_str(json.dumps(record))
+        found.encode_special_tokens = True
+        return found
+
+    def _encode(self, lines: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
+        with _ENCODING:
+            # Not stored in the file: without it, special tokens spelled out in a text turn special.
+            self._inner.encode_special_tokens = not parse_special
+            found = self._inner.encode_batch_fast(lines, add_special_tokens=add_special)
+        return [encoding.ids for encoding in found]
+
+    @cached_property
+    def _of_plain_text(self) -> tokenizers.Tokenizer | None:
+        """The tokenizer of plain text, where the vocabulary itself has pieces that spell special tokens.
+
+        None where it has none that a text can reach: the library's flag is enough then.
+        """
+        special = self._special
+        spelled = self._encode([*special.values()], add_special=False, parse_special=False)
+        names = [name for (token, name), ids in zip(special.items(), spelled, strict=True) if token in ids]
+        record = json.loads(self._inner.to_str()) if names else {}
+        names = [name for name in names if name != _unknown_of(record["model"])]
+        return _without(record, names) if names else None
+
+
+def _is_within(text: str, start: int, end: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Return True if a range, without white space at its ends, lies in one of the given ranges."""
+    name = text[start:end]
+    start += len(name) - len(name.lstrip())
+    end -= len(name) - len(name.rstrip())
+    return any(first <= start and end <= last for first, last in ranges)
+
+
+def _never_prepends(part: dict[str, Any] | None) -> bool:
+    """Change what puts a space before the first word of a text to put none; whether anything does."""
+    changed = False
+    for inner in (part or {}).get("pretokenizers", ()):
+        changed = _never_prepends(inner) or changed
+    if part is not None and part.get("prepend_scheme") == "first":
+        part["prepend_scheme"] = "never"
+        changed = True
+    return changed
+
+
+def _unknown_of(model: Mapping[str, Any]) -> str | None:
+    """Return the token for text that is not in a vocabulary."""
+    if model["type"] != "Unigram":
+        name = model.get("unk_token")
+        return None if name is None else str(name)
+    return None if model["unk_id"] is None else str(model["vocab"][model["unk_id"]][0])
+
+
+def _without(record: dict[str, Any], names: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer that never produces the pieces of these names."""
+    # A space before a piece is in no text that is cut at spaces, or whose spaces are written as marks.
+    renamed = {name: f" {name}" for name in names}
+    model = record["model"]
+    if model["type"] == "Unigram":
+        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {renamed.get(piece, piece): token for piece, token in model["vocab"].items()}
+    if "merges" in model:
+        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & renamed.keys()]
+    for token in record["added_tokens"]:
+        token["content"] = renamed.get(token["content"], token["content"])
+    found = tokenizers.Tokenizer.from_str(json.dumps(record))
+    found.encode_special_tokens = True
+    return found
+
+
+def join_punctuation(text: str) -> str:
+    """Take out the space before punctuation and English contractions, as Hugging Face's clean-up does."""
+    for parts in _PARTED:
+        text = text.replace(parts, parts.strip())
+    return text
+
+
+_BROKEN = "\ufffd"
+# A character of UTF-8 that is not complete has at most three bytes.
+_MOST_WITHHELD = 3
+
+
+@final
+class StreamDecoder:
+    """Decodes token by token; what it gives, end to end, is the text of all tokens.
+
+        stream = StreamDecoder(tokenizer)
+        for token in tokens:
+            print(stream.push(token), end="", flush=True)
+        print(stream.finish())
+
+    A character whose bytes are in several tokens is given once it is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        # Tokens are decoded with those before them, whose text is known: a tokenizer may treat the beginning
+        # of a text in another way than what follows.
+        self._ids: list[int] = []
+        self._num_known = 0
+        self._given = ""
+        self._num_broken = 0  # tokens in a row that left the text with a broken end
+
+    def push(self, token: int) -> str:
+        """The text that a token makes certain; "" while a character is incomplete."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        end = len(text.rstrip(_BROKEN))
+        self._num_broken = self._num_broken + 1 if end < len(text) else 0
+        if self._num_broken > _MOST_WITHHELD:
+            end = max(end, len(text) - _MOST_WITHHELD)
+        new = text[len(self._given) : end]
+        self._given += new
+        if new and end == len(text):
+            self._ids, self._num_known = self._ids[self._num_known :], len(self._ids) - self._num_known
+            self._given = self._decode(self._ids)
+        return new
+
+    def finish(self) -> str:
+        """What is left: U+FFFD for bytes that are no character."""
+        new = self._decode(self._ids)[len(self._given) :]
+        self._given += new
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode([ids], skip_special=self._skip_special)[0]

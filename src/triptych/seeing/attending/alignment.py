@@ -1,0 +1,72 @@
+"""Words of a translation aligned with words of its source by the attention of a head."""
+
+import unicodedata
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.running.text.pieces import bytes_of
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class Word(NamedTuple):
+    """A word of a text, without the space before it: its first token, and one past its last."""
+
+    text: str
+    start: int
+    stop: int
+
+
+def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]:
+    """The words of a text from its readable tokens; special tokens belong to none.
+
+    A word begins at a token that begins with a space ("▁"), and at punctuation, which is a word of its own.
+    """
+    found = list[Word]()
+    fresh = True
+    for place, (piece, is_special) in enumerate(zip(pieces, special, strict=True)):
+        text = piece.replace(_SPACE, "")
+        if is_special or not text:
+            fresh = True
+            continue
+        mark = all(unicodedata.category(character)[0] == "P" for character in text)
+        if fresh or mark or piece.startswith(_SPACE) or not found:
+            found.append(Word(text, place, place + 1))
+        else:
+            found[-1] = Word(found[-1].text + text, found[-1].start, place + 1)
+        fresh = mark
+    # Tokens that are parts of a character are named by their bytes; a word has the character.
+    return tuple(word._replace(text=bytes_of(word.text).decode("utf-8", errors="replace")) for word in found)
+
+
+def word_weights(
+    weights: Float[Tensor, "tgt_len src_len"], source: Sequence[Word], target: Sequence[Word]
+) -> Float[Tensor, "targets sources"]:
+    """The weight of the tokens of each source word, summed over the tokens of each target word."""
+    rows = _members(target, weights[:, :1].T)
+    columns = _members(source, weights[:1])
+    return rows @ weights @ columns.T
+
+
+def _members(words: Sequence[Word], like: Float[Tensor, "1 length"]) -> Float[Tensor, "words length"]:
+    """Mark the tokens of each word with 1, all others with 0."""
+    found = like.new_zeros(len(words), like.shape[1])
+    for row, word in zip(found, words, strict=True):
+        row[word.start : word.stop] = 1.0
+    return found
+
+
+class AlignedWords(NamedTuple):
+    """The words of a source and of its translation, and the attention `[targets, sources]` between them."""
+
+    source: tuple[Word, ...]
+    target: tuple[Word, ...]
+    weights: Float[Tensor, "targets sources"]
+
+    @property
+    def links(self) -> list[int]:
+        """The source word of each target word: the one with most of its weight. None without words."""
+        return [int(place) for place in self.weights.argmax(dim=1)] if self.source else []

@@ -1,0 +1,257 @@
+"""The page of attention: what it shows, as plain records, packed for its script, as HTML.
+
+Its template, style and script are `seeing/reports/viewer.html`, `viewer.css` and `viewer.js`. A weight w is
+stored as round(4095 √w), compressed, in base64: small weights keep their digits, and no weight is off by
+more than 0.00025. A head is decompressed when somebody chooses it.
+"""
+
+import base64
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych.files import write_text
+from triptych.progress import Progress, untold
+from triptych.running.measuring.weight_maps import HeadWeights, bin_width
+from triptych.seeing.reports import make_page
+
+Kind = Literal["encoder", "decoder", "cross"]
+PAGE_LIMIT_BYTES = 15_000_000
+"""No page is larger. Where the weights are more, a page has the largest of each row, and says so."""
+
+# Tokens, style and script; what is left is for the weights.
+_FOR_THE_REST = 1_000_000
+_NOTEBOOK_HEIGHT_PIXELS = 900
+_LEVELS = 4095
+# Where weights have to be left out, this many of each row are tried first.
+_MOST_KEPT = 64
+_NUM_TRIED = 6
+# With more heads than this, small maps have half the length and width.
+_MANY_HEADS = 256
+
+
+class HeadNote(NamedTuple):
+    """What a page says of a head: a few words next to its number, and names with values."""
+
+    label: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ViewedHead:
+    """One head."""
+
+    number: int  # of the head in its layer
+    map: HeadWeights  # its weights
+    note: HeadNote  # what the page says about it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ViewedLayer:
+    """The heads of one layer, in order."""
+
+    number: int  # of the layer
+    heads: tuple[ViewedHead, ...]  # at least one
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ViewedKind:
+    """All layers of one kind of attention over one text."""
+
+    kind: Kind  # "encoder" (source tokens look at source tokens), "decoder" or "cross" (target at source)
+    query_tokens: tuple[str, ...]  # the tokens that look, as they are to be read
+    key_tokens: tuple[str, ...]  # the tokens that are looked at
+    layers: tuple[ViewedLayer, ...]  # at least one
+    # index of the first query token that the model wrote; None if it wrote none
+    first_generated_query: int | None = None
+    first_generated_key: int | None = None  # the same of the key tokens
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ViewedText:
+    """One text, or one pair of source and target."""
+
+    title: str  # what to call it: the text itself, its line number
+    kinds: tuple[ViewedKind, ...]  # the kinds of attention of the model, at least one
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AttentionPage:
+    """Everything that the page shows."""
+
+    title: str  # the heading
+    texts: tuple[ViewedText, ...]  # at least one; the reader chooses
+    facts: tuple[tuple[str, str], ...] = ()  # name and value: the model, the command
+    notes: tuple[str, ...] = ()  # sentences below the heading
+
+
+def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
+    """One page with the texts of several, at least one; all else is the first one's."""
+    return replace(pages[0], texts=tuple(text for page in pages for text in page.texts))
+
+
+def attention_html(page: AttentionPage, progress: Progress = untold) -> str:
+    """The text of a page that needs no network."""
+    data = viewer_data(page, progress=progress)
+    return make_page("attention.html", title=page.title, facts=page.facts, notes=page.notes, data=data)
+
+
+def write_attention_page(page: AttentionPage, path: Path, progress: Progress = untold) -> None:
+    """Write one self-contained HTML file of at most 15 MB."""
+    write_text(path, attention_html(page, progress))
+
+
+def notebook_html(page: AttentionPage) -> str:
+    """The page as the output of a notebook's cell: a frame that nothing outside can reach into."""
+    return (
+        f'<iframe title="{escape(page.title)}" sandbox="allow-scripts allow-downloads" '
+        f'style="width: 100%; height: {_NOTEBOOK_HEIGHT_PIXELS}px; border: 0" '
+        f'srcdoc="{escape(attention_html(page))}"></iframe>'
+    )
+
+
+def viewer_data(
+    page: AttentionPage, limit_bytes: int = PAGE_LIMIT_BYTES, progress: Progress = untold
+) -> dict[str, Any]:
+    """Return the data of `seeing/reports/viewer.html`, for a page of about `limit_bytes` characters.
+
+    Where all weights are too many, every row of every head keeps its k largest, with k as large as fits.
+    """
+    fixed: list[dict[str, Any]] = [
+        {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts
+    ]
+    room = (
+        limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])
+    )
+    heads = [h for text in page.texts for kind in text.kinds for layer in kind.layers for h in layer.heads]
+    packed = _pack_maps([head.map for head in heads], room, partial(progress, "packing heads"))
+    return {"texts": fixed, "maps": packed}
+
+
+def _pack_maps(
+    maps: list[HeadWeights], room: int, progress: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
+    whole = sum(of.num_queries * of.num_keys for of in maps if of.keys is None)
+    # Random digits compress to one and a half bytes each, and base64 adds a third.
+    k = None if whole < room else _MOST_KEPT
+    # A few maps tell about how many rows fit; then all are tried.
+    few = maps[:: max(1, len(maps) // _NUM_TRIED)]
+    for tried in (few, maps):
+        while True:
+            packed = []
+            for of in tried:
+                packed.append(_pack_map(of, k))
+                progress(len(packed), len(maps))
+            size = sum(len(one["data"]) + len(one.get("keys", "")) for one in packed) * len(maps) / len(tried)
+            if size <= room or k == 1:
+                break
+            if k is None:
+                k = _MOST_KEPT
+            else:
+                k = min(k, max(one["kept"] for one in packed))
+                k = max(1, min(k - 1, int(k * room / size)))
+    return packed
+
+
+def _pack_map(of: HeadWeights, k: int | None) -> dict[str, Any]:
+    """The weights of a head: all of them, or the k largest of every row."""
+    if k is not None and (of.keys is not None or of.num_keys > k):
+        of = of.largest(k)
+    if of.keys is not None and of.left_out is not None:
+        return _pack_rows(of, of.keys, of.left_out)
+    return {"form": "dense", "kept": of.num_keys, "data": _compressed(_planes(_quantised(of.weights), 2))}
+
+
+def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.float32]) -> dict[str, Any]:
+    """Keys as they are (right for a head that looks at one place) or by distance (at a neighbour)."""
+    order = np.argsort(keys, axis=1)
+    sorted_keys = np.take_along_axis(keys, order, 1).T.astype(np.int64)
+    weights = _quantised(np.take_along_axis(of.weights, order, 1).T)
+    distance = np.arange(of.num_queries) - sorted_keys
+    forms = {
+        "rows": sorted_keys,
+        "distances": np.where(distance < 0, -2 * distance - 1, 2 * distance),  # the sign is the last bit
+    }
+    packed = {form: _compressed(_planes(numbers, 4)) for form, numbers in forms.items()}
+    form = min(packed, key=lambda name: len(packed[name]))
+    rest = _compressed(_planes(weights, 2) + _planes(_quantised(left_out), 2))
+    return {"form": form, "kept": int(keys.shape[1]), "keys": packed[form], "data": rest}
+
+
+def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
+    heads = [head for layer in kind.layers for head in layer.heads]
+    step = 2 if len(heads) > _MANY_HEADS else 1
+    overviews = np.stack([_smaller(head.map.overview, step) for head in heads])
+    small = np.rint(255 * np.sqrt(np.clip(overviews, 0, 1))).astype(np.uint8)
+    return {
+        "kind": kind.kind,
+        "queries": list(kind.query_tokens),
+        "keys": list(kind.key_tokens),
+        "generated_query": kind.first_generated_query,
+        "generated_key": kind.first_generated_key,
+        "layers": [
+            {
+                "number": layer.number,
+                "heads": [{"number": head.number, **head.note._asdict()} for head in layer.heads],
+            }
+            for layer in kind.layers
+        ],
+        "telling": _telling(kind, overviews),
+        "overview": [*small.shape[1:]],
+        "bins": [step * bin_width(len(kind.query_tokens)), step * bin_width(len(kind.key_tokens))],
+        "overviews": _compressed(small.tobytes()),
+    }
+
+
+def _telling(kind: ViewedKind, overviews: NDArray[np.float32]) -> list[int]:
+    """Places of the layer and the head whose looks tell most of the token that looks.
+
+    That is the mutual information of query and key, looks at the own token left out: 0 where all tokens look
+    at the same places.
+    """
+    joint = overviews.astype(np.float64) / max(1, overviews.shape[1])
+    if kind.kind != "cross":
+        own = np.arange(min(joint.shape[1:]))
+        joint[:, own, own] = 0
+    apart = joint.sum(2, keepdims=True) * joint.sum(1, keepdims=True)
+    total = joint.sum((1, 2), keepdims=True)
+    ratio = np.divide(joint * total, apart, out=np.ones_like(joint), where=(joint > 0) & (apart > 0))
+    best = int((joint * np.log(ratio)).sum((1, 2)).argmax())
+    places = [[layer, head] for layer, of in enumerate(kind.layers) for head in range(len(of.heads))]
+    return places[best]
+
+
+def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:
+    """Sum `step` neighbouring columns, and take the mean of as many rows."""
+    if step == 1:
+        return overview
+    columns = np.add.reduceat(overview, np.arange(0, overview.shape[1], step), axis=1)
+    starts = np.arange(0, overview.shape[0], step)
+    counts = np.diff([*starts, overview.shape[0]])
+    return np.asarray(np.add.reduceat(columns, starts, axis=0) / counts[:, None], np.float32)
+
+
+def _quantised(weights: NDArray[np.floating]) -> NDArray[np.int64]:
+    return np.asarray(np.rint(_LEVELS * np.sqrt(np.clip(weights, 0, 1))), np.int64)
+
+
+def _planes(numbers: NDArray[np.int64], num_bytes: int) -> bytes:
+    """All lowest bytes, then all second bytes, …: equal bytes are next to each other and compress."""
+    little = np.ascontiguousarray(numbers, "<u4").reshape(-1, 1).view(np.uint8)
+    return little[:, :num_bytes].T.tobytes()
+
+
+def _compressed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 6)).decode("ascii")

@@ -1,0 +1,245 @@
+"""What heads do over a text: how their weights are spread over kinds of keys.
+
+A figure is a mean over the queries of a text, with an interval over its documents, next to what a head
+that looks at all visible keys evenly would give.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from triptych.core.algebra.semantics import Kind
+from triptych.running.measuring.stack_attention import stack_ids
+from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.running.opening import Reader
+
+# A head is called by what takes a third of its weight or more, if that is more than looking evenly gives.
+NAMED_FROM = 1 / 3
+_FARTHEST = 1 << 30
+
+
+@final
+@dataclass(frozen=True)
+class Figure:
+    """A figure of what a head does."""
+
+    name: str  # the name of its column
+    title: str  # the name for people
+    meaning: str  # what it is and over which queries, in a sentence
+    kinds: tuple[Kind, ...] = ("self", "causal")  # the kinds of attention that have it
+    names_head: bool = False  # whether a head can be called by it
+
+
+_ALL: tuple[Kind, ...] = ("self", "causal", "cross")
+_BANDS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, _FARTHEST))
+
+
+def _band(low: int, high: int) -> Figure:
+    said = f"{low}" if low == high else f"{low} to {high}" if high < _FARTHEST else f"{low} or more"
+    name = f"distance_{low}" if low == high else f"distance_{low}_{'on' if high == _FARTHEST else high}"
+    return Figure(name, f"distance {said}", f"Weight on keys {said} tokens away, of queries that see any.")
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("previous", "previous token", "Weight on the token before the query.", names_head=True),
+    Figure("self", "itself", "Weight on the query's own token.", names_head=True),
+    Figure("next", "next token", "Weight on the token after the query.", ("self",), names_head=True),
+    Figure("first", "first token", "Weight on the first token of the window.", _ALL, names_head=True),
+    Figure("last", "last token", "Weight on the last token.", ("self", "cross"), names_head=True),
+    Figure(
+        "duplicate",
+        "same token before",
+        "Weight on earlier tokens that are the query's token, of queries that have any.",
+        names_head=True,
+    ),
+    Figure(
+        "induction",
+        "what followed the same token",
+        "Weight on earlier tokens that came right after the query's token, of queries that have any.",
+        names_head=True,
+    ),
+    Figure(
+        "diagonal",
+        "diagonal",
+        "Weight on source tokens at most one from where the query is on a straight line through both texts.",
+        ("cross",),
+        names_head=True,
+    ),
+    Figure("elsewhere", "elsewhere", "Weight on keys of no kind above.", _ALL),
+    *(_band(low, high) for low, high in _BANDS),
+    Figure("distance", "mean distance", "Mean distance in tokens to where the weight is."),
+    Figure("entropy", "entropy", "Entropy of a query's weights in nats.", _ALL),
+)
+
+
+def figures_of(kind: Kind) -> tuple[Figure, ...]:
+    """The figures that a kind of attention has."""
+    return tuple(figure for figure in FIGURES if kind in figure.kinds)
+
+
+def key_classes(
+    kind: Kind, query_ids: Int[Tensor, " query_len"], key_ids: Int[Tensor, " key_len"]
+) -> dict[str, Bool[Tensor, "query_len key_len"]]:
+    """The keys of each class, for every query."""
+    rows, columns = len(query_ids), len(key_ids)
+    query, key = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    if kind == "cross":
+        place = query * (columns - 1) / max(1, rows - 1)
+        return {
+            "first": (key == 0).expand(rows, columns),
+            "last": (key == columns - 1).expand(rows, columns),
+            "diagonal": (key - place).abs() <= 1,
+        }
+    same, before = query_ids[:, None] == key_ids[None], key < query
+    followed = torch.cat([torch.zeros(rows, 1, dtype=torch.bool), same[:, :-1]], dim=1)
+    found = {
+        "previous": key == query - 1,
+        "self": key == query,
+        "next": key == query + 1,
+        "first": (key == 0).expand(rows, columns),
+        "last": (key == columns - 1).expand(rows, columns),
+        "duplicate": same & before,
+        "induction": followed & before,
+    }
+    away = (query - key).abs()
+    bands = {_band(low, high).name: (away >= low) & (away <= high) for low, high in _BANDS}
+    names = {figure.name for figure in figures_of(kind)}
+    return {name: keys for name, keys in (found | bands).items() if name in names}
+
+
+@final
+class RowFigures:
+    """The figures of the queries of one sequence, for the weights of any layer.
+
+    Attributes:
+        even: `[figures]`, sums over the queries for a head that looks evenly at all keys that a query sees.
+        counts: `[figures]`, the queries that a figure is of.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        visible: Bool[Tensor, "query_len key_len"],
+        query_ids: Int[Tensor, " query_len"],
+        key_ids: Int[Tensor, " key_len"],
+    ) -> None:
+        """Find the keys of every class, for every query.
+
+        Queries that see a single key are left out: all heads do the same there. A figure of a class
+        has the queries that see a key of the class.
+        """
+        self.kind, self.visible = kind, visible
+        seen = visible.sum(dim=-1)
+        rows, even = seen > 1, visible.double() / seen.clamp(min=1)[:, None]
+        classes = {name: keys & visible for name, keys in key_classes(kind, query_ids, key_ids).items()}
+        named = torch.stack([classes[figure.name] for figure in figures_of(kind) if figure.names_head])
+        classes["elsewhere"] = visible & ~named.any(dim=0)
+        away = (torch.arange(len(query_ids))[:, None] - torch.arange(len(key_ids))).abs()
+        factors, counted = list[Tensor](), list[Tensor]()
+        for figure in figures_of(kind)[:-1]:  # entropy comes last, and is not a sum over keys
+            keys = classes.get(figure.name)
+            factors.append((away if keys is None else keys).float())
+            counted.append(rows if keys is None or figure.name == "elsewhere" else rows & keys.any(dim=-1))
+        self._factors = torch.stack(factors, dim=-1)  # [query_len, key_len, figures]
+        self._counted = torch.stack([*counted, rows])  # [figures, query_len]
+        of_even = torch.einsum("qk,qkf->fq", even, self._factors.double())
+        of_even = torch.cat([of_even, seen.clamp(min=1).double().log()[None]])
+        self.even: Tensor = (of_even * self._counted).sum(dim=-1)
+        self.counts: Tensor = self._counted.sum(dim=-1).double()
+
+    def sums(self, weights: Float[Tensor, "heads query_len key_len"]) -> Float[Tensor, "figures heads"]:
+        """Add the figures up over the queries; the weights are those after the softmax."""
+        by_query = weights.transpose(0, 1) @ self._factors.to(weights.dtype)
+        entropy = -torch.special.xlogy(weights, weights).sum(dim=-1)
+        whole = torch.cat([by_query.permute(2, 1, 0), entropy[None]]).double()
+        return (whole * self._counted[:, None]).sum(dim=-1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerFigures:
+    """What the heads of a layer do over a text."""
+
+    stack: str  # "encoder", "decoder" or "cross"
+    layer: int  # its number in the stack
+    figures: dict[str, HeadFigures]  # by name: the ones of `figures_of(kind)`, and what else was measured
+
+    def __repr__(self) -> str:
+        return f"LayerFigures {self.name}: {self.num_heads} heads, {', '.join(self.figures)}"
+
+    @property
+    def kind(self) -> Kind:
+        """Which tokens the queries may look at."""
+        kinds: dict[str, Kind] = {"encoder": "self", "decoder": "causal", "cross": "cross"}
+        return kinds[self.stack]
+
+    @property
+    def name(self) -> str:
+        return f"{self.stack} {self.layer}"
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.figures["entropy"].value)
+
+    def called(self, head: int) -> str:
+        """The title of what a head does most, if it does it clearly; else "".
+
+        A head is called by the largest of its figures that are at least a third and whose interval lies
+        above what looking evenly gives.
+        """
+        best, title = NAMED_FROM, ""
+        for figure in figures_of(self.kind):
+            found = self.figures[figure.name]
+            if not figure.names_head or found.low is None or found.even is None:
+                continue
+            if float(found.value[head]) >= best and float(found.low[head]) > found.even:
+                best, title = float(found.value[head]), figure.title
+        return title
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record per head; a figure that nothing shows is None."""
+        found = []
+        for head in range(self.num_heads):
+            row: dict[str, Any] = {
+                "stack": self.stack,
+                "layer": self.layer,
+                "head": head,
+                "called": self.called(head),
+            }
+            for name, figure in self.figures.items():
+                ends = {"": figure.value, "_low": figure.low, "_high": figure.high}
+                row |= {name + end: float(of[head]) for end, of in ends.items() if of is not None}
+                if figure.even is not None:
+                    row[f"{name}_even"] = figure.even
+            # JSON has no number for what is not finite.
+            missing = [
+                name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)
+            ]
+            found.append(row | dict.fromkeys(missing))
+        return found
+
+
+@torch.no_grad()
+def measure_behaviour(
+    reader: Reader, windows: Windows, progress: Told
+) -> dict[Place, dict[str, HeadFigures]]:
+    """Where every head of a model looks over a text."""
+    found = UnitSums(windows.num_units)
+    for unit, text, stacks in read_windows(reader, windows, progress):
+        for stack in stacks:
+            figures: RowFigures | None = None
+            kind = stack.layers[0].call.site.kind
+            names = tuple(figure.name for figure in figures_of(kind))
+            for layer in stack.layers:
+                compared = layer.queries_and_keys()
+                visible = compared.visible()[0, 0].cpu()
+                if figures is None or not torch.equal(figures.visible, visible):
+                    figures = RowFigures(kind, visible, *stack_ids(text, stack.kind))
+                sums = figures.sums(compared.weights()[0].cpu())
+                counts = figures.counts[:, None]
+                found.add(unit, (stack.kind, layer.number), names, sums, counts, figures.even)
+    return found.figures()

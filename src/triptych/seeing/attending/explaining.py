@@ -1,0 +1,193 @@
+"""What a head's weights say of where it looks, and what it writes: its forms next to its attention on a text.
+
+    score_ij = scale · [(x_i W_Q)(y_j W_K)ᵀ + bias terms + what rotary distance changes] + position bias
+
+A constant added to a row of scores does nothing to the softmax, so parts are compared after the mean over the
+keys that a query sees is taken off each row.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from triptych.core.algebra.function import channels, for_heads, probabilities
+from triptych.core.algebra.rewritten import RewriteRefusedError
+from triptych.core.algebra.weights import AttentionWeights
+from triptych.rewriting.functions.rank import truncate
+from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.running.opening import LayerCall, Reader
+
+PARTS = {
+    "content": "W_QK alone: queries and keys without their biases, before positions turn them",
+    "biases": "the biases of queries and keys",
+    "distance": "what rotation by position (or a temperature) changes",
+    "position_bias": "numbers added by position: ALiBi, T5's, DeBERTa's",
+}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ScoreParts:
+    """The scaled scores of one sequence as a sum of parts, before a soft cap and before the mask."""
+
+    total: Float[Tensor, "heads queries keys"]
+    # by a name of `PARTS`, those that the layer has; they add up to the total
+    parts: dict[str, Float[Tensor, "heads queries keys"]]
+
+
+@torch.no_grad()
+def score_parts(call: LayerCall) -> ScoreParts:
+    """Take the scores of a layer apart, in float64.
+
+    Where queries and keys are normalised or clipped after their maps, the biases count to the content.
+    """
+    compared = call.queries_and_keys()
+    weights, x, memory = in_float64(call)
+    semantics = weights.semantics
+    turned_k = for_heads(compared.k.double(), weights.num_heads)
+    whole = semantics.compare(compared.q.double(), turned_k)
+    q, k, _ = channels(weights, x, memory)
+    before = semantics.compare(q, for_heads(k, weights.num_heads))
+    mixed = semantics.q_norm is not None or semantics.k_norm is not None or semantics.clip is not None
+    mixed = mixed or semantics.scores is not None
+    content = before
+    if not mixed and (weights.head_bias("q") is not None or weights.head_bias("k") is not None):
+        bare = weights.each_link(lambda link: replace(link, bias=None), ("q", "k"))
+        plain = channels(bare, x, memory)
+        content = semantics.compare(plain.q, for_heads(plain.k, weights.num_heads))
+    found = {"content": content[0]}
+    if content is not before:
+        found["biases"] = (before - content)[0]
+    if semantics.rotary is not None or semantics.temperature is not None:
+        found["distance"] = (whole - before)[0]
+    if semantics.bias is not None:
+        added = semantics.bias(
+            compared.q.double(), turned_k, compared.query_positions, compared.key_positions
+        )
+        found["position_bias"] = added.double().expand_as(whole)[0]
+        whole = whole + added
+    return ScoreParts(whole[0], found)
+
+
+def in_float64(call: LayerCall) -> tuple[AttentionWeights, Tensor, Tensor | None]:
+    """A layer's weights, and what queries and keys are made of."""
+    weights = call.layer.weights(call.site.kind).to(torch.float64)
+    return weights, call.x.double(), None if call.memory is None else call.memory.double()
+
+
+def centred_rows(
+    scores: Float[Tensor, "heads queries keys"], visible: Bool[Tensor, "queries keys"]
+) -> Float[Tensor, "heads queries keys"]:
+    """Scores less their mean over the keys that a query sees; 0 where it sees none."""
+    mean = (scores * visible).sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp(min=1)
+    return (scores - mean) * visible
+
+
+def divergence(
+    p: Float[Tensor, "heads queries keys"], q: Float[Tensor, "heads queries keys"]
+) -> Float[Tensor, "heads queries"]:
+    """KL(p ‖ q) of every row in nats: what is lost by taking q for p. Infinite where q misses a key of p."""
+    lost: Tensor = torch.special.xlogy(p, p) - torch.special.xlogy(p, q)
+    return lost.sum(dim=-1).clamp(min=0)
+
+
+def looks_by(
+    scores: Float[Tensor, "heads queries keys"], visible: Bool[Tensor, "queries keys"]
+) -> Float[Tensor, "heads queries keys"]:
+    """The weights that scores give over the keys that a query sees."""
+    return scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
+
+
+def of_rank(weights: AttentionWeights, rank: int, longest: int) -> AttentionWeights:
+    """The layer with W_QK of every head cut to a rank, and all else as it is.
+
+    Heads that read one key head share the key channels that are left. Rotary heads lose rank of W_Q and W_K
+    before they are rotated; see `truncate`.
+    """
+    if rank >= weights.multiplied("q").d_out:
+        return weights
+    return truncate(weights, qk_rank=rank, rotary="maps", longest=longest).weights
+
+
+def tried_ranks(weights: AttentionWeights) -> tuple[int, ...]:
+    """The ranks that W_QK is tried at: powers of two below its width; none where it cannot be cut."""
+    width = weights.multiplied("q").d_out
+    ranks = tuple(1 << i for i in range(width.bit_length()) if 1 << i < width)
+    try:
+        of_rank(weights, 1, 2)
+    except RewriteRefusedError:
+        return ()
+    return ranks
+
+
+def pattern_of(weights: AttentionWeights, call: LayerCall) -> Float[Tensor, "heads queries keys"]:
+    """The weights that another writing of a layer gives on the layer's own inputs, batch size 1."""
+    _, x, memory = in_float64(call)
+    q, k, _ = channels(weights, x, memory)
+    return probabilities(weights, q, k, call.mask)[0]
+
+
+@torch.no_grad()
+def explain_call(
+    call: LayerCall, visible: Bool[Tensor, "queries keys"], cut: dict[int, AttentionWeights]
+) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Compare a layer's attention on one sequence with what parts of its scores would give.
+
+    Returns the sum of squares of the centred scores `[heads]`, the number of queries that see two keys at
+    least, and sums over these by name, `[heads]` each: `content_share` and its like, the inner product of the
+    centred part with the centred scores, which add up to their squares; `even_nats`, `content_nats` and
+    `rank_4_nats`, the divergence of the real weights from looking evenly, from W_QK alone, and from W_QK cut
+    to rank 4 with all else as it is; `content_hits` and `rank_4_hits`, queries whose most attended key is the
+    right one.
+    """
+    rows = visible.sum(dim=-1) > 1
+    taken = score_parts(call)
+    whole = centred_rows(taken.total, visible)[:, rows]
+    real = call.queries_and_keys().weights()[0].double()
+    real = (real / real.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny))[:, rows]
+    tried = {
+        "even": looks_by(torch.zeros_like(taken.total), visible),
+        "content": looks_by(taken.parts["content"], visible),
+        **{f"rank_{rank}": pattern_of(weights, call) for rank, weights in cut.items()},
+    }
+    tried = {name: pattern[:, rows] for name, pattern in tried.items()}
+    found = {
+        f"{name}_share": (centred_rows(part, visible)[:, rows] * whole).sum(dim=(1, 2))
+        for name, part in taken.parts.items()
+    }
+    found |= {f"{name}_nats": divergence(real, pattern).sum(dim=-1) for name, pattern in tried.items()}
+    del tried["even"]  # which has no largest weight
+    best = real.argmax(dim=-1)
+    found |= {
+        f"{name}_hits": (pattern.argmax(dim=-1) == best).double().sum(dim=-1)
+        for name, pattern in tried.items()
+    }
+    return whole.square().sum(dim=(1, 2)), int(rows.sum()), found
+
+
+@torch.no_grad()
+def explain_text(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
+    """How well W_QK, cut to several ranks, and the other parts of the scores explain where heads look.
+
+    Shares are of the variance of the scores along a row; divergences and hits are by query.
+    """
+    cuts: dict[int, dict[int, AttentionWeights]] = {}
+    found = UnitSums(windows.num_units)
+    for unit, _, stacks in read_windows(reader, windows, progress):
+        for kind, layer in ((stack.kind, layer) for stack in stacks for layer in stack.layers):
+            call = layer.call
+            cut = cuts.get(id(call.layer))
+            if cut is None:
+                weights = in_float64(call)[0]
+                cut = {rank: of_rank(weights, rank, windows.context) for rank in tried_ranks(weights)}
+                cuts[id(call.layer)] = cut
+            visible = layer.queries_and_keys().visible()[0, 0]
+            energy, count, sums = explain_call(call, visible, cut)
+            counts = [energy if name.endswith("_share") else energy.new_full((), count) for name in sums]
+            counted = torch.stack([one.expand_as(energy) for one in counts])
+            found.add(unit, (kind, layer.number), tuple(sums), torch.stack([*sums.values()]), counted)
+    return found.figures()

@@ -1,0 +1,129 @@
+"""The loss of a model, and of changes of it, on a text that nothing was chosen by.
+
+The loss on a sentence says little of a change: it can fall where the loss on a longer text rises. A held-out
+text is read in parts of a few hundred tokens, so that who asks for the loss can go on in between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.core.algebra.resampling import ratio_intervals
+from triptych.errors import UsageError
+from triptych.running.measuring.windows import cut_windows
+from triptych.running.measuring.worth import batches_of, require_loss, row_losses
+from triptych.running.opening import Reader
+from triptych.seeing.attending.over import given_lines, given_texts
+
+# About 50 kB of text.
+MOST_TOKENS = 1 << 14
+_TOKENS_OF_A_PART = 512
+
+
+@final
+@dataclass(frozen=True)
+class LossChange:
+    """The loss on a text before and after a change, in nats per token.
+
+    Attributes:
+        before: the loss without the change.
+        after: the loss on the same tokens with it.
+        interval: 95 % interval of `after` − `before`; None if the text has a single window.
+    """
+
+    before: float
+    after: float
+    interval: tuple[float, float] | None
+
+    @property
+    def difference(self) -> float:
+        return self.after - self.before
+
+
+@final
+class HeldOutText:
+    """A text that a model and changes of it are measured on, part by part.
+
+        text = HeldOutText(model.reader, Path("valid.txt"))
+        text.compare(model.tie("*", "W_Q", "W_K").reader)  # the loss before and after, with an interval
+
+    A few kB that the model did not learn from will do; the loss on one sentence is too noisy.
+
+    Attributes:
+        name: of its file; "" without one.
+        num_parts: how many parts it is read in.
+        num_tokens: how many tokens are predicted.
+        units: the units that intervals are drawn over: documents, or the windows of a single document.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        text: str | Path | Sequence[str],
+        targets: str | Path | Sequence[str] | None = None,
+        *,
+        context: int | None = None,
+        most_tokens: int | None = None,
+    ) -> None:
+        """Cut a text into windows.
+
+        Args:
+            reader: the model that reads it.
+            text: a text, the file of one, or several documents. For a translator, the sentences, or the file
+                with one on each line.
+            targets: for a translator, the translations, line by line.
+            context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
+            most_tokens: tokens to read; what is past them is left out. Default: 16,384.
+
+        Raises:
+            UsageError: the model has no loss, or the text does not fit it.
+        """
+        if most_tokens is not None and most_tokens < 1:
+            raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
+        require_loss(reader, "a held-out text")
+        if reader.opened.translates and targets is None:
+            raise UsageError(
+                f"{reader.name} translates: give the translations of the held-out sentences, too "
+                "(--held-out-targets)"
+            )
+        texts = given_texts(reader, text)
+        lines = None if targets is None else given_lines(targets)
+        windows = cut_windows(reader, texts, lines, context=context, most_tokens=most_tokens or MOST_TOKENS)
+        reader.check([window.text for window in windows.windows], None)
+        self.name = text.name if isinstance(text, Path) else ""
+        self.units = windows.units
+        self._reader = reader
+        self._batches = [*batches_of(reader, windows, _TOKENS_OF_A_PART)]
+        self._counts = torch.zeros(windows.num_units, dtype=torch.float64)
+        for batch in self._batches:
+            self._counts.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
+        self.num_parts, self.num_tokens = len(self._batches), int(self._counts.sum())
+
+    def compare(self, changed: Reader) -> LossChange:
+        """Measure the change of the loss; `changed` is the reader of the changed model (`Model.reader`)."""
+        before, after = (
+            sum((self.losses(reader, part) for part in range(self.num_parts)), torch.zeros_like(self._counts))
+            for reader in (self._reader, changed)
+        )
+        return self.compared(before, after)
+
+    @torch.no_grad()
+    def losses(self, reader: Reader, part: int) -> Float[Tensor, " units"]:
+        """Compute the losses of one part with a model or a change of it, in nats, summed over each unit."""
+        batch = self._batches[part]
+        run = reader.run(batch.texts)
+        sums = row_losses(reader.model, batch, run.hidden)[0].cpu()
+        return torch.zeros_like(self._counts).index_add_(0, batch.units, sums)
+
+    def compared(self, before: Float[Tensor, " units"], after: Float[Tensor, " units"]) -> LossChange:
+        """Compute the change of the loss from the sums of all parts."""
+        total, interval = self._counts.sum(), None
+        if len(self._counts) > 1:
+            low, high = ratio_intervals(after - before, self._counts)
+            interval = float(low), float(high)
+        return LossChange(float(before.sum() / total), float(after.sum() / total), interval)

@@ -1,0 +1,355 @@
+"""What the heads of a model do over a text: `attend_over(reader, documents)`, as rows, tables and a page."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from triptych.errors import UsageError
+from triptych.literals import Documents, Instead, SpecialTokens
+from triptych.progress import Progress, untold
+from triptych.running.measuring.windows import MOST_TOKENS, HeadFigures, cut_windows
+from triptych.running.measuring.worth import MOST_TOKENS as MOST_TOKENS_OF_WORTH
+from triptych.running.measuring.worth import Worth, measure_worth, require_worth
+from triptych.running.opening import Reader
+from triptych.running.text import as_lines, read_lines
+from triptych.running.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+from triptych.seeing.attending.attention_page import HeadNote
+from triptych.seeing.attending.behaviour import FIGURES, Figure, LayerFigures, figures_of, measure_behaviour
+from triptych.seeing.attending.explaining import explain_text
+from triptych.seeing.attending.written_tokens import measure_copies
+from triptych.seeing.reports import Report, Table, short_name, write_report
+
+_MOST_SHOWN = 12
+# What else the page of a text says of a head, by column of `OverText.rows`.
+_OTHER_FACTS = {
+    "worth": "loss without it",
+    "content_share": "explained by W_QK alone",
+    "copies": "writes what it looks at",
+}
+# Does not break a line.
+_NARROW = "\u202f"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OverText:
+    """What the heads of a model do over a text.
+
+    Attributes:
+        model: its name.
+        layers: in the order of the model, with every figure of every head.
+        units: what intervals are drawn over: "documents", or of a single document its "windows".
+        num_units: how many there are.
+        tokens: of the text, both sides of a translator.
+        context: tokens of a window at most.
+        worth: what each head is worth; None if it was not measured.
+    """
+
+    model: str
+    layers: tuple[LayerFigures, ...]
+    units: str
+    num_units: int
+    tokens: int
+    context: int
+    worth: Worth | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record per head: its place, what it is called, then every figure with its interval."""
+        rows = [row for layer in self.layers for row in layer.rows()]
+        columns = dict.fromkeys(name for row in rows for name in row)
+        return [{name: row.get(name) for name in columns} for row in rows]
+
+    def record(self) -> dict[str, Any]:
+        """Everything, as a JSON object."""
+        names = ("model", "tokens", "context", "units", "num_units")
+        found: dict[str, Any] = {name: getattr(self, name) for name in names} | {"heads": self.rows()}
+        if self.worth is not None:
+            order = [[head.stack, head.layer, head.head] for head in self.worth.heads]
+            found["worth"] = {
+                "instead": self.worth.instead,
+                "loss": self.worth.loss,
+                "tokens": self.worth.tokens,
+                "order": order,
+            }
+        return found
+
+    def most(self, figure: str, count: int = 3) -> list[tuple[LayerFigures, int]]:
+        """The heads with the largest values of a figure, largest first."""
+        found = [
+            (layer, head)
+            for layer in self.layers
+            if figure in layer.figures and layer.figures[figure].count
+            for head in range(layer.num_heads)
+        ]
+        return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
+
+    def summary(self) -> tuple[str, ...]:
+        """The head that does most of each figure that heads are called by, or that none does."""
+        return tuple(
+            f"{title}: {head}, {value} ({interval}; evenly {evenly})"
+            + ("" if called else " (no head is called by it)")
+            for title, head, value, interval, evenly, called in self._strongest(1)
+        )
+
+    def tables(self) -> list[Table]:
+        """What to print: the heads that do each thing most, what heads are worth, what explains them."""
+        found = [self._strongest_table()]
+        if self.worth is not None:
+            found.append(_worth_table(self.worth))
+        if "even_nats" in self.layers[0].figures:
+            found.append(_explained_table(self.layers))
+        return found
+
+    def page(self, path: str | Path) -> None:
+        """Write a page with the tables of `tables`, then every head with every figure."""
+        write_report(self.report(), Path(path))
+
+    def report(self) -> Report:
+        """What the page shows."""
+        facts = (
+            ("model", self.model),
+            ("tokens", f"{self.tokens:,}"),
+            (self.units, f"{self.num_units:,}"),
+            ("longest window, tokens", f"{self.context:,}"),
+        )
+        tables = (*self.tables(), *self._head_tables())
+        return Report(title=f"What the heads of {short_name(self.model)} do", facts=facts, tables=tables)
+
+    def notes(self) -> dict[tuple[str, int, int], HeadNote]:
+        """What the page of a text says of its heads, by kind, layer and head."""
+        titles = {figure.name: figure.title for figure in FIGURES if _is_told(figure)} | _OTHER_FACTS
+        return {
+            (row["stack"], row["layer"], row["head"]): HeadNote(
+                row["called"],
+                tuple(
+                    (title, _fact(row, name)) for name, title in titles.items() if row.get(name) is not None
+                ),
+            )
+            for row in self.rows()
+        }
+
+    def notes_origin(self) -> str:
+        """A sentence on where the notes of heads come from."""
+        return (
+            f"What is said of heads was measured over {self.tokens:,} tokens of another text "
+            f"({self.num_units:,} {self.units}, windows of {self.context:,}): means with 95 % "
+            f"intervals over {self.units}, and what looking evenly would give."
+        )
+
+    def __repr__(self) -> str:
+        lines = [
+            f"What the heads of {self.model} do over {self.tokens:,} tokens, {self.num_units} {self.units}"
+        ]
+        return "\n".join(
+            (*lines, *(f"  {line}" for line in self.summary()[:5]), "  rows(), tables(), page(path)")
+        )
+
+    def _strongest(self, count: int) -> Iterator[tuple[str, str, str, str, str, bool]]:
+        """The heads that do most of each figure that heads are called by."""
+        figures = {f.name: f for layer in self.layers for f in figures_of(layer.kind) if f.names_head}
+        for figure in figures.values():
+            for layer, head in self.most(figure.name, count):
+                found = layer.figures[figure.name]
+                yield (
+                    figure.title,
+                    f"{layer.name} head {head}",
+                    f"{float(found.value[head]):.2f}",
+                    _ends(found, head, ".2f"),
+                    f"{found.even:.2f}",
+                    layer.called(head) == figure.title,
+                )
+
+    def _strongest_table(self) -> Table:
+        rows = tuple((*cells, "yes" if called else "") for *cells, called in self._strongest(2))
+        caption = (
+            f"{self.tokens:,} tokens, {self.num_units:,} {self.units}, windows of {self.context:,}. "
+            f"Share: of the head's weight, with a 95 % interval over {self.units}. Evenly: the share of a "
+            "head that looks at all keys alike. Named: a head with a third or more is named after it."
+        )
+        columns = ("what", "head", "share", "interval", "evenly", "named")
+        return Table("What heads do", columns, rows, caption, (2, 4))
+
+    def _head_tables(self) -> Iterator[Table]:
+        """What the heads of every kind of attention look at, and how far away it is."""
+        for stack in dict.fromkeys(layer.stack for layer in self.layers):
+            own = [layer for layer in self.layers if layer.stack == stack]
+            told = [figure for figure in figures_of(own[0].kind) if _is_told(figure)]
+            yield _heads_table(f"Heads of {stack} attention: where they look", own, told)
+            if bands := [figure for figure in figures_of(own[0].kind) if not _is_told(figure)]:
+                yield _heads_table(f"Heads of {stack} attention: how far away they look", own, bands)
+
+
+def attend_over(
+    reader: Reader,
+    text: str | Path | Sequence[str],
+    targets: str | Path | Sequence[str] | None = None,
+    *,
+    documents: Documents = "file",
+    worth: Instead | None = None,
+    explain: bool = False,
+    context: int | None = None,
+    most_tokens: int | None = None,
+    special_tokens: SpecialTokens = "tokens",
+    progress: Progress = untold,
+) -> OverText:
+    """Measure what every head of a model does over a text, the file of one, or several documents.
+
+    `attend_over(reader, documents).summary()` names the heads that look at the previous token, at what
+    followed the same token, and so on.
+    """
+    if most_tokens is not None and most_tokens < 1:
+        raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
+    texts = given_texts(reader, text, documents)
+    targets = None if targets is None else given_lines(targets)
+    if worth is not None:
+        require_worth(reader)
+    windows = cut_windows(
+        reader,
+        texts,
+        targets,
+        context=context,
+        most_tokens=most_tokens or MOST_TOKENS,
+        special_tokens=special_tokens,
+    )
+    fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
+    measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
+    found = None
+    if worth is not None:
+        found = measure_worth(reader, fewer, worth, partial(progress, "leaving heads out"))
+        measured.append(found.figures())
+    if explain:
+        measured.append(explain_text(reader, fewer, partial(progress, "explaining scores")))
+        measured.append(measure_copies(reader, fewer, partial(progress, "reading what heads write")))
+    layers = []
+    for place in measured[0]:
+        figures = {name: figure for one in measured for name, figure in one.get(place, {}).items()}
+        layers.append(LayerFigures(*place, figures))
+    return OverText(
+        reader.name,
+        tuple(layers),
+        windows.units,
+        windows.num_units,
+        windows.num_tokens,
+        windows.context,
+        found,
+    )
+
+
+def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:
+    """The documents of a file or a folder; for an encoder-decoder the lines of a file."""
+    if reader.opened.translates:
+        if documents != "file":
+            raise UsageError("documents is for language models: of a translator each line is a sentence")
+        return read_lines(path)
+    spec = LanguageCorpusSpec(files=(str(path),), documents=documents)
+    return [*whole_documents(read_documents(spec))]
+
+
+def given_texts(reader: Reader, text: Any, documents: Documents = "file") -> Sequence[str]:
+    """The documents of a file, a text, or several documents."""
+    if isinstance(text, Path):
+        return read_texts(reader, text, documents)
+    if documents != "file":
+        raise UsageError("documents says what a document is in a file: give Path(FILE), or leave it out")
+    return as_lines(refuse_file_name(text, or_path=True))
+
+
+def given_lines(lines: Any) -> Sequence[str]:
+    """The lines of a file, one line, or several."""
+    return read_lines(lines) if isinstance(lines, Path) else as_lines(refuse_file_name(lines, or_path=True))
+
+
+def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
+    """Return a text unchanged; refuse the name of a file."""
+    if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
+        instead = f'Path("{text}")' if or_path else "what is in it"
+        raise UsageError(f'"{text}" is a file, and a string is the text itself: give {instead}')
+    return text
+
+
+def _worth_table(worth: Worth) -> Table:
+    """The heads without which the loss rises most."""
+    rows = tuple(
+        (
+            f"{head.stack} {head.layer} head {head.head}",
+            f"{head.change:+.4f}",
+            f"{head.low:+.4f} to {head.high:+.4f}",
+            f"{head.added:.3g}",
+        )
+        for head in worth.heads[:_MOST_SHOWN]
+    )
+    none = sum(head.low <= 0 <= head.high for head in worth.heads)
+    better = sum(head.high < 0 for head in worth.heads)
+    caption = (
+        f"The loss is {worth.loss:.4f} nats per token over {worth.tokens:,} tokens. The table has its rise "
+        f"without each head (output: {worth.instead}). The intervals of {none} of {len(worth.heads)} heads "
+        f"include 0. Without {better} heads the loss is lower."
+    )
+    columns = ("head", "nats per token", "interval", "adds")
+    return Table("What heads are worth", columns, rows, caption, (1, 3))
+
+
+def _explained_table(layers: Sequence[LayerFigures]) -> Table:
+    """Means over the heads of every layer."""
+    names = list(dict.fromkeys(name for layer in layers for name in layer.figures))
+    shown = [name for end in ("_share", "_nats") for name in names if name.endswith(end)]
+    shown += ["copies"] if "copies" in names else []
+    rows = []
+    for layer in layers:
+        found = (layer.figures.get(name) for name in shown)
+        rows.append((layer.name, *("" if one is None else f"{float(one.value.mean()):.2f}" for one in found)))
+    caption = (
+        "Means over heads. First the shares of the variance of the scores along a row; then the loss in nats "
+        "per query of looking evenly, of W_QK alone, and of W_QK cut to a rank; last the share of the weight "
+        "on tokens that the head writes."
+    )
+    titles = (name.removesuffix("_share").removesuffix("_nats").replace("_", " ") for name in shown)
+    columns = ("layer", *titles)
+    numeric = tuple(range(1, len(columns)))
+    return Table("What explains where heads look", columns, tuple(rows), caption, numeric)
+
+
+def _is_told(figure: Figure) -> bool:
+    """Whether a figure is told: bands of distances are too many."""
+    return not figure.name.startswith("distance_")
+
+
+def _fact(row: dict[str, Any], name: str) -> str:
+    sign, digits = ("+", 4) if name == "worth" else ("", 2)
+    value, low, high = (f"{row[name + end]:{sign}.{digits}f}" for end in ("", "_low", "_high"))
+    even = row.get(f"{name}_even")
+    return f"{value} [{low}, {high}]" + ("" if even is None else f", evenly {even:.2f}")
+
+
+def _heads_table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    evenly: list[str] = []
+    for layer in layers:
+        found = [layer.figures[figure.name] for figure in figures]
+        # Layers that see the same keys have the same line.
+        if (even := [f"{one.even:.2f}" if one.count else "" for one in found]) != evenly:
+            rows.append((f"evenly, from {layer.layer}.0" if evenly else "evenly", "", *even))
+            evenly = even
+        for head in range(layer.num_heads):
+            cells = (
+                f"{one.value[head]:.2f} [{_ends(one, head, '.2f', f',{_NARROW}')}]" if one.count else ""
+                for one in found
+            )
+            rows.append((f"{layer.layer}.{head}", layer.called(head), *cells))
+    return Table(
+        title=title,
+        columns=("head", "called", *(figure.title for figure in figures)),
+        rows=tuple(rows),
+        caption="Heads are LAYER.HEAD. Means over the queries to which a figure applies, 95 % intervals; "
+        "evenly: a head that looks at all visible keys alike. Columns are shaded from lowest to highest.",
+        shaded=tuple(range(2, 2 + len(figures))),
+    )
+
+
+def _ends(figure: HeadFigures, head: int, form: str, between: str = " to ") -> str:
+    assert figure.low is not None
+    assert figure.high is not None
+    return f"{float(figure.low[head]):{form}}{between}{float(figure.high[head]):{form}}"

@@ -1,0 +1,377 @@
+"""One row of attention step by step: from the query and the keys to what it does to the next token."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from triptych.core.algebra.forms import at_least_float32
+from triptych.core.algebra.function import channels, for_heads
+from triptych.core.models.blocks import Block
+from triptych.core.models.sites import AnyModel, attention_sites
+from triptych.errors import UsageError
+from triptych.printable import shortened, table_html
+from triptych.running.opening import LayerCall, Reader, TextIds
+from triptych.seeing.reports import Report, Table, write_report
+
+_token = partial(shortened, most=20)
+_MOST_TOKENS_CHANGED = 8
+
+
+@final
+class LabelledTensor(Tensor):
+    """A tensor with a token for each row. What is computed of it is a plain tensor.
+
+    Attributes:
+        tokens: one for each row.
+    """
+
+    tokens: tuple[str, ...]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, value: Tensor, tokens: tuple[str, ...]) -> "LabelledTensor":
+        """Label the rows of a tensor."""
+        found = value.detach().as_subclass(cls)
+        found.tokens = tokens
+        return found
+
+    def top(self, k: int) -> list[tuple[str, float]]:
+        """The tokens of the k largest rows: by value, or by length where rows are vectors."""
+        sizes = self.flatten(1).norm(dim=1) if self.ndim > 1 else self.detach().as_subclass(Tensor)
+        found = at_least_float32(sizes).topk(min(k, len(self.tokens)))
+        return [
+            (self.tokens[i], size)
+            for size, i in zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        ]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        what = "largest" if self.ndim == 1 else "longest"
+        shown = ", ".join(f"{_token(token)} {size:.3g}" for token, size in self.top(4))
+        return f"LabelledTensor {list(self.shape)} of {len(self.tokens)} tokens; {what}: {shown}"
+
+    def _repr_html_(self) -> str:
+        return table_html(
+            f"{list(self.shape)}", [(_token(token), f"{size:.4g}") for token, size in self.top(12)]
+        )
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DirectEffect:
+    """What one head's output at one token does to the logits there, and to nothing else on the way.
+
+    The outputs of all other attention and feed-forward layers are held as they were; the stream, its norms,
+    the final norm and the output table are computed again without the head's output.
+
+    Attributes:
+        logits: `[vocab]`, the change: with the head less without.
+        probabilities: `[vocab]`, in the same way.
+        after: `[vocab]`, the probabilities with the head.
+        pieces: readable tokens of ids.
+    """
+
+    logits: Float[Tensor, " vocab"]
+    probabilities: Float[Tensor, " vocab"]
+    after: Float[Tensor, " vocab"]
+    pieces: Any
+
+    def top(self, k: int, *, lowered: bool = False) -> list[tuple[str, float, float]]:
+        """The tokens that the head makes more (or less) probable: change of logit and of probability."""
+        found = self.probabilities.topk(min(k, len(self.logits)), largest=not lowered).indices.tolist()
+        return [
+            (token, float(self.logits[i]), float(self.probabilities[i]))
+            for i, token in zip(found, self.pieces(found), strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        raised = ", ".join(f"{_token(token)} {change:+.3f}" for token, change, _ in self.top(4))
+        lowered = ", ".join(
+            f"{_token(token)} {change:+.3f}" for token, change, _ in self.top(4, lowered=True)
+        )
+        return f"DirectEffect on {len(self.logits):,} logits\n  raises {raised}\n  lowers {lowered}"
+
+
+@final
+class HeadSteps:
+    """One row of a head's attention, every value on the way; values of keys have the tokens as labels.
+
+    Values come from `softmax(scale · q kᵀ + bias) V W_O` in the dtype of the model. What the layer
+    does not have is None.
+
+    Attributes:
+        place: the head: `3.2`, `cross.3.2`.
+        query: number of the token that looks, and `token`, what it is.
+        keys: the tokens looked at.
+        q: the query as it meets the keys, after norms and rotation, `[d_k]`.
+        k: every key, `[keys, d_k]`, after the same changes.
+        v: every value, `[keys, d_v]`.
+        content: the dot products before positions turn queries and keys, `[keys]`; None where nothing turns.
+        products: `q kᵀ`, `[keys]`; of other scores, what these make of the query and each key.
+        scaled: times the scale, `[keys]`.
+        biased: with what positions add, `[keys]`; None where they add nothing.
+        scores: after the soft cap: what the softmax takes, `[keys]`.
+        visible: which keys the query may look at, `[keys]`.
+        weights: the softmax over visible keys and the sink, `[keys]`.
+        sink: the weight that the sink takes; None without one.
+        gate: by which the mixed values are multiplied, `[1]`, or `[d_v]` of channels; None without one.
+        shares: what each key contributes, its weight times its value (times the gate), `[keys, d_v]`.
+        z: their sum, which W_O reads, `[d_v]`.
+        projected: `z W_O`, `[d_model]`.
+        output: what the head adds to the residual stream, `[d_model]`: `projected`, or its share of the
+            result if a norm or a multiplier follows the layer.
+        layer_projected: `z W_O` of all heads, and the output bias, `[d_model]`.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        text: TextIds,
+        call: LayerCall,
+        number: int,
+        head: int,
+        query: int,
+        tokens: tuple[tuple[str, ...], tuple[str, ...]],
+        place: str,
+    ) -> None:
+        """Steps of the `number`-th call of its kind; use `Attention.steps`."""
+        self.model, self.place = reader.name, f"{place}.{head}"
+        queries, self.keys = tokens
+        if not -len(queries) <= query < len(queries):
+            raise UsageError(f"there is no token {query}: the text has 0 to {len(queries) - 1}")
+        self.query = query = query % len(queries)
+        self.token = queries[query]
+        self._reader, self._text, self._kind, self._number = reader, text, call.kind, number
+        with torch.no_grad():
+            self._compute(call, head)
+
+    def _compute(self, call: LayerCall, head: int) -> None:
+        steps, weights = call.steps(self.query), call.layer.weights()
+        row = self.query if steps.q.shape[2] > 1 else 0  # a tap needs all queries
+        semantics = self._semantics = weights.semantics
+        self.q = steps.q[0, head, row]
+        self.k, self.v = self._labelled(steps.k[0, head]), self._labelled(steps.v[0, head])
+        of_row = (0, head, row)
+        self.content = None
+        turned = semantics.rotary is not None or semantics.temperature is not None
+        if turned and semantics.scores is None:
+            q, k, _ = channels(weights, call.x, call.memory)
+            self.content = self._labelled(for_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
+        self.products = self._labelled(steps.products[of_row])
+        self.scaled = self._labelled(steps.scaled[of_row])
+        self.biased = None if semantics.bias is None else self._labelled(steps.biased[of_row])
+        self.scores = self._labelled(steps.scores[of_row])
+        visible: Bool[Tensor, "batch heads queries keys"] = steps.visible.expand_as(steps.scores)
+        self.visible = self._labelled(visible[of_row])
+        self.weights = self._labelled(steps.weights[of_row])
+        self.sink = None if semantics.sinks is None else 1 - float(self.weights.sum())
+        self.gate = None if steps.gate is None else steps.gate[of_row]
+        shares = self.weights[:, None] * self.v
+        self.shares = self._labelled(shares if self.gate is None else shares * self.gate)
+        self.z = steps.z[of_row]
+        self.projected = self.z @ weights.W_O[head].to(self.z)
+        self.layer_projected = steps.output[0, row]
+        self.output = call.site.residual.part_added(self.projected, self.layer_projected)
+
+    def _labelled(self, value: Tensor) -> LabelledTensor:
+        return LabelledTensor.of(value, self.keys)
+
+    @cached_property
+    def effect(self) -> DirectEffect | None:
+        """The direct effect on the logits of this token; None where the stack leads to no logits.
+
+        That is what the head does through the final norm and the output table, not through later layers.
+        """
+        model = self._reader.model
+        if self._kind == "encoder" and self._text.source is not None:
+            return None  # the memory reaches the logits through cross-attention alone
+        *_, stack = model.stacks.values()
+        if stack.head is None or stack.head.config.outputs not in (None, stack.vocab_size):
+            return None
+        with torch.no_grad():
+            with_head, without = self._direct_logits()
+        after = with_head.softmax(dim=-1)
+        change = after - without.softmax(dim=-1)
+        return DirectEffect(with_head - without, change, after, self._reader.tokenizer.pieces)
+
+    def _direct_logits(self) -> tuple[Tensor, Tensor]:
+        """The logits of this token as they are, and without the head, all other layers' outputs held."""
+        model, made, calls = self._reader.model, list[Any](), list[int]()
+        own = {id(site.layer) for site in attention_sites(model) if site.stack == self._kind}
+
+        def keep(module: nn.Module, given: Any, result: Any) -> None:
+            if id(module) in own:
+                calls.append(len(made))
+            made.append(result)
+
+        with ExitStack() as stack:
+            for layer in _sublayers(model):
+                stack.callback(layer.register_forward_hook(keep).remove)
+            before = self._logits()
+        place = calls[self._number]
+        less = made[place].output.clone()
+        less[:, self.query] -= self.projected
+        made[place] = made[place]._replace(output=less)
+        held = iter(made)
+        with ExitStack() as stack:
+            for layer in _sublayers(model):  # what is held is not computed again
+                vars(layer)["forward"] = lambda *given, **more: next(held)
+                stack.callback(vars(layer).pop, "forward")
+            return before, self._logits()
+
+    def _logits(self) -> Tensor:
+        hidden = self._reader.run([self._text]).hidden
+        return at_least_float32(self._reader.logits(hidden[0, self.query]))
+
+    def table(self, most: int | None = None) -> Table:
+        """A row for each key that the query may look at, a column for each step.
+
+        If there are more than `most` keys, those with the largest weights are shown.
+        """
+        columns: list[tuple[str, Tensor]] = []
+        if self.content is not None:
+            columns.append(("q·k", self.content))
+        if self._semantics.scores is None:
+            columns.append(("q·k" if self.content is None else "with positions", self.products))
+            columns.append((f"× {self._semantics.scale:.4g}", self.scaled))
+        else:
+            columns.append(("score", self.products))
+        if self.biased is not None:
+            columns.append(("with bias", self.biased))
+        if self._semantics.soft_cap is not None:
+            columns.append((f"capped at {self._semantics.soft_cap:g}", self.scores))
+        columns += [("weight", self.weights), ("share of output", self.share_of_output)]
+        seen = self.visible.nonzero()[:, 0].tolist()
+        kept = seen
+        if most is not None and len(seen) > most:
+            kept = sorted(sorted(seen, key=lambda i: -float(self.weights[i]))[:most])
+        rows = tuple(
+            (str(i), _token(self.keys[i]), *(f"{float(values[i]):z.3f}" for _, values in columns))
+            for i in kept
+        )
+        hidden = len(self.keys) - len(seen)
+        masked = f", {hidden} are masked" if hidden else ""
+        caption = f"{len(seen)} of {len(self.keys)} keys are seen{masked}"
+        caption += f"; the {len(kept)} with the largest weights are shown." if len(kept) < len(seen) else "."
+        names = ("", "key", *(name for name, _ in columns))
+        return Table(
+            f'Head {self.place} at token {self.query}, "{_token(self.token)}"',
+            names,
+            rows,
+            caption,
+            (0, *range(2, len(names))),
+        )
+
+    @property
+    def share_of_output(self) -> Float[Tensor, " keys"]:
+        """How much of the head's mixed values each key gives, along their direction: they add up to 1."""
+        z = at_least_float32(self.z)
+        return at_least_float32(self.shares) @ z / z.square().sum().clamp(min=1e-30)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The steps that are not figures of keys: name and value."""
+        found = [("query", f'token {self.query}, "{_token(self.token)}": q has length {_length(self.q)}')]
+        if self.sink is not None:
+            found.append(("weight on the sink", f"{self.sink:.3f}"))
+        if self.gate is not None:
+            of = "gate" if len(self.gate) == 1 else f"mean of {len(self.gate)} gates"
+            found.append((of, f"{float(self.gate.mean()):.3f}"))
+        found.append(("mixed values z", f"length {_length(self.z)}"))
+        whole = at_least_float32(self.layer_projected)
+        share = float(at_least_float32(self.projected) @ whole) / max(float(whole.square().sum()), 1e-30)
+        found.append(("z W_O", f"length {_length(self.projected)}, {share:.0%} of the layer's"))
+        found.append(("added to the residual stream", f"length {_length(self.output)}"))
+        return found
+
+    def tables(self, most: int | None = None) -> list[Table]:
+        """The row of keys, the facts, and the direct effect on the next token."""
+        found = [self.table(most), Table("What the head makes of it", ("step", ""), tuple(self.facts()))]
+        if self.effect is None:
+            return found
+        rows = [
+            (_token(token), f"{logit:+.4f}", f"{probability:+.5f}")
+            for lowered in (False, True)
+            for token, logit, probability in self.effect.top(_MOST_TOKENS_CHANGED // 2, lowered=lowered)
+        ]
+        found.append(
+            Table(
+                "Direct effect on the next token",
+                ("token", "logit", "probability"),
+                tuple(rows),
+                "Through the final norm and the output table, all other layers' outputs held as they were.",
+                (1, 2),
+            )
+        )
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Everything, as a JSON object."""
+        names = ("q", "k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights")
+        values = {
+            name: getattr(self, name) for name in (*names, "gate", "shares", "z", "projected", "output")
+        }
+        effect = self.effect
+        return {
+            "model": self.model,
+            "head": self.place,
+            "query": self.query,
+            "token": self.token,
+            "keys": list(self.keys),
+            "scale": self._semantics.scale,
+            "soft_cap": self._semantics.soft_cap,
+            "sink": self.sink,
+            **{name: None if value is None else value.tolist() for name, value in values.items()},
+            "direct_effect": None
+            if effect is None
+            else {
+                way: [dict(zip(("token", "logit", "probability"), one, strict=True)) for one in changed]
+                for way, changed in (("raises", effect.top(8)), ("lowers", effect.top(8, lowered=True)))
+            },
+        }
+
+    def page(self, path: str | Path) -> None:
+        """Write the steps as one HTML page that works offline."""
+        facts = (("model", self.model), ("keys", f"{len(self.keys):,}"))
+        report = Report(f"One row of head {self.place}", facts=facts, tables=(*self.tables(),))
+        write_report(report, Path(path))
+
+    def __repr__(self) -> str:
+        d_k, d_v, keys = len(self.q), len(self.z), len(self.keys)
+        largest = ", ".join(f"{_token(token)} {weight:.3f}" for token, weight in self.weights.top(4))
+        parts = [name for name in ("content", "biased", "sink", "gate") if getattr(self, name) is not None]
+        return "\n".join(
+            (
+                f'Steps of head {self.place} of {self.model} at token {self.query}, "{_token(self.token)}"',
+                f"  q [{d_k}]  k [{keys}, {d_k}]  v [{keys}, {d_v}]",
+                f"  products, scaled, scores, weights [{keys}]",
+                f"  {int(self.visible.sum())} of {keys} keys are seen; largest weights: {largest}",
+                f"  shares [{keys}, {d_v}]  z [{d_v}]  projected, output [{len(self.output)}]",
+                *([f"  also: {', '.join(parts)}"] if parts else []),
+                "  effect: the direct effect on the next token; page(path), tables()",
+            )
+        )
+
+    def _repr_html_(self) -> str:
+        table = self.table(24)
+        own = table_html(table.title, table.rows, table.columns)
+        return own + table_html("What the head makes of it", self.facts())
+
+
+def _sublayers(model: AnyModel) -> list[nn.Module]:
+    """Every attention and feed-forward layer, once."""
+    found: list[nn.Module] = []
+    for block in model.modules():
+        if isinstance(block, Block):
+            cross = [block.cross_attention] if block.has_cross else []
+            found += [block.self_attention, *cross, block.feed_forward]
+    return list(dict.fromkeys(found))
+
+
+def _length(vector: Tensor) -> str:
+    return f"{float(at_least_float32(vector).norm()):.3f}"

@@ -1,0 +1,131 @@
+"""What heads write for the tokens that they look at: W_OV read through a model's output table."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.errors import UsageError
+from triptych.running.measuring.stack_attention import LayerAttention, Part, stack_ids
+from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.running.opening import LayerCall, Reader
+
+# A head counts as writing the tokens that are among this many nearest to what it writes.
+NEAREST = 5
+# Multiplications for the logits of one layer of one window: it is tried at fewer tokens of larger models.
+_MOST_PRODUCTS = 1 << 32
+_LOGITS_AT_A_TIME = 1 << 25
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class OutputTable:
+    """The last norm and the output table of a model, as they read a change of the stream."""
+
+    norm: nn.Module  # the norm before the table
+    table: Float[Tensor, "vocab d_model"]
+
+    @classmethod
+    def of(cls, model: EncoderDecoder | LanguageModel, stack: str) -> "OutputTable | None":
+        """The table of a stack; None where nothing reads the stack as tokens.
+
+        An encoder without output is read through its embedding table.
+        """
+        if isinstance(model, EncoderDecoder):
+            if stack == "encoder":
+                return None
+            model = model.decoder
+        if model.streams is not None:  # what a head writes reaches the output by several
+            return None
+        if model.head is not None and model.head.config.width is None:
+            return cls(model.final_norm, model.head.output.weight)
+        table = model.embeddings.table.weight
+        return cls(model.final_norm, table) if model.embeddings.map is None else None
+
+    def logits(self, written: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+        """The logits of what is written, alone in the stream, without the bias of the norm."""
+        nothing = self.norm(torch.zeros_like(written[..., :1, :]))
+        logits: Tensor = (self.norm(written) - nothing) @ self.table.mT
+        return logits
+
+
+@torch.no_grad()
+def nearest_tokens(
+    layer: LayerAttention, table: OutputTable, head: int, count: int = NEAREST
+) -> Int[Tensor, "keys count"]:
+    """The tokens nearest to what a head writes for each key that it may look at, the nearest first."""
+    layer.require_heads([head])
+    written = _written_by_heads(layer.call, slice(None))[head]
+    step, count = max(1, _LOGITS_AT_A_TIME // len(table.table)), min(count, len(table.table))
+    found = [
+        table.logits(written[start : start + step]).topk(count, dim=-1).indices
+        for start in range(0, len(written), step)
+    ]
+    return torch.cat(found)
+
+
+@final
+class TokenWriter:
+    """What heads of a model write for each token of a text that they may look at, as tokens.
+
+    That is `y W_V W_O` for the input y of the token, without biases, read through a norm that follows the
+    layer, the last norm and the output table; of an encoder without an output table, through its embedding
+    table.
+    """
+
+    def __init__(self, reader: Reader, count: int = NEAREST) -> None:
+        """Read what the heads of a model write, `count` tokens of each."""
+        if count < 1:
+            raise UsageError(f"{count} tokens of what a head writes: at least 1 is needed")
+        self._reader, self._count = reader, count
+
+    def of(self, part: Part, head: int) -> tuple[tuple[str, ...], ...] | None:
+        """The tokens nearest to what a head writes for each key of a stack, the nearest first."""
+        table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.tokenizer
+        if table is None:
+            return None
+        own = OutputTable(table.norm, table.table[: tokenizer.vocab_size])  # rows past it are not tokens
+        found = nearest_tokens(part.layer, own, head, self._count)
+        return tuple(tuple(tokenizer.pieces(ids)) for ids in found.tolist())
+
+
+def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
+    """Compute what every head writes for inputs: `y W_V W_O` without biases, after a norm after the layer."""
+    y = (call.x if call.memory is None else call.memory)[0, keys]
+    written = call.layer.weights().ov.apply(y)
+    return call.site.residual.part_added(written, written)
+
+
+@torch.no_grad()
+def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
+    """How much of a head's weight is on tokens that it writes, over a text; none for cross-attention.
+
+    `copies` is the share of a head's weight on tokens that are among the 5 nearest to what it writes for
+    them.
+    """
+    found = UnitSums(windows.num_units)
+    for unit, text, stacks in read_windows(reader, windows, progress):
+        for stack in stacks:
+            table = OutputTable.of(reader.model, stack.kind)
+            if table is None or stack.kind == "cross":
+                continue
+            ids = stack_ids(text, stack.kind)[1].to(table.table.device)
+            for layer in stack.layers:
+                keys = _spread_keys(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
+                looked = layer.weights().sum(dim=1)[:, keys].double()
+                logits = table.logits(_written_by_heads(layer.call, keys))
+                own = logits.gather(-1, ids[keys].expand(len(logits), -1)[..., None])
+                hits = ((logits > own).sum(dim=-1) < NEAREST).double()
+                sums, counts = (looked * hits).sum(dim=1)[None], looked.sum(dim=1)[None]
+                found.add(unit, (stack.kind, layer.number), ("copies",), sums, counts)
+    return found.figures()
+
+
+def _spread_keys(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:
+    """At least one and at most `most` keys that are tokens, evenly spread."""
+    keys = (ids >= 0).nonzero()[:, 0]
+    step = -(-len(keys) // max(1, most))
+    return keys[::step]

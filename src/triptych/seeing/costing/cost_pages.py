@@ -1,0 +1,253 @@
+"""A cost report for people: tables for the terminal, and a page with charts."""
+
+from collections.abc import Callable
+
+from triptych.seeing.costing.counting import CostReport, CostRow, CostSpec
+from triptych.seeing.costing.timing import Timing, TimingReport
+from triptych.seeing.reports import Bar, BarChart, Report, Table
+
+LEGEND = (
+    "FLOPs are per token and of matrix products, a multiplication and an addition being two; every",
+    "query with every key. Training is forward and backward, 3 × prefill. Not counted: softmax,",
+    "scale, biases, diagonal maps. Kept for backward: by a fused kernel; attention written out keeps",
+    "its weights too. FLOP/B: over what must move, the maps once and each tensor in and out.",
+)
+FORMULA_LEGEND = (
+    "W_i: one map per head, W_g: one per group, W: one for all; the superscript names its sides.",
+    "I_i: the i-th slice of the input; diag(m_i): a learned factor per channel; c: a constant.",
+    "Parameters without biases.",
+)
+TIMING_LEGEND = (
+    "Medians of rounds in which each ran once; ±: half the distance of the quartiles, of the median.",
+    "÷ pred.: by the larger of FLOPs and bytes moved, each at its rate above.",
+)
+
+
+def format_count(number: float | int) -> str:
+    """A number in three digits: 131, 65.5K, 1.05M, 2.15G."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{_three_digits(number / size)}{unit}"
+    return f"{number}" if isinstance(number, int) else _three_digits(number)
+
+
+def format_bytes(number: float | int) -> str:
+    """Bytes in three digits: 512 B, 2.00 KiB, 8.00 MiB."""
+    for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if number >= 0.9995 * 1024**power:
+            return f"{_three_digits(number / 1024**power)} {unit}"
+    return f"{number:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in three digits: 41.2 µs, 1.30 ms, 2.05 s."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 0.9995:
+            return f"{_three_digits(seconds * factor)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} µs"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"
+
+
+def describe_layer(spec: CostSpec) -> str:
+    """The layer whose costs are counted, in one line."""
+    heads = "1 head" if spec.num_heads == 1 else f"{spec.num_heads} heads"
+    biases = "with biases" if spec.biases else "no biases"
+    return (
+        f"one attention layer: d_model {spec.d_model:,}, {heads}, d_k {spec.key_width:,}, "
+        f"d_v {spec.value_width:,}, {biases}, {spec.dtype}"
+    )
+
+
+def describe_work(spec: CostSpec) -> str:
+    """The work that is counted, in one line: sequences, tokens of training and prefill, context."""
+    sequences = "1 sequence" if spec.batch == 1 else f"{spec.batch:,} sequences"
+    return (
+        f"{sequences}: training and prefill of {spec.length:,} tokens, decoding at a context of "
+        f"{spec.context:,}"
+    )
+
+
+def own_sizes(report: CostReport) -> str:
+    """The sizes that only one of the parameterisations has, in a line; "" if there are none."""
+    return ", ".join(
+        f"{row.name}: {name} {value:,}"
+        for row in report.rows
+        for name, value in row.sizes.items()
+        if name not in ("d", "h", "d_k", "d_v")
+    )
+
+
+def notes(report: CostReport) -> list[str]:
+    """What a reader of the rows must know besides: routes, and what was left out."""
+    found = []
+    for row in report.rows:
+        absorbed = [
+            name
+            for name, route in (("prefill", row.prefill_route), ("decode", row.decode_route))
+            if route == "absorbed"
+        ]
+        if absorbed:
+            found.append(
+                f"{row.name}, {' and '.join(absorbed)}: the absorbed route, attending to what is cached as "
+                "it is, takes fewer FLOPs"
+            )
+    return found + [f"{left.name} left out: {left.reason}" for left in report.left_out]
+
+
+def counts_table(report: CostReport) -> Table:
+    """A row for each parameterisation, its costs in columns."""
+    return Table(
+        title="Cost",
+        columns=(
+            "",
+            "parameters",
+            "KV per\ntoken",
+            "KV\ncache",
+            "training\nFLOPs",
+            "prefill\nFLOPs",
+            "decode\nFLOPs",
+            "kept for\nbackward",
+            "prefill\nFLOP/B",
+            "decode\nFLOP/B",
+        ),
+        rows=tuple(
+            (
+                row.name,
+                format_count(row.parameters),
+                f"{row.cached_numbers:,}",
+                format_bytes(row.cache_bytes),
+                format_count(row.training_flops),
+                format_count(row.prefill_flops),
+                format_count(row.decode_flops),
+                format_bytes(row.activation_bytes),
+                format_count(row.prefill_intensity),
+                format_count(row.decode_intensity),
+            )
+            for row in report.rows
+        ),
+        caption=" ".join(LEGEND),
+        numeric=tuple(range(1, 10)),
+    )
+
+
+def formula_table(report: CostReport) -> Table:
+    """The forms of each parameterisation, and the formulas of parameters (no biases) and cache."""
+    return Table(
+        title="Formulas",
+        columns=("", "", ""),
+        rows=tuple(
+            line
+            for row in report.rows
+            for line in (
+                (row.name, "W_QK", row.formulas.W_QK),
+                ("", "W_OV", row.formulas.W_OV),
+                ("", "parameters", f"{row.formulas.parameters} = {row.formulas.num_parameters:,}"),
+                ("", "KV per token", f"{row.formulas.cache} = {row.formulas.num_cached:,}"),
+            )
+        ),
+        caption=" ".join(FORMULA_LEGEND),
+    )
+
+
+def timing_table(timed: TimingReport) -> Table:
+    """Medians with half the quartiles' distance in percent, and measured ÷ predicted, for each pass."""
+    return Table(
+        title="Time on this machine",
+        columns=("", *(f"{name}\n{kind}" for name in _PASSES for kind in ("median", "±", "÷ pred."))),
+        rows=tuple(
+            (row.name, *(cell for one in (row.forward, row.training, row.decode) for cell in _cells(one)))
+            for row in timed.rows
+        ),
+        caption=" ".join((describe_machine(timed), *TIMING_LEGEND)),
+        numeric=tuple(range(1, 1 + 3 * len(_PASSES))),
+    )
+
+
+_PASSES = ("forward", "fwd+bwd", "decode")
+
+
+def describe_machine(timed: TimingReport) -> str:
+    """What times were measured on, and its rates, in one line."""
+    found = timed.machine
+    threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
+    product = format_count(found.gemm_flops_per_second)
+    return (
+        f"{found.device}, {threads}, {found.dtype}, torch {found.torch}: a large product "
+        f"{product[:-1]} {product[-1]}FLOP/s, a large copy {format_bytes(found.bytes_per_second)}/s."
+    )
+
+
+def _cells(timing: Timing) -> tuple[str, str, str]:
+    spread = (timing.high_seconds - timing.low_seconds) / 2 / timing.seconds
+    return format_seconds(timing.seconds), f"{spread:.0%}", f"{timing.ratio:.2f}"
+
+
+def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> Report:
+    """The page of a count, with times if there are any; `command` is shown as what made it."""
+    spec = report.spec
+    rows = report.rows
+    charts = [
+        _bars("Parameters", rows, lambda row: row.parameters, format_count),
+        _bars(
+            "Cache",
+            rows,
+            lambda row: row.cache_bytes,
+            format_bytes,
+            f"What decoding keeps of {spec.context:,} tokens, for the whole batch.",
+        ),
+        BarChart(
+            "FLOPs per token",
+            tuple(
+                Bar(row.name, flops, format_count(flops), series)
+                for row in rows
+                for series, flops in (("prefill", row.prefill_flops), ("decode", row.decode_flops))
+            ),
+            unit="FLOPs",
+            caption=f"Prefill of {spec.length:,} tokens, a step of decoding at {spec.context:,}.",
+        ),
+        _bars(
+            "Activations",
+            rows,
+            lambda row: row.activation_bytes,
+            format_bytes,
+            "Kept for the backward pass, the whole batch, through a fused kernel.",
+        ),
+    ]
+    facts = [
+        ("d_model", f"{spec.d_model:,}"),
+        ("heads", f"{spec.num_heads}"),
+        ("d_k, d_v", f"{spec.key_width:,}, {spec.value_width:,}"),
+        ("biases", "yes" if spec.biases else "no"),
+        ("numbers", spec.dtype),
+        ("sequences", f"{spec.batch:,}"),
+        ("training, prefill", f"{spec.length:,} tokens"),
+        ("decoding at", f"{spec.context:,} tokens"),
+    ]
+    tables = [counts_table(report), formula_table(report)]
+    if timed is not None:
+        tables.insert(1, timing_table(timed))
+    said = [f"Other sizes: {own_sizes(report)}."] if own_sizes(report) else []
+    said += [f"{note[0].upper()}{note[1:]}." for note in notes(report)]
+    return Report(
+        title="What a parameterisation of attention costs",
+        summary="One attention layer in each parameterisation, at one size.\n\n" + " ".join(said),
+        facts=tuple(facts),
+        charts=tuple(charts),
+        tables=tuple(tables),
+        commands=(command,) if command else (),
+    )
+
+
+def _bars(
+    title: str,
+    rows: tuple[CostRow, ...],
+    value: Callable[[CostRow], int],
+    words: Callable[[int], str],
+    caption: str = "",
+) -> BarChart:
+    return BarChart(
+        title, tuple(Bar(row.name, value(row), words(value(row))) for row in rows), caption=caption
+    )

@@ -1,0 +1,344 @@
+"""Measures of the heads of one attention layer."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from triptych.core.algebra.centring import centred, removed_directions
+from triptych.core.algebra.positions import DisentangledBias
+from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten
+from triptych.core.algebra.weights import SIDES, AttentionWeights
+from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource
+from triptych.rewriting.functions import drop_key_bias, fold, fold_value_bias
+from triptych.seeing.inspection.measures import LOSSES, MORE_OF_TOP
+from triptych.seeing.layer_measures import COMPARED, HeadMeasures, RotaryPairs, measure_heads
+
+# A rewrite of `InspectedLayer.foldable`.
+FOLD = "fold stacked maps"
+
+
+# A picture shows blocks of entries: rows by columns of maps, rows by rows of W_QK.
+_PICTURE_ROWS, _PICTURE_COLUMNS = 24, 12
+
+# What is below this share of the largest singular value may be rounding of maps multiplied in float32.
+_NO_RANK = 1e-6
+
+
+@final
+@dataclass(frozen=True)
+class InspectedLayer:
+    """The measured heads of one layer."""
+
+    stack: str  # "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`
+    layer: int  # its number in the stack
+    kind: str  # "self", "causal" or "cross"
+    module: str  # its name in the checkpoint
+    heads: tuple[int, ...]  # numbers of the measured heads
+    num_heads: int  # number of query heads
+    num_key_heads: int  # number of different key maps
+    maps: dict[str, int]  # number of different maps to "q", "k" and "v"; consecutive heads share them
+    # number of different subspaces that these maps read. It is lower if heads only weight or widen the output
+    # of a shared map.
+    subspaces: dict[str, int]
+    d_model: int  # width of the input
+    d_k: int  # of queries and keys
+    d_v: int  # of values
+    positions: str  # the layer's position scheme
+    turns: bool  # whether queries and keys are rotated by position
+    # how many turn, and how many are too slow to; None without a rotation, or if it was ignored
+    rotary_pairs: tuple[int, int] | None
+    caveats: tuple[str, ...]  # parts of the layer that W_QK and W_OV do not describe
+    # one number per head by measure; None if the measure does not apply. Conditions may be infinite.
+    figures: dict[str, list[float | None]]
+    spectra: dict[str, list[list[float]]]  # singular values of "qk" and "ov", one list per head
+    # principal angles in degrees of "qk", "qv" and "kv", one list per head
+    angles: dict[str, list[list[float]]]
+    # of "q", "k", "v", "qk" and "ov" the rows of a picture, one list per head; see `_pictures`
+    pictures: dict[str, list[list[str]]]
+    # parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the first,
+    # second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are left out.
+    cut: dict[str, list[int]]
+    # parameters that exact rewrites would remove, by rewrite; refused ones with the reason
+    foldable: dict[str, int | str]
+    parameters: int  # number of parameters of the layer
+    broken: dict[str, int]  # tensors with entries that are not finite, and how many
+    num_bytes: int  # bytes read for the layer
+    # whether the direction that a LayerNorm removes was taken out of the maps before they were measured
+    centred: bool
+
+    def __repr__(self) -> str:
+        measured = ", ".join([*self.figures][:8]) + (" …" if len(self.figures) > 8 else "")
+        return (
+            f"InspectedLayer {self.name}: {self.kind} attention, {len(self.heads)} heads measured, d_model "
+            f"{self.d_model}, d_k {self.d_k}, d_v {self.d_v}\n  figures: {measured}"
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
+
+    @property
+    def qk_of(self) -> str:
+        """What figures of W_QK describe: the form, rotary pairs, or the form without the rotation."""
+        if not self.turns:
+            return "form"
+        return "form, rotary ignored" if self.rotary_pairs is None else "rotary pairs"
+
+
+def as_read(layer: AttentionLayer) -> AttentionWeights:
+    """Return the maps of a layer without what a LayerNorm before or after it removes."""
+    return centred(layer.weights, layer.inputs.x, layer.inputs.memory, keys=layer.borrows is None)
+
+
+def inspect_layer(
+    checkpoint: AttentionSource,
+    layer: AttentionLayer,
+    maps: AttentionWeights,
+    heads: Collection[int] | None,
+    ignore_rotary: bool,
+) -> InspectedLayer:
+    """Measure a layer; `maps` has one map for each side."""
+    weights, site = layer.weights, layer.site
+    pairs = None
+    semantics = weights.semantics
+    if semantics.rotary is not None and not ignore_rotary:
+        longest = checkpoint.longest_text(site)
+        seen = min(longest, semantics.window or longest, semantics.chunk or longest)
+        pairs = RotaryPairs.from_rotation(semantics.rotary.of_length(longest), seen)
+    read = layer.inputs.memory if site.kind == "cross" else layer.inputs.x
+    removed = None if read is None else removed_directions(read)
+    measured = measure_heads(as_read(layer), pairs, 0 if removed is None else removed.shape[1])
+    chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
+    small = (*(tensor for tensor in weights.tensors() if tensor.ndim < 3), *semantics.tensors())
+    finite = bool(measured.finite.all()) and all(bool(tensor.isfinite().all()) for tensor in small)
+    return InspectedLayer(
+        stack=site.stack,
+        layer=site.layer,
+        kind=site.kind,
+        module=site.module,
+        heads=tuple(chosen),
+        num_heads=weights.num_heads,
+        num_key_heads=weights.num_key_heads,
+        maps={side: maps.chain(side)[0].copies for side in ("q", "k", "v")},
+        # Only links that narrow select subspaces.
+        subspaces={
+            side: max((link.copies for link in weights.chain(side) if link.d_out < link.d_in), default=1)
+            for side in ("q", "k", "v")
+        },
+        d_model=weights.d_model,
+        d_k=maps.q[0].d_out,
+        d_v=maps.v[0].d_out,
+        positions=layer.embedded_positions if semantics.positions == "none" else semantics.positions,
+        turns=semantics.rotary is not None,
+        caveats=tuple(_caveats(layer)),
+        rotary_pairs=None if pairs is None else (pairs.slow.count(False), pairs.slow.count(True)),
+        figures={
+            name: _per_head(values, chosen, weights.num_heads) for name, values in _measures(measured).items()
+        },
+        spectra={
+            form: _lists(spectrum.values, chosen)
+            for form, spectrum in (("qk", measured.qk), ("ov", measured.ov))
+        },
+        angles={
+            pair: _lists(found.angles.rad2deg(), chosen)
+            for pair, found in measured.similarity.items()
+            if found is not None
+        },
+        pictures=_pictures(maps, chosen),
+        cut=_spared(layer, measured, chosen),
+        foldable=_foldable(layer),
+        parameters=weights.num_parameters,
+        broken={} if finite else dict(checkpoint.broken(layer)),
+        num_bytes=checkpoint.bytes_of(site),
+        centred=removed is not None,
+    )
+
+
+def _caveats(layer: AttentionLayer) -> Iterator[str]:
+    """Parts of a layer that W_QK and W_OV do not describe."""
+    semantics = layer.weights.semantics
+    if layer.site.also:
+        yield layer.site.shared
+    if semantics.scores is not None:
+        yield "queries and keys are not compared by a product, so W_QK does not describe the scores"
+    if semantics.qk_norm:
+        yield "queries and keys are normalised before they meet, so sizes of W_QK say nothing of the scores"
+    if semantics.v_norm is not None:
+        yield "the values of each head are normalised after their map, and W_OV is measured without that"
+    if layer.weights.norms_within:
+        yield "the norm within a map is left out of the figures"
+    if isinstance(semantics.bias, DisentangledBias):
+        yield "distances meet queries and keys, too, and W_QK is the share of the content alone"
+    if semantics.clip is not None:
+        yield f"queries, keys and values are clipped at ±{semantics.clip:g}, which the forms leave out"
+    if semantics.temperature is not None:
+        yield "later queries are scaled up, and W_QK is measured at the first position"
+    if semantics.soft_cap is not None:
+        yield f"scores are soft-capped at ±{semantics.soft_cap:g}"
+    if semantics.sinks is not None:
+        yield "a sink takes part in the softmax besides the keys"
+    if semantics.gate is not None:
+        gates = "the channels of each head's values" if semantics.gate.per_channel else "the heads"
+        yield f"each token gates {gates}, and W_OV is what a head moves through an open gate"
+
+
+def _measures(measured: HeadMeasures) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for form, spectrum in (("qk", measured.qk), ("ov", measured.ov)):
+        found |= {
+            f"{form}_effective_rank": spectrum.effective_rank,
+            f"{form}_stable_rank": spectrum.stable_rank,
+            f"{form}_participation": spectrum.participation_ratio,
+            f"{form}_rank": (rank := spectrum.rank(_NO_RANK)),
+            **{f"{form}_rank_{100 - round(100 * loss)}": spectrum.rank_within(loss) for loss in LOSSES},
+            f"{form}_top": spectrum.kept[:, 0],
+            **{
+                f"{form}_top_{count}": spectrum.kept[:, min(count, spectrum.kept.shape[1]) - 1]
+                for count in MORE_OF_TOP
+            },
+            f"{form}_spectral_norm": spectrum.spectral_norm,
+            f"{form}_frobenius_norm": spectrum.frobenius_norm,
+            f"{form}_condition": spectrum.condition.where(rank == spectrum.values.shape[-1], math.inf),
+        }
+    for pair, similarity in measured.similarity.items():
+        found |= {
+            f"{pair}_{name}": None if similarity is None else getattr(similarity, name)
+            for name in ("overlap", "times_chance", "excess", "p_value", "cosine", "procrustes", "cka")
+        }
+    symmetry = measured.symmetry
+    found |= {
+        "qk_symmetric_share": None if symmetry is None else (1 + symmetry) / 2,
+        "qk_symmetry": symmetry,
+        "ov_copying": measured.copying,
+        **{f"{side}_norm": norm for side, norm in measured.norms.items()},
+        "qkv_apart": _distance_apart(measured, "cosine"),
+        "qkv_apart_rotated": _distance_apart(measured, "procrustes"),
+    }
+    return {name: None if v is None else v.where(measured.finite, math.nan) for name, v in found.items()}
+
+
+def _distance_apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
+    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V; a lower bound where pairs are rotated."""
+    norms = measured.norms
+    energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
+    inner = torch.zeros_like(energies)
+    for pair, (one, other) in COMPARED.items():
+        found = measured.similarity[pair]
+        if found is None:
+            return None
+        close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # of equal shapes only
+        inner += close * norms[one] * norms[other]
+    return (energies - inner) * (2 / 3) / energies
+
+
+def _per_head(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
+    numbers = [math.nan] * num_heads if values is None else values.double().tolist()
+    return [None if math.isnan(numbers[head]) else numbers[head] for head in chosen]
+
+
+def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
+    rows = values.tolist()
+    return [[value for value in rows[head] if math.isfinite(value)] for head in chosen]
+
+
+def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
+    """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
+    q, k, v, o = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O))
+    energies = {
+        **{name: [*_block_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
+        "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
+        "ov": [_energies_of_form(one, other) for one, other in zip(v, o.mT, strict=True)],
+    }
+    return {name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()}
+
+
+def _block_energies(W: Tensor, columns: int) -> Tensor:
+    """Mean squares of blocks of entries, of a matrix or of several."""
+    return _block_means(_PICTURE_ROWS, W.shape[-2]) @ W.square() @ _block_means(columns, W.shape[-1]).mT
+
+
+def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
+    """Mean squares of blocks of q kᵀ, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where these squares are smaller than the form."""
+    # Squares of very large or small entries would be no float32; a picture is relative.
+    q, k = (W / W.abs().max().clamp(min=torch.finfo(W.dtype).tiny) for W in (q, k))
+    if q.shape[1] ** 2 * _PICTURE_ROWS > len(q) * len(k):
+        return _block_energies(q @ k.mT, _PICTURE_ROWS)
+    one, other = (
+        torch.stack([part.mT @ part / len(part) for part in W.tensor_split(min(_PICTURE_ROWS, len(W)))])
+        for W in (q, k)
+    )
+    return (one.flatten(1) @ other.flatten(1).mT).clamp(min=0)
+
+
+@cache
+def _block_means(count: int, length: int) -> Tensor:
+    """What takes the means of blocks of entries, as even as can be: `[blocks, length]`."""
+    blocks = torch.arange(length).tensor_split(min(count, length))
+    return torch.stack([torch.zeros(length).index_fill(0, block, 1 / len(block)) for block in blocks])
+
+
+def _digits(energies: Tensor) -> list[str]:
+    sizes = energies.sqrt().nan_to_num(0.0, 0.0)
+    levels = (15 * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)).round()
+    digits, width = levels.to(torch.uint8).numpy().tobytes().hex()[1::2], levels.shape[1]
+    return [digits[start : start + width] for start in range(0, len(digits), width)]
+
+
+def _spared(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
+    """Parameters that the factors of truncated forms save."""
+    weights, semantics = layer.weights, layer.weights.semantics
+    # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ replace W_Q and W_K.
+    fixed = semantics.rotary is None and not semantics.qk_norm
+    chains = [weights.chain(side) for side in SIDES]
+    if any(len(chain) != 1 for chain in chains) or isinstance(semantics.bias, DisentangledBias):
+        return {}  # what one head would lose, another still needs
+    if semantics.clip is not None or layer.fixed:
+        return {}  # channels are clipped one by one, or something else reads the maps
+    if len({id(chain[0]) for chain in chains}) < len(chains):
+        return {}
+    height = {side: weights.chain(side)[0].d_in for side in ("q", "k", "v")}
+    width_out = weights.o[0].d_out
+    if weights.num_key_heads != weights.num_heads:
+        return {}
+    found = {}
+    for form, spectrum, numbers_a_direction in (
+        ("qk", measured.qk, height["q"] + height["k"]),
+        ("ov", measured.ov, height["v"] + width_out),
+    ):
+        if form == "ov" or fixed:
+            full = spectrum.values.shape[-1]
+            ranks = [spectrum.rank_within(loss) for loss in LOSSES]
+            found[form] = [
+                sum(
+                    (full - int(rank[head])) * numbers_a_direction for head in chosen if measured.finite[head]
+                )
+                for rank in ranks
+            ]
+    return found
+
+
+def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
+    """Parameters that each exact rewrite would remove, or why it is refused."""
+    found: dict[str, int | str] = {}
+    rewrites: list[tuple[str, Callable[[AttentionWeights], Rewritten]]] = [
+        ("drop the key bias", drop_key_bias),
+        ("fold the value bias", fold_value_bias),
+    ]
+    if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.weights.norms_within:
+        rewrites.append((FOLD, fold))
+    for name, rewrite in rewrites:
+        if layer.fixed:
+            found[name] = layer.fixed
+            continue
+        try:
+            left = rewrite(layer.weights).weights.num_parameters
+        except RewriteRefusedError as refusal:
+            found[name] = str(refusal)
+        else:
+            found[name] = layer.weights.num_parameters - left
+    return found

@@ -1,0 +1,497 @@
+"""An inspection: every figure of every head, a summary, tables, files and a page."""
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, final
+
+from triptych.errors import UsageError
+from triptych.extras import is_installed
+from triptych.files import write_text
+from triptych.printable import table_html
+from triptych.seeing.chance import (
+    random_closeness,
+    random_copying_spread,
+    random_spectra,
+    random_symmetric_share,
+)
+from triptych.seeing.inspection.drawing import render_heads, shaded_map
+from triptych.seeing.inspection.layer_records import FOLD, InspectedLayer
+from triptych.seeing.inspection.measures import LOSSES, MEASURES
+from triptych.seeing.reports import Table, short_name, write_csv
+
+# Cosine of two forms, of either sign, from which on they are called near-copies.
+NEAR = 0.9
+_PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
+_RARE = 0.001
+_MOST_SHOWN = 12
+# Measures of which a terminal shows a map.
+_MAPPED = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
+
+
+@final
+@dataclass(frozen=True)
+class NearCopy:
+    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps."""
+
+    form: str  # "qk" or "ov"
+    one: str  # a head, as "encoder 0, head 3"
+    other: str
+    cosine: float  # cosine of their forms; negative if they are opposite
+
+
+@final
+@dataclass(frozen=True)
+class Inspection:
+    """The measures of a checkpoint.
+
+    Attributes:
+        name: name of the checkpoint.
+        family: its family.
+        known_by: how the family was recognised.
+        layers: the measured layers.
+        ignores_rotary: whether figures of rotary heads describe W_Q W_Kᵀ without the rotation.
+        num_tensors: number of tensors; the ones in `left_over` do not belong to attention.
+        seconds: the time it took.
+        copies: heads that are nearly equal, the closest first.
+        more_copies: whether there may be more near-copies than were computed.
+        unread: attention tensors that were recognised but not read, with the reason.
+        others: which layers are attention and what the others are; "" where all are attention.
+        absent: stacks that the configuration has and the file lacks.
+        warnings: sentences on fields of the configuration that are set but not followed, and on layers that
+            are read and not run.
+    """
+
+    name: str
+    family: str
+    known_by: str
+    layers: tuple[InspectedLayer, ...]
+    ignores_rotary: bool
+    num_tensors: int
+    left_over: tuple[str, ...]
+    seconds: float
+    copies: tuple[NearCopy, ...]
+    more_copies: bool
+    unread: dict[str, str]
+    others: str = ""
+    absent: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat record per head: its place, then every measure."""
+        return [
+            {
+                "stack": layer.stack,
+                "layer": layer.layer,
+                "kind": layer.kind,
+                "head": head,
+                "module": layer.module,
+                "positions": layer.positions,
+                "qk_of": layer.qk_of,
+                **{measure.name: layer.figures[measure.name][place] for measure in MEASURES},
+            }
+            for layer in self.layers
+            for place, head in enumerate(layer.heads)
+        ]
+
+    def shown(self) -> tuple[list[str], list[Table]]:
+        """What a terminal shows: lines with a map of layers × heads of some measures, and tables."""
+        lines = [self.name, *(f"  {sentence}" for sentence in findings(self))]
+        for measure in _MAPPED:
+            if found := shaded_map(self.layers, measure):
+                lines += ["", *found]
+        return [*lines, ""], [averages(self), outliers(self), *([near_copies(self)] if self.copies else [])]
+
+    def record(self) -> dict[str, Any]:
+        """Everything, as a JSON object."""
+        found = asdict(self)
+        for layer in found["layers"]:
+            del layer["pictures"]
+            layer["figures"] = {
+                name: ["Infinity" if value == math.inf else value for value in values]  # no number of JSON
+                for name, values in layer["figures"].items()
+            }
+        found["summary"] = (*findings(self), *average_lines(self))
+        return found | {"measures": {measure.name: measure.meaning for measure in MEASURES}}
+
+    def page(self, path: str | Path) -> None:
+        """Write a page with a map of layers × heads for each measure, which works offline.
+
+        Args:
+            path: the file.
+        """
+        write_text(Path(path), heads_page([self], f"inspect {self.name}"))
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write one row per head as CSV; `docs/reference/columns.md` says what the columns are.
+
+        Args:
+            path: the file.
+        """
+        write_csv(self.rows(), Path(path))
+
+    def to_json(self, path: str | Path) -> None:
+        """Write every figure, spectra included, as JSON.
+
+        Args:
+            path: the file.
+        """
+        write_text(Path(path), json.dumps(self.record(), allow_nan=False) + "\n")
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` with one row per head.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        if not is_installed("pandas"):
+            raise UsageError("to_pandas() needs pandas: pip install pandas; rows() gives the same without it")
+        import pandas  # type: ignore[import-untyped]
+
+        return pandas.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        lines = [f"Inspection of {self.name}", *(f"  {line}" for line in findings(self)[:5])]
+        return "\n".join((*lines, "  rows(), page(path), to_csv(path), to_json(path), to_pandas()"))
+
+    def _repr_html_(self) -> str:
+        said, table = "".join(f"<p>{escape(line)}</p>" for line in findings(self)), averages(self)
+        return said + table_html(table.title, table.rows, table.columns)
+
+
+class Value(NamedTuple):
+    """A measure of one head."""
+
+    value: float
+    layer: InspectedLayer
+    head: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.layer.name}, head {self.head}"
+
+
+def values_of(inspection: Inspection, measure: str) -> list[Value]:
+    """The values of a measure for all heads that have it."""
+    return [
+        Value(value, layer, head)
+        for layer in inspection.layers
+        for head, value in zip(layer.heads, layer.figures[measure], strict=True)
+        if value is not None
+    ]
+
+
+def findings(inspection: Inspection) -> tuple[str, ...]:
+    """A few findings of one line each, then notes on the figures."""
+    return (*_what_it_is(inspection), *_findings(inspection), *_notes(inspection))
+
+
+def _what_it_is(inspection: Inspection) -> Iterator[str]:
+    layers = inspection.layers
+    heads = sum(len(layer.heads) for layer in layers)
+    sizes = [
+        f"{name} {' or '.join(map(str, sorted({getattr(layer, name) for layer in layers})))}"
+        for name in ("d_model", "d_k")
+    ]
+    groups = sorted({(layer.num_heads, layer.num_key_heads) for layer in layers})
+    sizes += [f"{h} query heads share {g} key heads" for h, g in groups if g != h]
+    yield (
+        f"{_count_of(heads, 'head')} in {_count_of(len(layers), 'attention layer')} of {inspection.family} "
+        f"({', '.join(sizes)}), known by {inspection.known_by}."
+    )
+
+
+def _findings(inspection: Inspection) -> Iterator[str]:
+    for both, times, above in [*_overlaps(inspection)][:1]:
+        yield f"{both} overlap: {times}× chance, {above}."
+    if ranks := [f"{title} {mean}" for title, mean, _ in _effective_ranks(inspection)]:
+        yield f"Effective rank: {', '.join(ranks)}."
+    if found := values_of(inspection, "ov_copying"):
+        back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
+        removed = f"{away} remove{'s' * (away == 1)} it"
+        yield f"Copying: {back} of {_count_of(len(found), 'head')} write what they read, {removed}."
+    for form, title in (("qk", "look alike"), ("ov", "move the same")):
+        if pairs := [pair for pair in inspection.copies if pair.form == form]:
+            least = "At least " if inspection.more_copies else ""
+            yield f"{least}{_count_of(len(pairs), 'pair')} of heads {title} (|cosine| of the forms ≥ {NEAR})."
+    redundant, cuts = _redundant(inspection), _percent_saved(inspection)
+    if redundant:
+        yield f"Redundant: {sum(redundant.values()):,} parameters; `triptych rewrite --exact` removes them."
+    if cuts:
+        yield (
+            f"Ranks that keep 95 % of the energy save {cuts[0.05]:.1f} % of the parameters: try "
+            "`triptych rewrite --energy 0.95`, and measure the loss with --text."
+        )
+
+
+def _notes(inspection: Inspection) -> Iterator[str]:
+    layers = inspection.layers
+    broken = {name: count for layer in layers for name, count in layer.broken.items()}
+    if broken:
+        first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
+        yield f"Not finite, left out: {first}{' …' if len(broken) > 4 else ''}."
+    if num_centred := sum(layer.centred for layer in layers):
+        yield (
+            f"Centred in {_count_of(num_centred, 'layer')}: the mean, which LayerNorm removes, is taken out "
+            "of what maps read and of what W_O writes."
+        )
+    turning = sum(layer.rotary_pairs is not None for layer in layers)
+    if turning:
+        yield (
+            f"Rotary positions in {_count_of(turning, 'layer')}: W_QK is measured by rotary pairs. Symmetry "
+            "and near-copies of W_QK are left out."
+        )
+    if inspection.ignores_rotary and any(layer.turns for layer in layers):
+        yield "Rotary positions are ignored: figures of W_QK hold at distance 0 only."
+    for caveat, count in Counter(caveat for layer in layers for caveat in layer.caveats).items():
+        yield f"In {count} of {_count_of(len(layers), 'layer')} {caveat}."
+    for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
+        conditions = values_of(inspection, f"{form}_condition")
+        if lost := [value for value in conditions if math.isinf(value.value)]:
+            of = _count_of(len(conditions), "head")
+            yield f"{title} lacks full rank in {len(lost)} of {of}, first in {lost[0].place}."
+    if inspection.others:
+        yield f"{inspection.others[0].upper()}{inspection.others[1:]}."
+    if inspection.absent:
+        yield f"Not in the file, though in the configuration: {', '.join(inspection.absent)}."
+    if inspection.unread:
+        named = "; ".join(
+            f"{name} ({why})" for why, name in {w: n for n, w in inspection.unread.items()}.items()
+        )
+        yield f"Not read: {_count_of(len(inspection.unread), 'tensor')}, such as {named}."
+
+
+def averages(inspection: Inspection) -> Table:
+    """Means over the heads, compared with random weights of the same sizes."""
+    rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
+    for pair, both in _PAIRS.items():
+        if found := _distinct(inspection, pair, "excess", "subspaces"):
+            rows.append((f"excess over chance of {both}", f"{_mean(found):+.3f}", "0", "1 at most"))
+    for pair, both in _PAIRS.items():
+        if found := _distinct(inspection, pair, "cosine", "maps"):
+            rows.append((f"cosine of {both}", f"{_mean(found):+.3f}", "0", _BY_BASIS))
+    apart, rotated = (values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated"))
+    if apart:
+        random = statistics.fmean(_random_distance(v) for v in apart)
+        rows.append(("distance from one matrix", f"{_mean(apart):.3f}", "0.667", _BY_BASIS))
+        rows.append(("the same, each rotated", f"{_mean(rotated):.3f}", f"{random:.3f}", "at least this"))
+    for title, mean, random_mean in _effective_ranks(inspection):
+        rows.append((f"effective rank of {title}", mean, random_mean, ""))
+    rows += _kept_ranks(inspection)
+    if shares := values_of(inspection, "qk_symmetric_share"):
+        random = statistics.fmean(random_symmetric_share(v.layer.d_model) for v in shares)
+        rows.append(("symmetric share of W_QK", f"{_mean(shares):.3f}", f"{random:.3f}", ""))
+    if found := values_of(inspection, "ov_copying"):
+        spreads = [random_copying_spread(v.layer.d_model, v.layer.d_v) for v in found]
+        spread = math.sqrt(sum(spread**2 for spread in spreads)) / len(found)
+        rows.append(("copying score of W_OV", f"{_mean(found):+.3f}", f"0 ± {spread:.3f}", ""))
+    for what, numbers in _redundant(inspection).items():
+        rows.append((what, f"{numbers:,}", "", "parameters, redundant"))
+    for loss, share in _percent_saved(inspection).items():
+        rows.append((f"saved by ranks for {1 - loss:.0%}", f"{share:.1f} %", "", "of the parameters"))
+    return Table(title="Averages", columns=("mean over the heads", "here", "random", ""), rows=tuple(rows))
+
+
+def average_lines(inspection: Inspection) -> tuple[str, ...]:
+    """The table of averages, as lines of text."""
+    lines = []
+    for title, here, random, said in averages(inspection).rows:
+        more = "; ".join(part for part in (f"random: {random}" if random else "", said) if part)
+        lines.append(f"{title}: {here}" + (f" ({more})" if more else ""))
+    return tuple(lines)
+
+
+_BY_BASIS = "depends on the basis"
+
+
+def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
+    """The name of each pair of maps, the mean overlap over chance, and the heads above chance."""
+    for pair, both in _PAIRS.items():
+        times = _distinct(inspection, pair, "times_chance", "subspaces")
+        if times:
+            p_values = _distinct(inspection, pair, "p_value", "subspaces")
+            rare = sum(v.value < _RARE / len(times) for v in p_values)
+            grouped = len(times) < len(values_of(inspection, f"{pair}_times_chance"))
+            above = f"{rare} of {_count_of(len(times), 'pair' if grouped else 'head')} above chance"
+            yield both, f"{_mean(times):.2f}", above
+
+
+def _distinct(
+    inspection: Inspection, pair: str, measure: str, of: Literal["maps", "subspaces"]
+) -> list[Value]:
+    """The values of a measure of two maps; a pair that several heads share counts once."""
+    found, seen = [], set[tuple[str, int, int]]()
+    for value in values_of(inspection, f"{pair}_{measure}"):
+        layer = value.layer
+        copies = layer.maps if of == "maps" else layer.subspaces
+        one, other = (value.head * copies[side] // layer.num_heads for side in pair)
+        key = layer.module, one, other
+        if key not in seen:
+            seen.add(key)
+            found.append(value)
+    return found
+
+
+def _random_distance(of: Value) -> float:
+    """The value of `qkv_apart_rotated` for random maps with the sizes and norms of a head."""
+    layer, place = of.layer, of.layer.heads.index(of.head)
+    q, k, v = (layer.figures[f"{side}_norm"][place] or 0.0 for side in "qkv")
+    close = random_closeness(layer.d_model, layer.d_k)
+    return 2 / 3 * (1 - close * (q * k + q * v + k * v) / (q**2 + k**2 + v**2))
+
+
+def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, bool, list[Value]]]:
+    """Effective ranks of a form, grouped by width and by rotary or not."""
+    groups: dict[tuple[bool, int], list[Value]] = {}
+    for value in values_of(inspection, f"{form}_effective_rank"):
+        turns = form == "qk" and value.layer.rotary_pairs is not None
+        groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(value)
+    for (turns, full), found in groups.items():
+        of = _count_of(len({v.layer.module for v in found}), "layer")
+        yield f"W_{form.upper()}" + ("" if len(groups) == 1 else f" in {of}"), full, turns, found
+
+
+def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
+    """The name of each form, the mean effective rank, and that of random forms."""
+    for form in ("qk", "ov"):
+        for title, full, turns, found in _by_width(inspection, form):
+            spectra = [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
+            random = (
+                f"{statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}" if spectra else ""
+            )
+            yield f"{title}{' (rotary pairs)' * turns}", f"{_mean(found):.1f} of {full}", random
+
+
+def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
+    """The rank that keeps 95 % of the energy in half of the heads, for each form."""
+    for form in ("qk", "ov"):
+        for title, full, turns, found in _by_width(inspection, form):
+            ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]
+            kept = f"{statistics.median(rank for rank in ranks if rank is not None):.0f}"
+            random = ""
+            if not turns:
+                spectra = [random_spectra(v.layer.d_model, full) for v in found]
+                random = f"{statistics.median(int(s.rank_within(0.05).median()) for s in spectra):.0f}"
+            yield f"rank for 95% of {title}", kept, random, "median"
+
+
+def _redundant(inspection: Inspection) -> dict[str, int]:
+    """Parameters that exact rewrites would remove, by kind."""
+    found = {}
+    for name, what in (
+        ("drop the key bias", "key biases"),
+        ("fold the value bias", "value biases"),
+        (FOLD, "maps in a row"),
+    ):
+        saved = [layer.foldable.get(name) for layer in inspection.layers]
+        if numbers := sum(value for value in saved if isinstance(value, int)):
+            found[what] = numbers
+    return found
+
+
+def _percent_saved(inspection: Inspection) -> dict[float, float]:
+    """Parameters that truncation would save, in percent, by the energy that every form may lose."""
+    total = sum(layer.parameters for layer in inspection.layers)
+    cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
+    if not cuts or any(len(layer.heads) < layer.num_heads for layer in inspection.layers):
+        return {}
+    return {loss: 100 * sum(cut[i] for cut in cuts) / total for i, loss in enumerate(LOSSES)}
+
+
+def outliers(inspection: Inspection) -> Table:
+    """The most extreme heads by the main measures."""
+    rows: list[tuple[str, ...]] = []
+    for measure, largest in (
+        ("qk_effective_rank", False),
+        ("ov_effective_rank", False),
+        ("qk_times_chance", True),
+        ("kv_times_chance", True),
+        ("qk_symmetric_share", True),
+        ("qk_symmetric_share", False),
+        ("ov_copying", True),
+        ("ov_copying", False),
+        ("qk_spectral_norm", True),
+    ):
+        pair, _, figure = measure.partition("_")
+        of_pairs = figure == "times_chance"
+        values = (
+            _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
+        )
+        found = sorted(values, key=lambda value: value.value, reverse=largest)[:3]
+        if found:
+            title = next(m.title for m in MEASURES if m.name == measure)
+            heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)
+            rows.append((f"{'highest' if largest else 'lowest'} {title}", heads))
+    return Table(title="Outliers", columns=("", "heads"), rows=tuple(rows))
+
+
+def near_copies(inspection: Inspection) -> Table:
+    """The table of near-copies; it has no rows if there are none."""
+    titles = {"qk": "look alike (W_QK)", "ov": "move the same (W_OV)"}
+    rows = [(titles[p.form], p.one, p.other, f"{p.cosine:+.3f}") for p in inspection.copies[:_MOST_SHOWN]]
+    left = len(inspection.copies) - len(rows)
+    if left:
+        rows.append((f"and {left:,} more", "", "", ""))
+    return Table(
+        title="Nearly the same", columns=("nearly the same", "head", "and", "cosine"), rows=tuple(rows)
+    )
+
+
+def side_by_side(*inspections: Inspection) -> Table:
+    """A table of the means over the heads of several checkpoints; of two, with their differences."""
+    rows: list[tuple[str, ...]] = []
+    of = [", ".join(sorted({layer.qk_of for layer in i.layers})) for i in inspections]
+    of_two = len(inspections) == 2
+    alike = len(set(of)) == 1
+    if not alike:
+        rows.append(("figures of W_QK describe the", *of, *["not to be compared"] * of_two))
+    for measure in MEASURES:
+        if measure.by_qk and not alike:
+            continue
+        found = [values_of(inspection, measure.name) for inspection in inspections]
+        if all(found):
+            means = [*map(_mean, found)]
+            apart = "–" if all(map(math.isinf, means)) else _formatted(means[1] - means[0], "+.3g")
+            rows.append((measure.title, *(_formatted(mean, ".4g") for mean in means), *[apart] * of_two))
+    names = (inspection.name for inspection in inspections)
+    columns = ("mean over the heads", *names, *["difference"] * of_two)
+    return Table(title="Side by side", columns=columns, rows=tuple(rows))
+
+
+def _formatted(number: float, form: str) -> str:
+    return format(number, form).replace("inf", "∞")
+
+
+def _mean(values: Sequence[Value]) -> float:
+    return statistics.fmean(value.value for value in values)
+
+
+def _count_of(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def heads_page(inspections: Sequence[Inspection], command: str) -> str:
+    """Make the page of one checkpoint, or of several side by side."""
+    names = [short_name(inspection.name) for inspection in inspections]
+    facts = [("command", command), *(("checkpoint", one.name) for one in inspections)]
+    if len(inspections) == 1:
+        layers = inspections[0].layers
+        facts = [
+            ("family", inspections[0].family),
+            ("heads", f"{sum(len(layer.heads) for layer in layers):,}"),
+            ("attention parameters", f"{sum(layer.parameters for layer in layers):,}"),
+            *facts,
+        ]
+    models, tables, said = [], [], []
+    for name, inspection in zip(names, inspections, strict=True):
+        of = f" of {name}" if len(names) > 1 else ""
+        columns = ("figure", "here", "random", "note")
+        tables.append(replace(averages(inspection), title=f"Averages{of}", columns=columns, numeric=(1, 2)))
+        said.append((f"Findings{of}", findings(inspection)))
+        models.append((name, inspection.layers))
+    return render_heads(f"Heads of {' and '.join(names)}", models, said, facts, tables=tables)

@@ -1,0 +1,87 @@
+"""What the attention of a model costs, layer by layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+from triptych.core.algebra.cost import writing_cost
+from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.core.heads import Layer
+from triptych.literals import check_choices
+
+Figure = Literal["parameters", "flops_per_token", "flops_per_pair", "cache_bytes_per_token"]
+
+
+@final
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of one attention layer.
+
+    Attributes:
+        layer: its name.
+        parameters: learned numbers, biases included; 0 where an earlier layer's are used again.
+        flops_per_token: of its maps for one token, without pairs of tokens.
+        flops_per_pair: of one query and one key.
+        cache_bytes_per_token: kept of a token while decoding; 0 outside decoders.
+        shares: the earlier layer whose weights it has; None if it has its own.
+    """
+
+    layer: str
+    parameters: int
+    flops_per_token: int
+    flops_per_pair: int
+    cache_bytes_per_token: int
+    shares: str | None = None
+
+
+@final
+@dataclass(frozen=True)
+class ModelCost:
+    """The cost of all attention layers.
+
+    Attributes:
+        model: its name.
+        layers: each by itself.
+    """
+
+    model: str
+    layers: tuple[LayerCost, ...]
+
+    @check_choices
+    def total(self, what: Figure = "parameters") -> int:
+        """The sum over layers of one of the figures."""
+        return sum(getattr(layer, what) for layer in self.layers)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per layer."""
+        return [dict(layer.__dict__) for layer in self.layers]
+
+    def __repr__(self) -> str:
+        return (
+            f"ModelCost of {self.model}: attention of {len(self.layers)} layers\n"
+            f"  {self.total():,} parameters, {self.total('flops_per_token'):,} FLOPs per token and "
+            f"{self.total('flops_per_pair'):,} per pair, "
+            f"{self.total('cache_bytes_per_token'):,} bytes of cache per token"
+        )
+
+
+def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> ModelCost:
+    """Count what each layer costs; weights that layers share count once, the work of each layer always."""
+    found = []
+    for layer, place in zip(layers, source.layers, strict=True):
+        read = source.outline(place.site)
+        cost = writing_cost(layer.outline)
+        if read.borrows is not None:  # its keys and values are made, and counted, there
+            own = writing_cost(replace(layer.outline, k=(), v=()))
+            cost = replace(own, pair_flops=cost.pair_flops)
+        found.append(
+            LayerCost(
+                layer.name,
+                0 if place.is_shared else cost.parameters,
+                cost.token_flops,
+                cost.pair_flops,
+                cost.cached_numbers * read.cache_bytes,
+                layer.shares,
+            )
+        )
+    return ModelCost(name, tuple(found))

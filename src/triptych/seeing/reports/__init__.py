@@ -1,0 +1,56 @@
+"""What a run found, shown: records → one self-contained HTML file, or the terminal.
+
+The room knows nothing of models or text; whoever has something to show fills the records.
+"""
+
+from triptych.seeing.reports.html import (
+    is_page,
+    make_page,
+    require_charts,
+    short_name,
+    write_picture,
+    write_report,
+)
+from triptych.seeing.reports.records import (
+    AttentionPicture,
+    Bar,
+    BarChart,
+    CurveChart,
+    Interval,
+    IntervalChart,
+    MetricPoint,
+    Plot,
+    Report,
+    ScatterChart,
+    Table,
+    TranslationSample,
+)
+from triptych.seeing.reports.rows import is_parquet, write_csv, write_parquet
+from triptych.seeing.reports.terminal import render_attention, render_samples, render_table
+
+__all__ = [
+    "AttentionPicture",
+    "Bar",
+    "BarChart",
+    "CurveChart",
+    "Interval",
+    "IntervalChart",
+    "MetricPoint",
+    "Plot",
+    "Report",
+    "ScatterChart",
+    "Table",
+    "TranslationSample",
+    "is_page",
+    "is_parquet",
+    "make_page",
+    "render_attention",
+    "render_samples",
+    "render_table",
+    "require_charts",
+    "short_name",
+    "write_csv",
+    "write_parquet",
+    "write_picture",
+    "write_report",
+]

@@ -1,0 +1,309 @@
+"""Vega-Lite specifications of the charts of a report: plain dictionaries, ready to be embedded."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triptych.seeing.reports.records import (
+    BarChart,
+    CurveChart,
+    Interval,
+    IntervalChart,
+    MetricPoint,
+    Plot,
+    ScatterChart,
+)
+
+Spec = dict[str, Any]
+
+# Colours come from `page.css`, light or dark. A name has one colour on a page; grey means nothing.
+_INK, _MUTED, _LINE, _TRAINING, _VALIDATION = (
+    f"var(--{name})" for name in ("ink", "muted", "line", "s1", "s2")
+)
+_SERIES = [f"var(--s{number})" for number in range(1, 9)]
+_LABELS = {"labelColor": _INK, "titleColor": _MUTED, "titleFontWeight": "normal"}
+_LOOK: Spec = {
+    "background": "transparent",
+    "config": {
+        "font": "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif",
+        "view": {"stroke": None},
+        "axis": {
+            "gridColor": _LINE,
+            "domainColor": _LINE,
+            "tickColor": _LINE,
+            "labelFontSize": 11,
+            "titleFontSize": 12,
+            **_LABELS,
+        },
+        "legend": {"labelFontSize": 12, "symbolOpacity": 1, **_LABELS},
+    },
+}
+# Past this many points a mark on each only thickens the line.
+_MAX_MARKED_POINTS = 40
+
+
+def learning_charts(metrics: Sequence[MetricPoint]) -> list[Spec]:
+    """Loss, BLEU and learning rate against the step; what was not measured is left out."""
+    both = {"train_loss": "training", "valid_loss": "validation"}
+    charts = (
+        _line_chart("Loss", metrics, both, "loss (nats per token)", height=260, is_log=True),
+        _line_chart("BLEU", metrics, {"bleu": "validation"}, "BLEU", height=150),
+        _line_chart("Learning rate", metrics, {"learning_rate": "training"}, "learning rate", height=150),
+    )
+    return [chart for chart in charts if chart]
+
+
+def plot(chart: Plot, names: Sequence[str]) -> Spec | None:
+    """Curves with bands, or points with intervals; None if there is nothing to draw.
+
+    A name has the colour of its place in `names`, whatever the chart.
+    """
+    match chart:
+        case CurveChart():
+            return _curve_chart(chart, names)
+        case ScatterChart():
+            return _scatter(chart, names)
+        case IntervalChart():
+            return _intervals(chart, names)
+
+
+def bar_chart(chart: BarChart) -> Spec | None:
+    """Bars from left to right with their lengths in words; None if there are none."""
+    if not chart.bars:
+        return None
+    rows = [
+        {"name": bar.name, "value": float(bar.value), "label": bar.label, "series": bar.series}
+        for bar in chart.bars
+    ]
+    series = list(dict.fromkeys(bar.series for bar in chart.bars))
+    together = len(series) > 1
+    # The longest bar leaves room for its own words.
+    longest = max(bar.value for bar in chart.bars) or 1.0
+    shared: Spec = {
+        "x": _of("value:Q", axis=None, scale={"domain": [0, longest * 1.25], "nice": False}),
+        "y": _of(
+            "name:N",
+            sort=None,
+            title=None,
+            axis={"domain": False, "ticks": False, "labelFontSize": 12, "labelLimit": 160, "labelPadding": 6},
+            scale={"paddingInner": 0.3},
+        ),
+        "tooltip": [
+            _of("name:N", title="of"),
+            *([_of("series:N", title="when")] if together else []),
+            _of("label:N", title=chart.unit or "value"),
+        ],
+    }
+    colour: Spec = {}
+    if together:
+        shared["yOffset"] = _of("series:N", sort=series)
+        scale = {"domain": series, "range": _SERIES[: len(series)]}
+        colour["color"] = _of("series:N", scale=scale, legend={"title": None, "orient": "top"})
+    words = {"type": "text", "align": "left", "dx": 4, "fontSize": 11, "color": _MUTED}
+    return _drawn(
+        chart.title,
+        rows,
+        # As many pixels as steps would take: Vega-Lite warns of steps with a width that is the container's.
+        len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
+        layer=[
+            {"mark": {"type": "bar", "color": _MUTED}, "encoding": {**shared, **colour}},
+            {"mark": words, "encoding": {**shared, "text": _of("label:N")}},
+        ],
+    )
+
+
+def _drawn(title: str, rows: Sequence[Spec], height: int, **parts: Any) -> Spec:
+    """A chart as wide as its place; a reader of screens says its title."""
+    return {
+        "description": title,
+        "data": {"values": rows},
+        "width": "container",
+        "height": height,
+        **parts,
+        **_LOOK,
+    }
+
+
+def _of(field: str, **how: Any) -> Spec:
+    """An encoding of a field, written `name:T` with the first letter of its type."""
+    name, _, letter = field.partition(":")
+    types = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
+    return {"field": name, "type": types[letter], **how}
+
+
+def _line_chart(
+    title: str,
+    metrics: Sequence[MetricPoint],
+    fields: Mapping[str, str],
+    y_title: str,
+    height: int,
+    *,
+    is_log: bool = False,
+) -> Spec | None:
+    points = [
+        (point.step, getattr(point, field), name) for field, name in fields.items() for point in metrics
+    ]
+    # A diverged run has NaN or infinite losses, which JSON cannot say.
+    rows: list[Spec] = [
+        {"step": step, "value": float(value), "series": name}
+        for step, value, name in points
+        if value is not None and math.isfinite(value)
+    ]
+    if not rows:
+        return None
+    series = list(dict.fromkeys(row["series"] for row in rows))
+    colours = {"training": _TRAINING, "validation": _VALIDATION}
+    marked = {"size": 28} if len(rows) <= _MAX_MARKED_POINTS else False
+    return _drawn(
+        f"{title} by step",
+        rows,
+        height,
+        mark={"type": "line", "strokeWidth": 2, "point": marked, "interpolate": "linear"},
+        encoding={
+            "x": _of(
+                "step:Q",
+                title="step",
+                scale={"nice": False, "zero": False},
+                axis={"format": ",d", "tickMinStep": 1, "grid": False},
+            ),
+            "y": _of(
+                "value:Q",
+                title=y_title,
+                axis={"tickCount": 5},
+                scale=_scale(is_log, [row["value"] for row in rows]),
+            ),
+            "color": _of(
+                "series:N",
+                scale={"domain": series, "range": [colours[name] for name in series]},
+                legend={"title": None, "orient": "top"} if len(series) > 1 else None,
+            ),
+            "tooltip": [
+                _of("series:N", title="of"),
+                _of("step:Q", format=","),
+                _of("value:Q", title=y_title, format=".4~g"),
+            ],
+        },
+    )
+
+
+def _scale(is_log: bool, values: Sequence[float]) -> Spec:
+    if is_log and min(values) > 0:
+        return {"type": "log", "nice": False, "padding": 4}
+    return {"zero": False}
+
+
+# 2,500 is written out, and 240,000,000,000 is 240G.
+_SHORT = "abs(datum.value) < 1e5 ? format(datum.value, ',.6~g') : format(datum.value, '.4~s')"
+
+
+def _curve_chart(chart: CurveChart, names: Sequence[str]) -> Spec | None:
+    rows = [
+        {"name": name, "x": point.x, **_height(point)}
+        for name, points in chart.lines
+        for point in points
+        if math.isfinite(point.mean)
+    ]
+    if not rows:
+        return None
+    colour = _by_name(chart.names, names)
+    axis = {"grid": False, "tickCount": 8, "labelExpr": _SHORT}
+    x = _of("x:Q", title=chart.x_title, scale={"nice": False, "zero": False}, axis=axis)
+    scale = _scale(chart.is_log, [row["low"] for row in rows])
+    y = {"title": chart.y_title, "scale": scale, "axis": {"tickCount": 6}}
+    band = {"y": _of("low:Q", **y), "y2": {"field": "high"}}
+    line = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
+    return _drawn(
+        chart.title,
+        rows,
+        260,
+        encoding={"x": x, "color": colour},
+        layer=[
+            {"mark": {"type": "area", "opacity": 0.18}, "encoding": band},
+            {"mark": {"type": "line", "strokeWidth": 2, "point": {"size": 24}}, "encoding": line},
+        ],
+    )
+
+
+def _scatter(chart: ScatterChart, names: Sequence[str]) -> Spec | None:
+    rows = [
+        {"name": dot.name, "x": dot.x, **_height(dot)}
+        for dot in chart.dots
+        if math.isfinite(dot.mean) and math.isfinite(dot.x)
+    ]
+    if not rows:
+        return None
+    axis = {"tickCount": 8, "labelExpr": _SHORT}
+    x = _of("x:Q", title=chart.x_title, scale={"zero": False, "padding": 30}, axis=axis)
+    y = {"title": chart.y_title, "scale": {"zero": False, "padding": 10}}
+    label = {"text": {"field": "name"}, "y": _of("mean:Q", **y)}
+    dot = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
+    return _drawn(
+        chart.title,
+        rows,
+        240,
+        encoding={"x": x, "color": _by_name(chart.names, names, legend=False)},
+        layer=[
+            {"mark": "rule", "encoding": {"y": _of("low:Q", **y), "y2": {"field": "high"}}},
+            {"mark": {"type": "circle", "size": 60}, "encoding": dot},
+            {"mark": {"type": "text", "align": "left", "dx": 6, "dy": -6, "fontSize": 11}, "encoding": label},
+        ],
+    )
+
+
+def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
+    rows = [{"name": one.name, **_height(one)} for one in chart.intervals if math.isfinite(one.mean)]
+    if not rows:
+        return None
+    height = 24 * len(rows)
+    colour = _by_name(chart.names, names, legend=False)
+    told = [_of("name:N", title="of"), *_tooltips(chart.x_title, "+.4~g")]
+    return _drawn(
+        chart.title,
+        rows,
+        height,
+        encoding={"y": _of("name:N", title=None, sort=[row["name"] for row in rows])},
+        layer=[
+            {
+                "mark": {"type": "rule", "color": _MUTED},
+                "encoding": {"x": {"datum": 0}, "y": {"value": 0}, "y2": {"value": height}},
+            },
+            {
+                "mark": {"type": "rule", "strokeWidth": 2},
+                "encoding": {
+                    "color": colour,
+                    "x": _of("low:Q", title=chart.x_title, axis={"format": ".3~g"}),
+                    "x2": {"field": "high"},
+                },
+            },
+            {
+                "mark": {"type": "circle", "size": 60, "opacity": 1},
+                "encoding": {"color": colour, "x": _of("mean:Q", title=chart.x_title), "tooltip": told},
+            },
+        ],
+    )
+
+
+def _height(point: Interval) -> Spec:
+    """Where there is no interval it is the mean alone: JSON has no NaN."""
+    return {
+        "mean": point.mean,
+        "low": point.low if math.isfinite(point.low) else point.mean,
+        "high": point.high if math.isfinite(point.high) else point.mean,
+    }
+
+
+def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True) -> Spec:
+    """Colours of what a chart shows; `names` are all of the page."""
+    domain = list(dict.fromkeys(shown))
+    colours = [_SERIES[names.index(name) % len(_SERIES)] for name in domain]
+    key = {"title": None, "orient": "top", "columns": 2} if legend and len(domain) > 1 else None
+    return _of("name:N", scale={"domain": domain, "range": colours}, legend=key)
+
+
+def _told(x_title: str, y_title: str) -> list[Spec]:
+    return [_of("name:N", title="of"), _of("x:Q", title=x_title, format=".4~g"), *_tooltips(y_title, ".5~g")]
+
+
+def _tooltips(title: str, digits: str) -> list[Spec]:
+    fields = {"mean:Q": title, "low:Q": "95 % from", "high:Q": "to"}
+    return [_of(field, title=name, format=digits) for field, name in fields.items()]

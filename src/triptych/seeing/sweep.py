@@ -1,0 +1,104 @@
+"""Every head in turn, patched from a run on one text into a run on another."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from triptych.core.algebra.resampling import ratio_intervals
+from triptych.errors import UsageError
+from triptych.literals import Activation
+from triptych.progress import Progress
+from triptych.running.run import Run
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """What patching each head does to a metric.
+
+    Attributes:
+        what: the activation that was patched.
+        heads: the heads, `3.2`.
+        values: `[heads, texts]`, the metric of the corrupted text with the head's clean activation.
+        clean: `[texts]`, the metric of the clean texts; `corrupted`, of the others.
+        corrupted: without a patch.
+        low: `[heads]`, lower end of the mean's 95 % bootstrap interval over texts; `high`, the upper end. For
+            a single text it has no width.
+        high: upper end.
+    """
+
+    what: Activation
+    heads: tuple[str, ...]
+    values: Float[Tensor, "heads texts"]
+    clean: Float[Tensor, " texts"]
+    corrupted: Float[Tensor, " texts"]
+    low: Float[Tensor, " heads"]
+    high: Float[Tensor, " heads"]
+
+    @property
+    def mean(self) -> Float[Tensor, " heads"]:
+        """The mean over texts of each head."""
+        return self.values.mean(dim=1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per head: its place, the mean, its interval."""
+        columns = zip(self.heads, self.mean.tolist(), self.low.tolist(), self.high.tolist(), strict=True)
+        return [{"head": head, "mean": mean, "low": low, "high": high} for head, mean, low, high in columns]
+
+    def top(self, count: int = 10) -> list[tuple[str, float]]:
+        """The heads whose patch moves the metric most from that of the corrupted texts."""
+        moved = (self.mean - self.corrupted.mean()).abs()
+        return [(self.heads[i], float(self.mean[i])) for i in moved.argsort(descending=True)[:count].tolist()]
+
+    def __repr__(self) -> str:
+        best = "; ".join(f"{head} {value:.4g}" for head, value in self.top(3))
+        return (
+            f"Sweep of {self.what}: {len(self.heads)} heads, {self.values.shape[1]} texts\n"
+            f"  metric: clean {float(self.clean.mean()):.4g}, corrupted {float(self.corrupted.mean()):.4g}\n"
+            f"  most moved by: {best}"
+        )
+
+
+def sweep_heads(
+    heads: Sequence[str],
+    run: Callable[[str], Run],
+    patched: Callable[[str, Run, str], Run],
+    texts: tuple[Sequence[str], Sequence[str]],
+    metric: Callable[[Run], float | Tensor],
+    what: Activation,
+    progress: Progress,
+) -> Sweep:
+    """Patch every head in turn."""
+    clean, corrupted = texts
+    if len(clean) != len(corrupted) or not clean:
+        raise UsageError(
+            f"there are {len(clean)} clean and {len(corrupted)} corrupted texts: give one for each"
+        )
+    before = [(run(one), run(other)) for one, other in zip(clean, corrupted, strict=True)]
+    for number, (one, other) in enumerate(before, start=1):
+        if len(one.ids) != len(other.ids):
+            raise UsageError(
+                f"pair {number} has {len(one.ids)} and {len(other.ids)} tokens: a patch goes to the same "
+                "positions"
+            )
+    of_clean, of_corrupted = (
+        torch.tensor([float(metric(pair[side])) for pair in before], dtype=torch.float64) for side in (0, 1)
+    )
+    for number, pair in enumerate(torch.stack((of_clean, of_corrupted), dim=1), start=1):
+        if not pair.isfinite().all():
+            raise UsageError(
+                f"the metric of pair {number} is {pair.tolist()}, and has to be a number: the loss of a text "
+                "needs two tokens"
+            )
+    values = torch.empty(len(heads), len(before), dtype=torch.float64)
+    for place, head in enumerate(heads):
+        progress(head, place, len(heads))
+        for text, ((one, _), other_text) in enumerate(zip(before, corrupted, strict=True)):
+            values[place, text] = float(metric(patched(head, one, other_text)))
+    by_text = values.T
+    low, high = ratio_intervals(by_text, torch.ones_like(by_text))
+    return Sweep(what, tuple(heads), values, of_clean, of_corrupted, low, high)

@@ -1,0 +1,257 @@
+"""LibreTranslate's interface: `/translate`, `/languages`, `/detect` and the settings of its page."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from triptych.running.decoding import Translation
+from triptych.seeing.attending.alignment import AlignedWords
+from triptych.serving.answers import json_answer
+from triptych.serving.limits import RequestError
+from triptych.serving.markup import Markup, TextRun
+from triptych.serving.request_fields import Fields
+from triptych.serving.served_models import Aligning, ServedModel, Translating
+from triptych.serving.server import Server
+
+_MOST_ALTERNATIVES = 8
+
+
+async def answer_translate(server: Server, request: Request) -> Response:
+    """Translate a text or several: `q`, `source` (a code or auto), `target`, `format`, `alternatives`.
+
+    `glossary` forces terms: an object of terms and their translations. `details` adds score,
+    log-probability and tokens of each translation of a line; `alignments` adds the source word of each word.
+    """
+    fields = await server.fields(request)
+    texts, source, target = _texts(fields), _language(fields, "source"), _language(fields, "target")
+    server.check_texts(texts)
+    kind, alternatives = fields.get("format") or "text", _num_alternatives(fields)
+    glossary = _glossary(server, fields)
+    if kind not in ("text", "html"):
+        raise RequestError(400, f"format: {kind} is none of text and html")
+    detected = None
+    if source == "auto":
+        confidences = await asyncio.to_thread(_confidences, server, texts, target)
+        source = max(confidences, key=lambda code: confidences[code])
+        detected = {"confidence": round(100 * confidences[source], 1), "language": source}
+    model = None if source == target else _translator_of(server, source, target)
+    documents = await _documents(server, texts) if kind == "html" and model else []
+    runs = [run for document in documents for run in document.runs]
+    pieces = [[run.text for run in document.runs] for document in documents]
+    pieces = pieces or [text.split("\n") for text in texts]
+    lines = [line for of_text in pieces for line in of_text]
+    found, words = dict[int, Translation](), dict[tuple[int, int], AlignedWords | None]()
+    ranked = [list(lines) for _ in range(1 + alternatives)]
+    if model is not None:
+        found = await _translate_lines(server, request, Translating(model, 1 + alternatives, glossary), lines)
+        for number, result in found.items():
+            for rank, own in enumerate(ranked):  # a line with fewer candidates repeats its last one
+                own[number] = result.candidates[min(rank, len(result.candidates) - 1)].text
+        # Attention says which words belong together: for the answer, and for elements inside a run.
+        pairs = {
+            (number, rank): (lines[number], own[number])
+            for rank, own in enumerate(ranked)
+            for number in found
+            if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words)
+        }
+        each = await server.compute(request, Aligning(model), [*pairs.values()]) if pairs else []
+        words = dict(zip(pairs, each, strict=True))
+    if documents:
+        ranked = await asyncio.to_thread(_with_elements, runs, ranked, words)
+    joined = [
+        [
+            documents[number].translated(own) if documents else "\n".join(own)
+            for number, own in enumerate(_by_text(pieces, of_rank))
+        ]
+        for of_rank in ranked
+    ]
+    body: dict[str, list[Any]] = {"translatedText": joined[0]}  # each value has an item for each text
+    if alternatives:
+        body["alternatives"] = [[of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))]
+    if detected is not None:
+        body["detectedLanguage"] = [detected] * len(texts)
+    if fields.get("details"):
+        details = [_details(found[at]) if at in found else None for at in range(len(lines))]
+        body["details"] = [[*filter(None, of_text)] for of_text in _by_text(pieces, details)]
+    if fields.get("alignments"):
+        links = [_links(words.get((at, 0))) for at in range(len(lines))]
+        body["alignments"] = _by_text(pieces, links)
+    is_list = isinstance(fields["q"], list)
+    return await json_answer(lambda: body if is_list else {name: values[0] for name, values in body.items()})
+
+
+async def _documents(server: Server, texts: Sequence[str]) -> list[Markup]:
+    """Parse texts of HTML as documents, outside the event loop."""
+    most = server.limits.max_tags
+    return await asyncio.to_thread(lambda: [Markup(text, most) for text in texts])
+
+
+def _with_elements(
+    runs: Sequence[TextRun],
+    ranked: Sequence[Sequence[str]],
+    words: Mapping[tuple[int, int], AlignedWords | None],
+) -> list[list[str]]:
+    """Write translations of all ranks as HTML, with the elements of their runs."""
+    return [
+        [
+            run.html(text, words.get((number, rank)) if run.needs_words else None)
+            for number, (run, text) in enumerate(zip(runs, own, strict=True))
+        ]
+        for rank, own in enumerate(ranked)
+    ]
+
+
+async def _translate_lines(
+    server: Server, request: Request, job: Translating, lines: Sequence[str]
+) -> dict[int, Translation]:
+    """The translations of the lines that have text, by their numbers."""
+    wanted = {number: line for number, line in enumerate(lines) if line.strip()}
+    results = await server.compute(request, job, [*wanted.values()])
+    read = await asyncio.to_thread(job.model.model.opened.tokenizers.source.encode, [*wanted.values()])
+    new = (len(one.pieces) for result in results for one in result.candidates)
+    server.count_tokens(sum(map(len, read)), sum(new))
+    return dict(zip(wanted, results, strict=True))
+
+
+def _links(words: AlignedWords | None) -> list[tuple[str, str]]:
+    """Each word of a translation with its source word."""
+    if words is None or not words.source:  # all of its tokens are unknown, or the line was too long
+        return []
+    return [(word.text, words.source[at].text) for word, at in zip(words.target, words.links, strict=True)]
+
+
+async def answer_languages(server: Server, request: Request) -> Response:
+    """The languages that are translated, each with its targets."""
+    targets: dict[str, list[str]] = {}
+    for model in _translators(server):
+        assert model.languages is not None
+        source, target = model.languages
+        targets.setdefault(source, []).append(target)
+        targets.setdefault(target, [])
+    return JSONResponse(
+        [{"code": code, "name": code, "targets": [*to, code]} for code, to in targets.items()]
+    )
+
+
+async def answer_detect(server: Server, request: Request) -> Response:
+    """The language of a text, among those that are translated."""
+    fields = await server.fields(request)
+    texts = _texts(fields)
+    server.check_texts(texts)
+    confidences = await asyncio.to_thread(_confidences, server, texts, None)
+    found = [{"confidence": round(100 * share, 1), "language": code} for code, share in confidences.items()]
+    return JSONResponse(sorted(found, key=lambda one: -one["confidence"]))
+
+
+async def answer_settings(server: Server, request: Request) -> Response:
+    """What LibreTranslate's page asks for first."""
+    first = next((model.languages for model in _translators(server)), None)
+    source, target = first or ("", "")
+    return JSONResponse(
+        {
+            "apiKeys": server.needs_key,
+            "keyRequired": server.needs_key,
+            "charLimit": server.limits.max_characters,
+            "frontendTimeout": 500,
+            "language": {
+                "source": {"code": source, "name": source},
+                "target": {"code": target, "name": target},
+            },
+            "suggestions": False,
+            "supportedFilesFormat": [],
+        }
+    )
+
+
+def _texts(fields: Fields) -> list[str]:
+    given = fields.get("q")
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise RequestError(400, "Invalid request: missing q parameter (a text, or a list of texts)")
+    return texts
+
+
+def _language(fields: Fields, name: str) -> str:
+    if not isinstance(given := fields.get(name), str) or not given:
+        raise RequestError(400, f"Invalid request: missing {name} parameter")
+    return given
+
+
+def _num_alternatives(fields: Fields) -> int:
+    try:
+        count = int(fields.get("alternatives") or 0)
+    except (TypeError, ValueError, OverflowError):
+        count = -1
+    if not 0 <= count <= _MOST_ALTERNATIVES:
+        raise RequestError(400, f"alternatives: give a number from 0 to {_MOST_ALTERNATIVES}")
+    return count
+
+
+def _glossary(server: Server, fields: Fields) -> tuple[tuple[str, str], ...]:
+    """Terms and their translations, of an object or, in a form, of its JSON."""
+    given = fields.get("glossary") or {}
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict) or not all(isinstance(term, str) for term in given.values()):
+        raise RequestError(400, "glossary: give an object of terms and their translations")
+    for texts in ([*given], [*given.values()]):
+        server.check_texts(texts)
+    return tuple(given.items())
+
+
+def _translators(server: Server) -> list[ServedModel]:
+    return [model for model in server.models.values() if model.languages is not None]
+
+
+def _translator_of(server: Server, source: str, target: str) -> ServedModel:
+    found = next((m for m in _translators(server) if m.languages == (source, target)), None)
+    if found is None:
+        pairs = ", ".join("-".join(m.languages) for m in _translators(server) if m.languages) or "none"
+        raise RequestError(400, f"{source} to {target} is not supported; what is: {pairs}")
+    return found
+
+
+def _confidences(server: Server, texts: Sequence[str], target: str | None) -> dict[str, float]:
+    """A probability for each source language: the fewer tokens it needs for the texts, the higher.
+
+    A tokenizer that was learned from a language writes its text in fewer, longer tokens.
+    """
+    able = [m for m in _translators(server) if m.languages and target in (None, m.languages[1])]
+    if not able:
+        raise RequestError(400, f"auto to {target} is not supported")
+    joined = "\n".join(texts)[:1000]
+    counts: dict[str, int] = {}
+    for model in able:
+        assert model.languages is not None
+        encoded = model.model.opened.tokenizers.source.encode(joined.split("\n"))
+        counts[model.languages[0]] = max(1, sum(map(len, encoded)))
+    weights = {code: (min(counts.values()) / count) ** 4 for code, count in counts.items()}
+    return {code: weight / sum(weights.values()) for code, weight in weights.items()}
+
+
+def _by_text(pieces: Sequence[Sequence[str]], values: Sequence[Any]) -> list[list[Any]]:
+    """Values of the lines of all texts, text by text."""
+    taken = iter(values)
+    return [[next(taken) for _ in of_text] for of_text in pieces]
+
+
+def _details(one: Translation) -> dict[str, Any]:
+    candidates = [
+        {"text": of.text, "score": of.score, "log_prob": of.log_prob, "tokens": [*of.pieces]}
+        for of in one.candidates
+    ]
+    return {"source": one.source, "candidates": candidates}
+
+
+ROUTES = (
+    ("POST", "/translate", answer_translate),
+    ("GET", "/languages", answer_languages),
+    ("POST", "/detect", answer_detect),
+    ("GET", "/frontend/settings", answer_settings),
+)

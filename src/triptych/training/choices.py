@@ -1,0 +1,202 @@
+"""What a recipe leaves out, chosen for its text and its machine.
+
+A key that is given always wins. What is chosen here is printed before training and stored in the run's
+`recipe.toml`, so a resumed run does not choose again. Chosen are the size of the vocabulary, the preset of
+the model, how long it is trained and in which batches, the warm-up (a tenth of the steps) and how often it
+is validated. A recipe that gives `warmup_steps` keeps the paper's schedule. A precision of
+"auto" is settled by the device.
+
+The figures come from the recipes that come along: about seven passes over 29,000 pairs, four over 160,000.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from triptych.core.models import PRESETS
+from triptych.core.models.device import has_fast_bf16
+from triptych.training.progress import Display
+from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe, TextRecipe
+
+_OfWhole = TypeVar("_OfWhole", Recipe, LanguageRecipe)
+_OfText = TypeVar("_OfText", LanguageRecipe, ContinuedRecipe)
+_OfAny = TypeVar("_OfAny", Recipe, LanguageRecipe, ContinuedRecipe)
+
+_MOST_WARMUP_STEPS = 4000  # the paper's, of its 100,000 steps
+_WARMUP_SHARE = 10
+# Passes over a text of this many target tokens; a text n times as long gets √n times fewer.
+_PASSES, _OF_TOKENS = 10.0, 400_000
+_FEWEST_PASSES, _MOST_PASSES = 3.0, 40.0
+_FEWEST_STEPS, _USUAL_STEPS = 300, 1500
+_SMALLEST_BATCH = 512
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Sizes that a machine trains in reasonable time."""
+
+    # Least target tokens of a text, and the preset of the model for it; largest first.
+    presets: tuple[tuple[int, str], ...]
+    vocab_size: int
+    batch_tokens: int
+    total_tokens: float  # target tokens of a whole run
+
+
+_CPU = _Limits(((300_000, "small"), (0, "tiny")), 16_000, 4096, 4e7)
+_GPU = _Limits(((5_000_000, "base"), (300_000, "small"), (0, "tiny")), 37_000, 16_384, 2.5e9)
+
+_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 4, "d_model": 128, "num_heads": 4, "context": 64},
+    "small": {"num_layers": 6, "d_model": 256, "num_heads": 4, "context": 128},
+    "base": {"num_layers": 12, "d_model": 512, "num_heads": 8, "context": 512},
+}
+# Longest text of a run that goes on with a checkpoint, if the model has as many positions.
+_CONTINUED_CONTEXT = {"cpu": 128, "cuda": 512}
+# The learning rate of fresh weights over that of weights that were trained before.
+_GENTLER = 40
+# RMSNorm and SwiGLU without biases, as most of today's language models have them.
+_BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": False}
+
+
+def fit_tokenizer(recipe: _OfWhole, num_chars: int, device: str) -> _OfWhole:
+    """Choose the size of the vocabulary: about 3 √n for the n characters that it is learned from."""
+    num_vocabularies = 2 if isinstance(recipe, Recipe) and not recipe.tokenizer.joint else 1
+    size = min(max(3 * math.sqrt(num_chars / num_vocabularies), 500), _limits(device).vocab_size)
+    return recipe.filled({"tokenizer": {"vocab_size": round(size / 100) * 100}})
+
+
+def fit_training(
+    recipe: Recipe, num_tokens: int, device: str, steps_per_epoch: Callable[[Recipe], int]
+) -> Recipe:
+    """Choose model and schedule."""
+    recipe, limits = _settled(recipe, device), _limits(device)
+    preset = next(name for least, name in limits.presets if num_tokens >= least)
+    model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
+    total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
+    batch = max(
+        _batch_tokens(total, limits), recipe.data.max_sentence_tokens + 1
+    )  # a batch holds its longest sentence
+    recipe = recipe.filled({"model": model, "training": {"batch_tokens": batch}})
+    of_epoch = steps_per_epoch(recipe)
+    recipe, steps = _with_steps(recipe, of_epoch * total / num_tokens, of_epoch)
+    if "warmup_steps" not in recipe.training.model_fields_set:
+        recipe = recipe.filled({"training": _schedule(steps, recipe.model.d_model)})
+    return recipe.filled({"validation": {"every_steps": _validate_every(steps)}})
+
+
+def _passes(num_tokens: int) -> float:
+    return min(max(_PASSES * math.sqrt(_OF_TOKENS / num_tokens), _FEWEST_PASSES), _MOST_PASSES)
+
+
+def _batch_tokens(total: int | float, limits: _Limits) -> int:
+    usual: int = 2 ** int(math.log2(max(total / _USUAL_STEPS, 1)))
+    return min(max(usual, _SMALLEST_BATCH), limits.batch_tokens)
+
+
+def _schedule(steps: int, d_model: int) -> dict[str, Any]:
+    warmup = min(max(steps // _WARMUP_SHARE, 1), _MOST_WARMUP_STEPS)
+    # The paper's peak is for its long warm-up; after a short one it would be too high.
+    peak = min((d_model * warmup) ** -0.5, 0.002 * math.sqrt(128 / d_model))
+    return {
+        "warmup_steps": warmup,
+        "learning_rate": float(f"{peak:.2g}"),
+        "schedule": "linear",
+        "clip_norm": 1.0,
+    }
+
+
+def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) -> LanguageRecipe:
+    """Choose the model of a language model's run and its schedule."""
+    limits = _limits(device)
+    preset = next(name for least, name in limits.presets if num_tokens >= least)
+    recipe = recipe.filled({"model": {**_LANGUAGE_MODELS[preset], **_BLOCKS}})
+    total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
+    peak = 0.004 * math.sqrt(128 / recipe.model.d_model)
+    return _fit_schedule(recipe, num_tokens, total, peak, device)
+
+
+def fit_continued_training(
+    recipe: ContinuedRecipe, num_tokens: int, device: str, d_model: int, max_tokens: int | None
+) -> ContinuedRecipe:
+    """Choose the schedule of a run that goes on with a checkpoint: three passes at a low learning rate."""
+    longest = _CONTINUED_CONTEXT["cpu" if device == "cpu" else "cuda"]
+    recipe = recipe.filled(
+        {"model": {"context": longest if max_tokens is None else min(longest, max_tokens)}}
+    )
+    total = min(_FEWEST_PASSES * num_tokens, _limits(device).total_tokens)
+    peak = 0.004 * math.sqrt(128 / d_model) / _GENTLER
+    return _fit_schedule(recipe, num_tokens, total, peak, device)
+
+
+def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:
+    """Choose batches, steps, warm-up and learning rate for a number of tokens in all."""
+    recipe, limits, context = _settled(recipe, device), _limits(device), recipe.model.context
+    recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
+    of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches
+    recipe, steps = _with_steps(recipe, total / of_update, max(math.ceil(num_tokens / of_update), 1))
+    schedule = {"warmup_steps": min(max(steps // 20, 1), 1000), "learning_rate": float(f"{peak:.2g}")}
+    return recipe.filled({"training": schedule, "validation": {"every_steps": _validate_every(steps)}})
+
+
+def _settled(recipe: _OfAny, device: str) -> _OfAny:
+    """The recipe with a precision that is not "auto"."""
+    if recipe.training.precision != "auto":
+        return recipe
+    precision = "bf16" if has_fast_bf16(device) else "fp32"
+    training = recipe.training.model_copy(update={"precision": precision})
+    return recipe.model_copy(update={"training": training})
+
+
+def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, int]:
+    """Choose `max_steps`."""
+    epochs = recipe.training.max_epochs
+    steps = max(math.ceil(usual / 10) * 10, _FEWEST_STEPS) if epochs is None else epochs * of_epoch
+    recipe = recipe.filled({"training": {"max_steps": steps}})
+    chosen = recipe.training.max_steps
+    return recipe, chosen if epochs is None else min(chosen, steps)
+
+
+def _validate_every(steps: int) -> int:
+    return min(max(steps // 10, 1), 1000)
+
+
+def say_choices(before: AnyRecipe, after: AnyRecipe, text: str, display: Display) -> None:
+    """Say what was chosen for a text."""
+    if chosen := ", ".join(choices(before, after)):
+        display.say(f"left out of the recipe, chosen for {text}: {chosen}")
+
+
+def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
+    """What was chosen, as `section.key = value`; of the model the sizes alone."""
+    language = ("num_layers", "context") if isinstance(after, TextRecipe) else ()
+    told = {
+        "tokenizer": ("vocab_size",),
+        "model": ("d_model", "d_ff", "num_heads", "norm", *language),
+        "training": (
+            *("max_steps", "batch_tokens", "batch_size"),
+            *("warmup_steps", "learning_rate", "schedule", "clip_norm", "precision"),
+        ),
+        "validation": ("every_steps",),
+    }
+    found = []
+    for section, keys in told.items():
+        if not hasattr(before, section):
+            continue
+        given, chosen = getattr(before, section), getattr(after, section)
+        found += [
+            f"{section}.{key} = {getattr(chosen, key)}"
+            for key in keys
+            if key in chosen.model_fields_set
+            and (key not in given.model_fields_set or getattr(given, key) == "auto")
+        ]
+    if not (isinstance(before, Recipe) and isinstance(after, Recipe)):
+        return found
+    for side in ("encoder", "decoder"):
+        if "num_layers" not in getattr(before.model, side).model_fields_set:
+            found.append(f"model.{side}.num_layers = {getattr(after.model, side).num_layers}")
+    return found
+
+
+def _limits(device: str) -> _Limits:
+    return _CPU if device == "cpu" else _GPU

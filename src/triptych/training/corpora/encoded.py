@@ -1,0 +1,118 @@
+"""A corpus as token ids: compact arrays, kept on disk between runs."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from jaxtyping import Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from triptych.files import write_atomically
+from triptych.running.text.sentence_tokenizers import TokenizerPair
+from triptych.running.text.sequences import TokenSequences, offsets_of
+from triptych.running.text.tokenizers import Tokenizer
+from triptych.training.corpora.corpora import ParallelCorpus
+
+_FORMAT = b"triptych token cache 1"
+_SIDES = "source", "target"
+# Lists of Python integers take up to nine times the room of the array; only this many are lists at once.
+_TEXTS_AT_ONCE = 10_000
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class EncodedCorpus:
+    """A parallel corpus as token ids, without `<bos>` and `<eos>`."""
+
+    source: TokenSequences  # ids of the source sentences
+    target: TokenSequences  # ids of the target sentences
+    # 1-based line of every pair where it was read, `[num_pairs]`.
+    line_numbers: Int64[np.ndarray, "num_pairs"]
+    name: str  # what messages call the corpus
+
+    def __len__(self) -> int:
+        return len(self.line_numbers)
+
+    def within(self, max_tokens: int) -> tuple["EncodedCorpus", int]:
+        """Drop the pairs with a side longer than `max_tokens`, `<bos>` and `<eos>` not counted."""
+        keep = np.maximum(self.source.lengths, self.target.lengths) <= max_tokens
+        rest = EncodedCorpus(
+            self.source.where(keep), self.target.where(keep), self.line_numbers[keep], self.name
+        )
+        return rest, len(self) - len(rest)
+
+
+def encode_corpus(
+    corpus: ParallelCorpus, tokenizers: TokenizerPair, *, cache_folder: Path | None
+) -> EncodedCorpus:
+    """Tokenize a corpus, or find it tokenized from an earlier run."""
+    if cache_folder is None:
+        arrays = _encode_sides(corpus, tokenizers)
+    else:
+        path = cache_folder / f"tokens-{_key_of(corpus, tokenizers)}.safetensors"
+        found = _read_cache(path)
+        arrays = _encode_sides(corpus, tokenizers) if found is None else found
+        if found is None:
+            cache_folder.mkdir(parents=True, exist_ok=True)
+            metadata = {"sha256": _digest_of_arrays(arrays)}
+            write_atomically(path, lambda temporary: save_file(arrays, temporary, metadata=metadata))
+    source, target = (TokenSequences(arrays[f"{s}.ids"], arrays[f"{s}.offsets"]) for s in _SIDES)
+    return EncodedCorpus(source, target, np.array(corpus.line_numbers, dtype=np.int64), corpus.name)
+
+
+def _encode_sides(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for side in _SIDES:
+        found = _pack_texts(getattr(corpus, side), getattr(tokenizers, side))
+        arrays |= {f"{side}.ids": found.ids, f"{side}.offsets": found.offsets}
+    return arrays
+
+
+def _pack_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
+    starts = range(0, len(texts), _TEXTS_AT_ONCE)
+    parts = [TokenSequences.pack(tokenizer.encode(texts[i : i + _TEXTS_AT_ONCE])) for i in starts]
+    lengths = np.concatenate([part.lengths for part in parts])
+    return TokenSequences(np.concatenate([part.ids for part in parts]), offsets_of(lengths))
+
+
+def _key_of(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> str:
+    digest = hashlib.sha256(_FORMAT)
+    sides = (tokenizers.source.to_json(),), (tokenizers.target.to_json(),), corpus.source, corpus.target
+    for texts in sides:
+        add_texts(digest, texts)
+    return digest.hexdigest()
+
+
+def add_texts(digest: "hashlib._Hash", texts: Iterable[str]) -> None:
+    """Put texts into a digest, which then tells them from all others."""
+    for text in texts:
+        content = text.encode("utf-8")
+        # Lengths keep ["ab", "c"] apart from ["a", "bc"].
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+
+
+def _read_cache(path: Path) -> dict[str, np.ndarray] | None:
+    """The arrays of a file that was written; None where there is nothing, or nothing sound."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            expected = (file.metadata() or {}).get("sha256")
+    except (SafetensorError, OSError):
+        return None
+    # A flipped bit would pass as another token; only the digest shows it.
+    return arrays if _digest_of_arrays(arrays) == expected else None
+
+
+def _digest_of_arrays(arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,74 @@
+"""Small synthetic tasks as sentence pairs, each of which asks one thing of attention.
+
+Words are parted by spaces, and a tokenizer with room for all of them has a token for each. What a source
+asks has one answer, so exact match is a fair measure.
+
+| task | source | target |
+|---|---|---|
+| copy | letters | the same |
+| reverse | letters | from the last to the first |
+| sort | letters | in the order of the alphabet |
+| recall | six words of a key and a value, then the keys in another order | the value of each of these keys |
+| ring | six names in two rings of three, each with a content | for each name, what its successor carries |
+| modular-addition | two residues modulo 59 | their sum |
+
+Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927); modular addition is
+from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/explanation/questions/one-matrix.md`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
+from string import ascii_lowercase
+from typing import Literal
+
+from triptych.training.corpora.spelled import TextPair
+
+_LETTERS = ascii_lowercase[:16]
+_SHORTEST, _LONGEST = 4, 12
+_KEYS, _VALUES = ascii_lowercase[:8], ascii_lowercase[16:24]
+_NUM_PAIRS = 6
+_NAMES, _CONTENTS = ascii_lowercase[:6], ascii_lowercase[12:18]
+_RING = 3
+_MODULUS = 59
+
+
+def _of_letters(answer: Callable[[list[str]], Iterable[str]]) -> Callable[[Random], TextPair]:
+    def draw(rng: Random) -> TextPair:
+        letters = rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
+        return " ".join(letters), " ".join(answer(letters))
+
+    return draw
+
+
+def _draw_recall(rng: Random) -> TextPair:
+    values = {key: rng.choice(_VALUES) for key in rng.sample(_KEYS, _NUM_PAIRS)}
+    asked = rng.sample(sorted(values), _NUM_PAIRS)
+    told = [key + value for key, value in values.items()]
+    return " ".join([*told, "?", *asked]), " ".join(values[key] for key in asked)
+
+
+def _draw_ring(rng: Random) -> TextPair:
+    """Names come in random order: the place of a name says nothing of its successor's."""
+    names = rng.sample(range(len(_NAMES)), len(_NAMES))
+    contents = dict(zip(names, rng.sample(_CONTENTS, len(names)), strict=True))
+    successors = [name - name % _RING + (name + 1) % _RING for name in names]
+    told = [_NAMES[name] + contents[name] for name in names]
+    return " ".join(told), " ".join(contents[name] for name in successors)
+
+
+def _draw_modular_addition(rng: Random) -> TextPair:
+    one, other = rng.randrange(_MODULUS), rng.randrange(_MODULUS)
+    return f"{one} {other}", str((one + other) % _MODULUS)
+
+
+# The names that a recipe uses; a test compares the two.
+Task = Literal["copy", "reverse", "sort", "recall", "ring", "modular-addition"]
+# What draws a pair, by name.
+TASKS: Mapping[str, Callable[[Random], TextPair]] = {
+    "copy": _of_letters(list),
+    "reverse": _of_letters(reversed),
+    "sort": _of_letters(sorted),
+    "recall": _draw_recall,
+    "ring": _draw_ring,
+    "modular-addition": _draw_modular_addition,
+}

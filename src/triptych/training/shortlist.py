@@ -1,0 +1,49 @@
+"""Learns the shortlist of a translator from pairs, and writes it."""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from triptych.errors import UsageError
+from triptych.files import write_text
+from triptych.running.opening import OpenedModel
+from triptych.running.opening.run_folder import RECIPE
+from triptych.running.text import TokenSequences
+from triptych.running.text.shortlists import Coverage, learn_shortlist
+from triptych.training import read_recipe, require_translation
+from triptych.training.corpora.corpora import CorpusSpec, read_parallel
+from triptych.training.progress import Display
+from triptych.training.translation import read_corpora
+
+
+def write_shortlist(
+    opened: OpenedModel,
+    out: Path,
+    text: tuple[Path | None, Path | None],
+    most: int,
+    frequent: int,
+    display: Display,
+) -> Coverage:
+    """Learn from two files of parallel lines, or without them from the text that a run was trained on."""
+    tokenizers, (source, target) = opened.tokenizers, text
+    if (source is None) != (target is None):
+        raise UsageError("source and target belong together: give both, or none for a run's own text")
+    if source is not None and target is not None:
+        try:
+            corpus = CorpusSpec(source=source, target=target)
+        except ValidationError:
+            raise UsageError(
+                f"{source} and {target} must be files of lines, a sentence on each: a file of records holds "
+                "both sides"
+            ) from None
+        pairs = read_parallel(corpus)
+    elif (opened.folder / RECIPE).exists():
+        recipe = require_translation(read_recipe(opened.folder / RECIPE), opened.folder)
+        pairs, _ = read_corpora(recipe, Path.cwd(), display)
+    else:
+        raise UsageError(f"{opened.name} is not a run whose text is known: give source and target")
+    src = TokenSequences.pack(tokenizers.source.encode(pairs.source))
+    tgt = TokenSequences.pack(tokenizers.target.encode(pairs.target))
+    found, coverage = learn_shortlist(src, tgt, tokenizers, most, frequent)
+    write_text(out, found.as_text(tokenizers))
+    return coverage

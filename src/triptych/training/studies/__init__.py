@@ -1,0 +1,22 @@
+"""Studies: variants of a recipe, trained over several seeds and compared with chance.
+
+A `Study` (`study.py`, TOML) becomes jobs (`job.py`), run side by side and resumable (`running.py`);
+`comparing.py` and `statistics.py` make tests and intervals of their results, `tables.py` and `pages.py`
+show them; `budget.py` keeps variants at equal size. Start with `study.py`.
+"""
+
+from triptych.training.studies.comparing import Outcome, compare_study
+from triptych.training.studies.parallel_runs import StudyProgress, StudyStoppedError
+from triptych.training.studies.study import Study, read_study
+from triptych.training.studies.study_pages import write_study_page, write_study_pictures
+
+__all__ = [
+    "Outcome",
+    "Study",
+    "StudyProgress",
+    "StudyStoppedError",
+    "compare_study",
+    "read_study",
+    "write_study_page",
+    "write_study_pictures",
+]

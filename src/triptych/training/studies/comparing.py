@@ -1,0 +1,443 @@
+"""`compare`: make the runs of a study, or go on with them, and collect what came of them."""
+
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from triptych import user_code
+from triptych.errors import TriptychError, UsageError
+from triptych.extras import require_extra
+from triptych.files import hold_folder, write_text
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.running.text.documents import read_documents, require_documents
+from triptych.running.text.unknown_characters import MOST_UNKNOWN
+from triptych.threads import num_cores
+from triptych.toml import read_toml
+from triptych.training.corpora.corpora import read_parallel
+from triptych.training.metrics import read_metrics
+from triptych.training.processes import World, code_digests
+from triptych.training.progress import SilentDisplay
+from triptych.training.recipe import AnyRecipe, Recipe, with_values
+from triptych.training.runs import prepare
+from triptych.training.studies.compute_budget import Solved, VocabularySizes, amount, solve, training_flops
+from triptych.training.studies.parallel_runs import ALONE, StudyProgress, run_all
+from triptych.training.studies.statistics import too_few
+from triptych.training.studies.study import Study, recipes_of, rewrites_of
+from triptych.training.studies.study_job import Result, StudyJob, TrainedRun
+
+# The baseline once more, with other initial values and dropout, on the same text in the same order.
+NOISE = "(baseline again)"
+_OTHER_SEED = 1_000_000
+# Updates whose time is measured where seconds are held equal; the first half warms up.
+_TIMED_STEPS = 40
+
+Tell = Callable[[str, StudyProgress], None]
+Say = Callable[[str], None]
+
+
+@final
+@dataclass(frozen=True)
+class Variant:
+    """A variant with everything chosen but its seed."""
+
+    name: str  # of the variant
+    # Held to the budget, at its learning rate; of the runs that are rewritten, where they are.
+    recipe: AnyRecipe
+    solved: Solved | None = None  # how it was held to the budget; None if nothing was
+    # Validation loss by learning rate, where a sweep chose it; NaN where training failed.
+    swept: Mapping[float, float] = field(default_factory=dict)
+    # Operations of training, a token of the target; None where they are not counted.
+    flops: float | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a study."""
+
+    study: Study  # what was asked
+    folder: Path  # where its runs are
+    variants: dict[str, Variant]  # by name, in order; the baseline too
+    results: dict[str, dict[int, Result]]  # by variant and seed; `NOISE` is the baseline again
+    failed: dict[str, str]  # by the name of the run, what went wrong
+    sweep_seconds: float  # of training while learning rates were chosen
+
+    @property
+    def trained(self) -> dict[str, dict[int, Result]]:
+        """The results of those that are not rewritten from others."""
+        return {name: one for name, one in self.results.items() if name not in self.study.rewritten}
+
+    def values(self, metric: str) -> dict[str, dict[int, float]]:
+        """A figure by variant and seed, of the runs that have it."""
+        found = {
+            name: {seed: float(one.figures[metric]) for seed, one in results.items() if metric in one.figures}
+            for name, results in self.results.items()
+        }
+        return {name: values for name, values in found.items() if values}
+
+    def run_folder(self, variant: str, seed: int) -> Path:
+        """The run folder of a variant and a seed."""
+        return self.folder / "runs" / _run_name(variant, seed)
+
+
+def compare_study(
+    study: Study,
+    folder: Path,
+    *,
+    origin: Path = Path(),
+    tell: Tell = lambda stage, progress: None,
+    say: Say = lambda line: None,
+    world: World = ALONE,
+) -> Outcome:
+    """Make the runs of a study that have not been made, and collect all of them.
+
+    Args:
+        study: the study; relative paths of its recipes are relative to the current folder.
+        folder: for its runs and results; a study that was stopped goes on here.
+        origin: the folder that `study.base` is relative to.
+        tell: is told how far the runs of a stage are.
+        say: is told what was chosen.
+        world: processes that share the runs; all of them see the folder, and get the same outcome.
+
+    Raises:
+        UsageError: the folder is another study's, a recipe is not valid, the budget cannot be met, or a
+            library is missing.
+        StudyStoppedError: a signal came; the same call goes on.
+    """
+    require_extra("studies", "scipy", what="a study")
+    if world.size > 1:
+        world.require_same({"the study": study.model_dump_json(), **code_digests()})
+    base, made = recipes_of(study, origin)
+    rewrites = rewrites_of(study, origin)
+
+    def begin() -> tuple[tuple[int, int], dict[str, Any]]:
+        if study.test is not None:
+            try:
+                read_parallel(study.test)
+            except TriptychError as error:
+                raise UsageError(f"study {study.name}: [test]: {error}") from None
+        if study.test_text is not None:
+            next(require_documents(read_documents(study.test_text), study.test_text.describe()))
+        vocabulary, filled = _prepared(study, base)
+        choices = filled.model_dump(mode="json", exclude_unset=True)
+        if "bits_per_byte" in study.metrics:
+            for name in _with_other_texts(base, made):
+                _prepared(study, made[name].filled(choices), f" of variant {name}")
+        return (vocabulary.source, vocabulary.target), choices
+
+    sizes, choices = world.on_first(begin, patiently=True)
+    vocabulary = VocabularySizes(*sizes)
+    made = {name: recipe.filled(choices) for name, recipe in made.items()}
+    variants = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
+    if warning := too_few(len(study.seed_list), len(study.variants) - 1):
+        say(warning)
+    with ExitStack() as held:
+        world.on_first(lambda: _claim(folder, study, held))
+        runner = _Runner(study, folder, tell, world)
+        trained = [
+            replace(one, flops=training_flops(one.recipe, vocabulary))
+            for one in _sweep_learning_rates(runner, _timed(runner, study, variants), say)
+        ]
+        for one in trained:
+            if one.solved is not None:
+                say(f"{one.name}: {one.solved.describe(study.budget.hold)}")
+        results, failed = _make_runs(runner, trained, rewrites)
+    by_name = {one.name: one for one in trained}
+    for name in rewrites:
+        parent = by_name[study.parent_of(name)]
+        by_name[name] = Variant(name, parent.recipe, flops=parent.flops)
+    return Outcome(study, folder, by_name, results, failed, runner.sweep_seconds)
+
+
+def _make_runs(
+    runner: "_Runner", trained: Sequence[Variant], rewrites: Mapping[str, RewriteRecipe]
+) -> tuple[dict[str, dict[int, Result]], dict[str, str]]:
+    """Train all runs, and rewrite those that are to be; results by variant and seed, and what went wrong."""
+    planned = {
+        (name, seed): runner.planned("runs", recipe, name, _run_name(name, seed))
+        for name, seed, recipe in _seeded(runner.study, trained)
+    }
+    found, failed = runner.run("runs", list(planned.values()))
+    rewritten = {
+        (name, seed): runner.planned_rewrite(recipe, name, _run_name(name, seed), run)
+        for (trained_name, seed), run in planned.items()
+        for name, recipe in rewrites.items()
+        if run.name in found and runner.study.parent_of(name) == trained_name
+    }
+    more, failed_too = runner.run("rewrites", list(rewritten.values()))
+    found, failed = found | more, failed | failed_too
+    results: dict[str, dict[int, Result]] = {}
+    for (name, seed), run in (planned | rewritten).items():
+        if run.name in found:
+            results.setdefault(name, {})[seed] = found[run.name]
+    return results, failed
+
+
+def _claim(folder: Path, study: Study, held: ExitStack) -> None:
+    """Make the folder, or check that it is this study's; hold it until `held` is closed."""
+    taken = UsageError(f"{folder} is taken, and holds no study: name another folder")
+    if folder.exists() and not folder.is_dir():
+        raise taken
+    folder.mkdir(parents=True, exist_ok=True)
+    held.enter_context(hold_folder(folder, wait=False))
+    place = folder / "study.json"
+    if place.exists():
+        # More seeds, other metrics or workers need no run to be made again; other learning rates need some.
+        kept_free = ("name", "seeds", "metrics", "jobs", "noise")
+        free: dict[str, Any] = {**dict.fromkeys(kept_free, True), "sweep": {"learning_rates"}}
+        then = Study.model_validate_json(place.read_text(encoding="utf-8"))
+        if then.model_dump(exclude=free) != study.model_dump(exclude=free):
+            raise UsageError(
+                f"{folder} holds another study, or this one before it was changed: name another folder"
+            )
+    elif any(folder.iterdir()):
+        raise taken
+    write_text(place, study.model_dump_json(indent=2) + "\n")
+
+
+def _with_other_texts(base: AnyRecipe, made: Mapping[str, AnyRecipe]) -> list[str]:
+    """List variants so that each text and tokenizer other than the base's is there once."""
+    keys = {"task", "data", "tokenizer"}
+    texts = [base.model_dump(include=keys)]
+    found = []
+    for name, recipe in made.items():
+        text = recipe.model_dump(include=keys)
+        if text not in texts:
+            texts.append(text)
+            found.append(name)
+    return found
+
+
+def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[VocabularySizes, AnyRecipe]:
+    """Read the text of a recipe: its vocabulary, and the recipe with what it leaves out chosen for the text.
+
+    `of` names a variant in the message if the text has no bits per byte and the study asks for them.
+    """
+    prepared = prepare(recipe, Path.cwd(), SilentDisplay())
+    with torch.random.fork_rng(devices=[]):
+        objective = prepared.objective()
+    if "bits_per_byte" in study.metrics and objective.bytes_per_token is None:
+        raise UsageError(
+            f"study {study.name}: metrics: there are no bits per byte{of}, because more than "
+            f"{MOST_UNKNOWN:.1%} of the validation text is unknown to the tokenizer (<unk>): take "
+            "bits_per_byte out, or give the tokenizer a larger vocab_size"
+        )
+    model = objective.model
+    if isinstance(recipe, Recipe):
+        return VocabularySizes(model.src_vocab_size, model.tgt_vocab_size), prepared.recipe
+    return VocabularySizes(model.vocab_size, model.vocab_size), prepared.recipe
+
+
+def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySizes) -> list[Variant]:
+    """The variants, each with the free width that gives it the baseline's budget."""
+    budget = study.budget
+    what = budget.hold
+    if what == "none" or what == "seconds":
+        return [Variant(name, recipe) for name, recipe in made.items()]
+    target = amount(made[study.baseline_name], vocabulary, what)
+    held = []
+    for name, recipe in made.items():
+        key = budget.free_of.get(name, budget.free)
+        if name == study.baseline_name or key is None:
+            held.append(Variant(name, recipe, Solved(recipe, None, None, target, 0.0)))
+            continue
+        try:
+            solved = solve(recipe, key, target, lambda one: amount(one, vocabulary, what), budget.tolerance)
+        except UsageError as error:
+            raise UsageError(f"variant {name}: {error}") from None
+        held.append(Variant(name, solved.recipe, solved))
+    return held
+
+
+def _timed(runner: "_Runner", study: Study, variants: Sequence[Variant]) -> list[Variant]:
+    """Where seconds are held equal: the variants with as many steps as fit the baseline's time."""
+    if study.budget.hold != "seconds":
+        return list(variants)
+    planned = {
+        one.name: runner.planned("timing", _seed(with_values(one.recipe, _TIMING), 1), one.name, one.name)
+        for one in variants
+    }
+    # One at a time: runs side by side slow each other.
+    runner.run("timing", list(planned.values()), workers=1, must=True)
+    rates = {name: _steps_a_second(one) for name, one in planned.items()}
+    baseline = next(one for one in variants if one.name == study.baseline_name).recipe
+    seconds = baseline.training.max_steps / rates[study.baseline_name]
+    held = []
+    for one in variants:
+        steps = max(round(seconds * rates[one.name]), 1)
+        recipe = with_values(one.recipe, {"training.max_steps": steps})
+        took = steps / rates[one.name]
+        held.append(
+            replace(
+                one,
+                recipe=recipe,
+                solved=Solved(recipe, "training.max_steps", steps, took, took / seconds - 1),
+            )
+        )
+    return held
+
+
+_TIMING = {
+    "training.max_steps": _TIMED_STEPS,
+    "training.log_every_steps": 1,
+    "validation.every_steps": _TIMED_STEPS,
+}
+
+
+def _steps_a_second(job: StudyJob) -> float:
+    """Steps a second in the second half of a run, by the median step."""
+    records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "tokens_per_second" in r]
+    tokens = [after - earlier for earlier, after in pairwise([0, *(r["tokens"] for r in records)])]
+    seconds = [n / r["tokens_per_second"] for n, r in zip(tokens, records, strict=True)]
+    return 1 / float(statistics.median(seconds[len(seconds) // 2 :]))
+
+
+def _sweep_learning_rates(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Variant]:
+    """Each variant at the learning rate with the lowest validation loss, if several are tried."""
+    sweep = runner.study.sweep
+    if not sweep.learning_rates:
+        return list(variants)
+    planned = {
+        (one.name, rate): [_of_sweep(runner, one, rate, number) for number in range(sweep.seeds)]
+        for one in variants
+        for rate in sweep.learning_rates
+    }
+    found, _ = runner.run("sweep", list(chain.from_iterable(planned.values())))
+    runner.sweep_seconds += sum(result.seconds for result in found.values())
+    losses = {
+        place: statistics.fmean(
+            found[run.name].figures["loss"] if run.name in found else math.nan for run in runs
+        )
+        for place, runs in planned.items()
+    }
+    return [
+        _at_best_rate(one, {r: losses[one.name, r] for r in sweep.learning_rates}, say) for one in variants
+    ]
+
+
+def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> StudyJob:
+    sweep = runner.study.sweep
+    steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
+    tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
+    name = f"{variant.name}-{rate:g}" + (f"-seed-{number + 1}" if number else "")
+    return runner.planned("sweep", _seed(tried, sweep.seed + number), variant.name, name)
+
+
+def _at_best_rate(variant: Variant, losses: Mapping[float, float], say: Say) -> Variant:
+    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        raise TriptychError(f"variant {variant.name}: training failed at every learning rate of the sweep")
+    best = min(finite, key=lambda rate: finite[rate])
+    at_end = len(losses) > 1 and best in (min(losses), max(losses))
+    say(f"{variant.name}: learning rate {best:g}" + (", at an end of the sweep: widen it" if at_end else ""))
+    recipe = with_values(variant.recipe, {"training.learning_rate": best})
+    return replace(variant, recipe=recipe, swept=losses)
+
+
+def _seeded(study: Study, variants: Sequence[Variant]) -> Iterator[tuple[str, int, AnyRecipe]]:
+    """Every run, the baseline's first; all variants of a seed one after the other."""
+    for seed in study.seed_list:
+        for one in variants:
+            yield one.name, seed, _seed(one.recipe, seed)
+            if study.noise and one.name == study.baseline_name:
+                yield NOISE, seed, with_values(_seed(one.recipe, seed), {"seed": seed + _OTHER_SEED})
+
+
+def _seed(recipe: AnyRecipe, seed: int) -> AnyRecipe:
+    return with_values(recipe, {"seed": seed, "data_seed": seed, "initial_values": "by_name"})
+
+
+def _run_name(variant: str, seed: int) -> str:
+    return f"{'baseline-again' if variant == NOISE else variant}-seed-{seed}"
+
+
+@final
+class _Runner:
+    """Makes runs of a study, in the folder of their stage."""
+
+    def __init__(self, study: Study, folder: Path, tell: Tell, world: World) -> None:
+        self.study, self.folder, self.tell, self.world = study, folder, tell, world
+        self.sweep_seconds = 0.0
+        self._begun_anew: set[Path] = set()  # folders of runs whose learning rates have changed
+
+    def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> StudyJob:
+        """A run, whose recipe is kept."""
+        threads, steps = self.study.jobs.threads, recipe.training.max_steps
+        # A line of metrics at every validation, so that curves know their tokens and seconds.
+        log_every = min(recipe.training.log_every_steps, recipe.validation.every_steps)
+        recipe = with_values(
+            recipe, {"name": name, "training.threads": threads, "training.log_every_steps": log_every}
+        )
+        return self._job(self.folder / stage / name, recipe, variant, steps, whole=stage == "runs")
+
+    def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: StudyJob) -> StudyJob:
+        """A run that is another's, rewritten; the recipe is kept."""
+        trained = TrainedRun(folder=of.folder, result=of.result)
+        return self._job(of.folder.parent / name, recipe, variant, 1, whole=True, rewrite_of=trained)
+
+    def _job(
+        self,
+        folder: Path,
+        recipe: AnyRecipe | RewriteRecipe,
+        variant: str,
+        steps: int,
+        *,
+        whole: bool,
+        rewrite_of: TrainedRun | None = None,
+    ) -> StudyJob:
+        """What is to be done for a run, with its recipe and its result, which lie next to its folder."""
+        file, result = (folder.parent / f"{folder.name}{ending}" for ending in (".toml", ".result.json"))
+
+        def keep() -> None:
+            file.parent.mkdir(exist_ok=True)
+            changed = rewrite_of is not None and rewrite_of.folder in self._begun_anew
+            if not isinstance(recipe, RewriteRecipe) and file.exists():
+                # All else is as it was (`_claim`), but for what another release or a timing writes.
+                before = read_toml(file, "the recipe").get("training", {}).get("learning_rate")
+                changed = before != recipe.training.learning_rate
+            if changed:
+                self._begun_anew.add(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                result.unlink(missing_ok=True)
+            write_text(file, recipe.to_toml())
+
+        self.world.on_first(keep)
+        return StudyJob(
+            recipe=file,
+            rewrite_of=rewrite_of,
+            folder=folder,
+            result=result,
+            variant=variant,
+            steps=steps,
+            threads=self.study.jobs.threads,
+            test=self.study.test if whole else None,
+            test_text=self.study.test_text if whole else None,
+            test_sentences=self.study.test_sentences,
+            heads=whole,
+            code=tuple(user_code.paths()),
+        )
+
+    def run(
+        self, stage: str, planned: Sequence[StudyJob], workers: int | None = None, *, must: bool = False
+    ) -> tuple[dict[str, Result], dict[str, str]]:
+        """Make them; with `must`, one that fails is an error."""
+        most = workers or self.study.jobs.workers or self._room()
+        found, failed = run_all(planned, self.folder, most, lambda made: self.tell(stage, made), self.world)
+        if must and failed:
+            name, what = next(iter(failed.items()))
+            raise TriptychError(f"{stage} of {name} failed: {what}")
+        return found, failed
+
+    def _room(self) -> int:
+        """Processes that the processors and GPUs have room for."""
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+        return max(num_cores() // self.study.jobs.threads, 1)

@@ -1,0 +1,170 @@
+"""What a recipe costs, counted without training it, and the width that makes two cost the same."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from triptych.core.algebra.cost import cached_numbers
+from triptych.core.attention.shapes import shapes_only
+from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.models.sites import blocks_of
+from triptych.errors import UsageError
+from triptych.training.recipe import AnyRecipe, ContinuedRecipe, Recipe, value_at, with_values
+
+Quantity = Literal["parameters", "flops", "cache"]
+
+# Tokens of the sequences whose operations are counted; of translation on either side.
+_LENGTH = 32
+_LARGEST_WIDTH = 1 << 20
+# From one value that goes with the rest of a recipe to the next: an even width for each of the heads.
+_FARTHEST = 130
+
+
+@final
+@dataclass(frozen=True)
+class VocabularySizes:
+    """Sizes of the vocabularies; both are one number for a language model."""
+
+    source: int
+    target: int
+
+
+@final
+@dataclass(frozen=True)
+class Solved:
+    """A recipe that was brought to a budget."""
+
+    recipe: AnyRecipe  # with the free key adjusted
+    key: str | None  # that was adjusted; None if nothing was
+    value: int | None  # that it got
+    amount: float  # of what is held, with it
+    missed: float  # `amount` over the budget, minus 1
+
+    def describe(self, what: str) -> str:
+        """The budget in words."""
+        chosen = "" if self.key is None else f"{self.key} = {self.value:,}: "
+        return f"{chosen}{in_words(what, self.amount)} ({self.missed:+.2%})"
+
+
+def amount(recipe: AnyRecipe, vocabulary: VocabularySizes, what: Quantity) -> float:
+    """How much of something a recipe's model has or its training takes."""
+    with shapes_only():
+        model = _build_on_meta(recipe, vocabulary)
+    if what == "parameters":
+        return float(sum(parameter.numel() for parameter in model.parameters()))
+    if what == "cache":
+        return float(cache_bytes(model))
+    return 3.0 * _forward_flops(model) * _tokens(recipe)
+
+
+def training_flops(recipe: AnyRecipe, vocabulary: VocabularySizes) -> float | None:
+    """Operations of the matrix products of training, a token of the target; None for a checkpoint's model."""
+    if isinstance(recipe, ContinuedRecipe):
+        return None
+    return amount(recipe, vocabulary, "flops") / _tokens(recipe)
+
+
+def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
+    """Bytes in float32 kept of a token while decoding, over all self-attention layers of the decoder."""
+    *_, stack = model.stacks
+    layers = (block.self_attention for block in blocks_of(model, stack))
+    return sum(4 * cached_numbers(layer.weights()) for layer in layers)
+
+
+def _build_on_meta(recipe: AnyRecipe, vocabulary: VocabularySizes) -> EncoderDecoder | LanguageModel:
+    if isinstance(recipe, Recipe):
+        return EncoderDecoder.of(recipe.model, vocabulary.source, vocabulary.target, 0)
+    if isinstance(recipe, ContinuedRecipe):
+        raise UsageError("a model that goes on from a checkpoint has its sizes: hold seconds, or nothing")
+    return LanguageModel.of(recipe.model, recipe.kind, vocabulary.target)
+
+
+def _forward_flops(model: EncoderDecoder | LanguageModel) -> float:
+    """Operations of the matrix products of one pass, for each token of the target."""
+    ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        if isinstance(model, EncoderDecoder):
+            model(ids, ids)
+        else:
+            model(ids)
+    return float(counter.get_total_flops()) / _LENGTH
+
+
+def _tokens(recipe: AnyRecipe) -> int:
+    training = recipe.training
+    if isinstance(recipe, Recipe):
+        a_batch = recipe.training.batch_tokens
+    else:
+        a_batch = recipe.training.batch_size * recipe.model.context
+    return training.max_steps * training.accumulate_batches * a_batch
+
+
+def solve(
+    recipe: AnyRecipe, key: str, budget: float, measure: Callable[[AnyRecipe], float], tolerance: float
+) -> Solved:
+    """The whole number of a key with which a recipe comes closest to a budget."""
+    found = value_at(recipe, key)
+    if isinstance(found, bool) or not isinstance(found, int | None):
+        raise UsageError(f"budget.free {key}: it is {found!r}: a whole number is needed")
+    measured: dict[int, float | None] = {}
+
+    def of(value: int) -> float | None:
+        if value not in measured:
+            try:
+                measured[value] = measure(with_values(recipe, {key: value}))
+            except UsageError:
+                measured[value] = None  # not every width goes with every number of heads
+        return measured[value]
+
+    low, high = _bracket(of, budget)
+    while high - low > 1:
+        middle = (low + high) // 2
+        here = _near(of, middle, low, high)
+        if here is None:
+            break
+        if of(here) <= budget:  # type: ignore[operator]
+            low = here
+        else:
+            high = here
+    valid = {value: had for value, had in measured.items() if had is not None}
+    if not valid:
+        raise UsageError(f"budget.free {key}: no whole number of it makes a recipe")
+    best = min(valid, key=lambda value: (abs(valid[value] - budget), value))
+    missed = valid[best] / budget - 1
+    if abs(missed) > tolerance:
+        raise UsageError(
+            f"the budget of {budget:,.0f} cannot be met by {key}: the closest is {best:,} with "
+            f"{valid[best]:,.0f} ({missed:+.1%}); choose another key, or raise budget.tolerance"
+        )
+    return Solved(with_values(recipe, {key: best}), key, best, valid[best], missed)
+
+
+def _bracket(of: Callable[[int], float | None], budget: float) -> tuple[int, int]:
+    """Two values, the lower of which has at most the budget (or is 0) and the other more, if there is one."""
+    low, high = 0, 1
+    while high < _LARGEST_WIDTH:
+        valid = _near(of, high, low, 2 * high)
+        if valid is not None:
+            if of(valid) > budget:  # type: ignore[operator]
+                return low, valid
+            low = valid
+        high *= 2
+    return low, high
+
+
+def _near(of: Callable[[int], float | None], middle: int, low: int, high: int) -> int | None:
+    """The valid value strictly between two others that is closest to the middle; None if there is none."""
+    for away in range(min(high - low, _FARTHEST)):
+        for value in dict.fromkeys((middle - away, middle + away)):
+            if low < value < high and of(value) is not None:
+                return value
+    return None
+
+
+def in_words(what: str, number: float) -> str:
+    """An amount for people."""
+    unit = {"flops": " FLOPs", "cache": " bytes a token", "seconds": " s", "parameters": " parameters"}[what]
+    return f"{number:.3g}{unit}" if what in ("flops", "seconds") else f"{number:,.0f}{unit}"

@@ -1,0 +1,193 @@
+"""Runs of a study side by side, each in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+import torch
+
+from triptych.errors import TriptychError, UsageError
+from triptych.files import write_text
+from triptych.launch import environment_alone, num_on_machine, place_on_machine
+from triptych.training.machine import StopRequest
+from triptych.training.metrics import read_metrics
+from triptych.training.processes import Turns, World
+from triptych.training.studies.study_job import Result, StudyJob, read_result
+
+# The process that does a job; it gets the job's file.
+_COMMAND = (sys.executable, "-m", "triptych.cli.job")
+_LOOK_EVERY = 0.2  # seconds
+ALONE = World()
+
+
+@final
+@dataclass
+class StudyProgress:
+    """How far the runs of a study are."""
+
+    variants: dict[str, str]  # by the name of a run, the variant; of all runs
+    # Results by name, an earlier call's too.
+    done: dict[str, Result] = field(default_factory=dict)
+    earlier: frozenset[str] = frozenset()  # names of those
+    failed: dict[str, str] = field(default_factory=dict)  # by name, what went wrong
+    # The share of its steps that a run has made, by its name.
+    running: dict[str, float] = field(default_factory=dict)
+    seconds_left: float | None = None  # an estimate; None before the first steps
+
+
+@final
+class StudyStoppedError(TriptychError):
+    """A signal stopped a study; what its runs have learned is saved."""
+
+    def __init__(self, signal_number: int, folder: Path) -> None:
+        super().__init__(f"stopped; everything is saved: the same command goes on in {folder}")
+        self.exit_code = 128 + signal_number
+
+
+def run_all(
+    planned: Sequence[StudyJob],
+    folder: Path,
+    workers: int,
+    tell: Callable[[StudyProgress], None],
+    world: World = ALONE,
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Make all runs that have no result yet."""
+    places, turns = own_places(workers), world.turns(len(planned))
+    if not any(world.gathered(len(places))):
+        raise UsageError(
+            "no process would make a run: the launcher has to say how many processes this machine has "
+            "(LOCAL_WORLD_SIZE) and the number of each (LOCAL_RANK), as torchrun does"
+        )
+
+    def make_own() -> tuple[dict[str, Result], dict[str, str]]:
+        with turns.given_up_on_error():
+            return _make(planned, folder, places, tell, turns)
+
+    found, failed = world.on_all(make_own)
+    results = dict[str, Result]()
+    for records, complaints in world.gathered((found, failed)):
+        results |= records
+        failed |= complaints
+    return results, failed
+
+
+def own_places(workers: int) -> range:
+    """The runs that this process makes of those that this machine makes at a time."""
+    number, count = place_on_machine(), num_on_machine()
+    return range(workers * number // count, workers * (number + 1) // count)
+
+
+def _make(
+    planned: Sequence[StudyJob],
+    folder: Path,
+    places: range,
+    tell: Callable[[StudyProgress], None],
+    turns: Turns,
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Make the runs that this process takes, and wait for the others' runs; results and failures."""
+    held = {one.name: found for one in planned if (found := read_result(one.result)) is not None}
+    waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
+    variants = {one.name: one.variant for one in planned}
+    progress, results = StudyProgress(variants, {**held}, frozenset(held)), dict[str, Result]()
+    running: list[_Process] = []
+    to_make, finished, started = sum(one.steps for one in waiting.values()), 0.0, time.monotonic()
+    with StopRequest() as stop:
+        try:
+            while True:
+                while len(running) < len(places) and (number := turns.take()) is not None:
+                    one = planned[number]
+                    if one.name in held:
+                        results[one.name] = held[one.name]
+                        turns.end_one()
+                        continue
+                    del waiting[one.name]
+                    taken = {process.place for process in running}
+                    place = next(place for place in places if place not in taken)
+                    running.append(_Process(one, place))
+                if turns.are_over:
+                    break
+                time.sleep(_LOOK_EVERY)
+                if stop.signal_number is not None:
+                    raise StudyStoppedError(stop.signal_number, folder)
+                for process in [one for one in running if one.popen.poll() is not None]:
+                    running.remove(process)
+                    job, finished = process.job, finished + process.job.steps
+                    result = read_result(job.result) if process.popen.returncode == 0 else None
+                    if result is None:
+                        progress.failed[job.name] = process.complaint()
+                    else:
+                        results[job.name] = progress.done[job.name] = result
+                    turns.end_one()
+                for one in [*waiting.values()]:
+                    if (found := read_result(one.result)) is None:
+                        continue
+                    del waiting[one.name]  # another process has made it
+                    progress.done[one.name] = found
+                    finished += one.steps
+                progress.running = {one.job.name: one.share_done() for one in running}
+                made = finished + sum(progress.running[one.job.name] * one.job.steps for one in running)
+                if made > 0:
+                    rate = made / (time.monotonic() - started)
+                    progress.seconds_left = max(to_make - made, 0.0) / rate
+                tell(progress)
+        finally:  # let processes save and end
+            for process in running:
+                process.popen.send_signal(signal.SIGTERM)
+            for process in running:
+                process.popen.wait()
+    return results, progress.failed
+
+
+@final
+class _Process:
+    """A process that does a job; what it prints goes to a file."""
+
+    def __init__(self, job: StudyJob, place: int) -> None:
+        self.job, self.place = job, place
+        jobs = job.folder.parent / "jobs"
+        jobs.mkdir(parents=True, exist_ok=True)
+        job_file = jobs / f"{job.name}.json"
+        write_text(job_file, job.model_dump_json(indent=2) + "\n")
+        self.log = jobs / f"{job.name}.log"
+        # One thread a core and no more, also in libraries that do not ask torch.
+        environment = {**environment_alone(), "OMP_NUM_THREADS": str(job.threads), **_own_gpu(place)}
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                [*_COMMAND, str(job_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                process_group=0,  # Ctrl-C reaches us, and we tell them
+            )
+
+    def share_done(self) -> float:
+        try:
+            records = read_metrics(self.job.folder / "metrics.jsonl")
+        except (OSError, TriptychError):
+            return 0.0
+        last = max((int(record["step"]) for record in records), default=0)
+        return min(last / self.job.steps, 1.0)
+
+    def complaint(self) -> str:
+        """What the process said at its end."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1].removeprefix("triptych: ") if lines else "it printed nothing"
+        code = self.popen.returncode
+        how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{how}: {last} (all of it in {self.log})"
+
+
+def _own_gpu(place: int) -> dict[str, str]:
+    """The variable that shows a process one GPU and no other; nothing where there are none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return {"CUDA_VISIBLE_DEVICES": visible[place % count]}

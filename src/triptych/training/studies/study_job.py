@@ -1,0 +1,203 @@
+"""One run of a study, which has a process of its own (`cli/job.py`).
+
+The process trains, or goes on where it was stopped, or rewrites a run that is trained; it measures, and
+writes its result last: a result that is there is whole.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from pydantic import BaseModel, ConfigDict
+
+from triptych import user_code
+from triptych.core.models import EncoderDecoder
+from triptych.core.models.storage import read_own_model
+from triptych.errors import DataError
+from triptych.files import write_json
+from triptych.rewriting.recipe import read_rewrite_recipe
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.running.decoding import evaluate_translations, measure_likelihood
+from triptych.running.opening import open_model, open_translator
+from triptych.running.text import LanguageCorpusSpec
+from triptych.running.text.documents import read_documents, whole_documents
+from triptych.seeing.inspection.inspecting import inspect
+from triptych.training.corpora.corpora import CorpusSpec, read_parallel
+from triptych.training.metrics import read_metrics
+from triptych.training.recipe import read_recipe
+from triptych.training.runs import resume, train, validate
+from triptych.training.studies.compute_budget import cache_bytes
+
+
+@final
+class TrainedRun(BaseModel):
+    """A run that another one is rewritten from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path  # of the run
+    result: Path  # its file
+
+
+@final
+class StudyJob(BaseModel):
+    """What a process is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: Path  # file of the recipe, with every choice made; of rewriting if `rewrite_of` is given
+    rewrite_of: TrainedRun | None = None  # the run that is rewritten; None to train one
+    folder: Path  # of the run; its name is that of the run
+    result: Path  # the file that is written at the end
+    variant: str = ""  # whose run it is
+    steps: int = 1  # updates that it makes
+    threads: int = 1  # CPU threads that it gets
+    test: CorpusSpec | None = None  # pairs whose source is translated; None for nothing
+    test_sentences: int | None = None  # how many of them, from the start; all if None
+    test_text: LanguageCorpusSpec | None = None  # on which a language model is measured; None for nothing
+    heads: bool = True  # whether the heads of the trained model are measured
+    code: tuple[Path, ...] = ()  # files of classes that recipes name
+
+    @property
+    def name(self) -> str:
+        """The name of the run: variant and seed, for people; also the name of its files."""
+        return self.folder.name
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    """What came of a run."""
+
+    figures: dict[str, float]  # by metric
+    heads: dict[str, float]  # means over the heads of measures of `inspect`, by the measure's name
+    seconds: float  # of training; where a run was rewritten, these three are of that run
+    steps: int  # updates made
+    tokens: int  # target tokens learned from
+
+
+def read_result(path: Path) -> Result | None:
+    """A result; None if the run has not come to its end."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Result(**record)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({error}): remove it, and the run is measured again") from None
+
+
+def do_job(job: StudyJob) -> int:
+    """Train or rewrite, and measure."""
+    for path in job.code:
+        user_code.use_code(path)
+    return _train_and_measure(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
+
+
+def _train_and_measure(job: StudyJob) -> int:
+    if (job.folder / "recipe.toml").exists():
+        summary = resume(job.folder)
+    else:
+        summary = train(read_recipe(job.recipe), job.folder)
+    if summary.outcome.signal_number is not None:
+        return 128 + summary.outcome.signal_number
+    figures = {
+        **_validation_figures(job.folder),
+        "tokens_per_second": summary.figures()["tokens_per_second"],
+        "memory": _peak_memory(),
+        **_measure_model(job),
+    }
+    heads, counters = _heads(job.folder) if job.heads else {}, summary.outcome.counters
+    return _write_result(job, Result(figures, heads, counters.seconds, counters.step, counters.tokens))
+
+
+def _rewrite(job: StudyJob, of: TrainedRun) -> int:
+    trained = read_result(of.result)
+    if trained is None:
+        raise DataError(f"{of.result} is missing: {of.folder} is not trained to its end")
+    if not job.folder.exists():
+        rewrite_checkpoint(str(of.folder), job.folder, read_rewrite_recipe(job.recipe), compare=False)
+    of_training = {name: trained.figures[name] for name in ("tokens_per_second", "memory")}
+    figures = {**_as_metrics(validate(job.folder)), **of_training, **_measure_model(job)}
+    return _write_result(
+        job, replace(trained, figures=figures, heads=_heads(job.folder) if job.heads else {})
+    )
+
+
+def _write_result(job: StudyJob, result: Result) -> int:
+    write_json(job.result, asdict(result))
+    return 0
+
+
+def _measure_model(job: StudyJob) -> dict[str, Any]:
+    """What is counted of a model, and measured on the test text."""
+    model = read_own_model(job.folder)
+    figures: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    if isinstance(model, EncoderDecoder) or model.causal:
+        figures["cache_bytes"] = cache_bytes(model)
+    if job.test is not None:
+        figures |= _translations(job.folder, job.test, job.test_sentences)
+    if job.test_text is not None:
+        opened = open_model(job.folder)
+        documents = [*whole_documents(read_documents(job.test_text))]
+        found = measure_likelihood(opened.language_model, opened.tokenizer, documents)
+        figures["test_loss"] = found.nats_per_token
+    return figures
+
+
+def _validation_figures(folder: Path) -> dict[str, float]:
+    """Figures of the model that the run chose: the best validation, or the average of the last ones."""
+    records = read_metrics(folder / "metrics.jsonl")
+    (last,) = [r for r in records if "average_valid_loss" in r][-1:]
+    validations = [r for r in records if "valid_loss" in r]
+    found = {name.removeprefix("average_"): v for name, v in last.items() if name.startswith("average_")}
+    best = min(validations, key=lambda r: r["valid_loss"], default=found)
+    chosen = best if best["valid_loss"] < found["valid_loss"] else found
+    return _as_metrics(chosen)
+
+
+def _as_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics, of the figures of a validation."""
+    names = {"loss": "valid_loss", "bits_per_byte": "valid_bits_per_byte"}
+    return {name: figures[key] for name, key in names.items() if key in figures}
+
+
+def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str, float]:
+    pairs = read_parallel(test)
+    sources, references = pairs.source[:count], pairs.target[:count]
+    found = evaluate_translations(open_translator(folder).translator(), sources, references)
+    exact = sum(a == b for a, b in zip(found.translations, references, strict=True)) / len(references)
+    scores = {score.name: score.value for score in found.scores}
+    return {"bleu": scores["BLEU"], "chrf": scores["chrF2"], "exact_match": exact}
+
+
+# Measures that tell what became of the heads.
+HEAD_MEASURES = (
+    "qk_effective_rank",
+    "ov_effective_rank",
+    "qk_symmetric_share",
+    "qk_times_chance",
+    "kv_times_chance",
+    "qv_times_chance",
+)
+
+
+def _heads(folder: Path) -> dict[str, float]:
+    """Means over all heads; a measure that some head does not have is left out."""
+    rows = inspect(folder).rows()
+    figures = {name: [row[name] for row in rows] for name in HEAD_MEASURES}
+    return {
+        name: sum(values) / len(values)
+        for name, values in figures.items()
+        if values and all(isinstance(value, int | float) for value in values)
+    }
+
+
+def _peak_memory() -> int:
+    """Bytes of memory that this process has held at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,152 @@
+"""The page of a study: curves, quality against cost, tables."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median_high
+
+from triptych.seeing.reports import (
+    CurveChart,
+    Interval,
+    IntervalChart,
+    Plot,
+    Report,
+    ScatterChart,
+    write_picture,
+    write_report,
+)
+from triptych.training.studies.comparing import NOISE, Outcome
+from triptych.training.studies.compute_budget import in_words
+from triptych.training.studies.statistics import estimate
+from triptych.training.studies.study import HIGHER_IS_BETTER, OF_COST
+from triptych.training.studies.tables import compared, conclusions, history, mean, noise_floor, tables
+
+_AXES = {
+    "step": "updates",
+    "tokens": "target tokens",
+    "flops": "operations of training (FLOPs)",
+    "seconds": "seconds of training",
+}
+_COSTS = {
+    "parameters": "parameters",
+    "cache_bytes": "cache (bytes a token)",
+    "tokens_per_second": "training (target tokens a second)",
+    "memory": "peak memory of training (bytes)",
+}
+
+
+def write_study_page(outcome: Outcome, path: Path) -> None:
+    """Write the report of a study as one self-contained HTML file."""
+    study = outcome.study
+    report = Report(
+        title=study.name,
+        summary="\n\n".join(conclusions(outcome)),
+        facts=tuple(_study_facts(outcome)),
+        plots=(*_differences(outcome), *_loss_curves(outcome), *_scatters(outcome)),
+        tables=tuple(tables(outcome)),
+    )
+    write_report(report, path)
+
+
+def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
+    """Write what a report of the study shows first as SVG files: differences, and a curve against updates."""
+    charts: list[tuple[str, Sequence[Plot]]] = [
+        ("differences.svg", _differences(outcome)[:1]),
+        ("curves.svg", _loss_curves(outcome)[:1]),
+    ]
+    return [folder / name for name, found in charts for chart in found if write_picture(chart, folder / name)]
+
+
+def _differences(outcome: Outcome) -> list[IntervalChart]:
+    """Each variant minus the baseline, a chart for each metric of quality; the noise floor among them."""
+    charts = []
+    for metric in outcome.study.metrics:
+        if metric in OF_COST:
+            continue
+        found = {name: one.difference for name, one in compared(outcome, metric).items()}
+        if floor := noise_floor(outcome, metric):
+            found[NOISE] = floor
+        better = "higher" if metric in HIGHER_IS_BETTER else "lower"
+        words = metric.replace("_", " ")
+        charts.append(
+            IntervalChart(
+                f"{words}: difference to {outcome.study.baseline_name}",
+                f"difference in {words} ({better} is better), 95 % interval",
+                tuple(Interval(one.mean, one.low, one.high, name) for name, one in found.items()),
+            )
+        )
+    return charts
+
+
+def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
+    study = outcome.study
+    runs = [one for results in outcome.results.values() for one in results.values()]
+    seconds = sum(one.seconds for results in outcome.trained.values() for one in results.values())
+    found = [
+        ("base", study.base),
+        ("baseline", study.baseline_name),
+        ("runs", f"{len(runs)}" + (f", {len(outcome.failed)} failed" if outcome.failed else "")),
+        ("training", f"{seconds / 60:.1f} min in all"),
+    ]
+    if study.budget.hold != "none":
+        solved = outcome.variants[study.baseline_name].solved
+        held = study.budget.hold if solved is None else in_words(study.budget.hold, solved.amount)
+        found.append(("held equal", held))
+    if outcome.sweep_seconds:
+        found.append(("choosing learning rates", f"{outcome.sweep_seconds / 60:.1f} min"))
+    return found
+
+
+def _loss_curves(outcome: Outcome) -> list[CurveChart]:
+    """Validation loss against `_AXES`, a line a trained variant with the interval over seeds."""
+    histories = {
+        name: [
+            history(
+                outcome.run_folder(name, seed),
+                outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops,
+            )
+            for seed in results
+        ]
+        for name, results in outcome.trained.items()
+    }
+    charts = []
+    for key, title in _AXES.items():
+        lines = tuple((name, _line(each, key)) for name, each in histories.items())
+        if any(points for _, points in lines):
+            named = f"Validation loss against {title}"
+            charts.append(CurveChart(named, title, "validation loss (nats a token)", lines, is_log=True))
+    return charts
+
+
+def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[Interval, ...]:
+    """Means over seeds of validations at the same update; their place is the mean of their places."""
+    by_step: dict[float, list[dict[str, float]]] = {}
+    for run in histories:
+        for one in run:
+            by_step.setdefault(one["step"], []).append(one)
+    points = []
+    for _, each in sorted(by_step.items()):
+        if any(key not in one for one in each):
+            continue
+        found = estimate([one["loss"] for one in each])
+        x = sum(one[key] for one in each) / len(each)
+        points.append(Interval(found.mean, found.low, found.high, x=x))
+    return tuple(points)
+
+
+def _scatters(outcome: Outcome) -> list[ScatterChart]:
+    """The metric that decides against each cost that is not the same for all."""
+    metric = outcome.study.metrics[0]
+    quality = outcome.values(metric)
+    assert metric not in OF_COST
+    charts = []
+    for cost, title in _COSTS.items():
+        amounts = {name: median_high(values.values()) for name, values in outcome.values(cost).items()}
+        dots = []
+        for name in outcome.variants:
+            if name in quality and name in amounts:
+                found = mean(quality[name], metric)
+                dots.append(Interval(found.mean, found.low, found.high, name, amounts[name]))
+        if len({dot.x for dot in dots}) > 1:
+            words = metric.replace("_", " ")
+            charts.append(ScatterChart(f"{words} against {title}", title, words, tuple(dots)))
+    return charts
