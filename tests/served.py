@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 import uvicorn
 
-from triptych.face import Model
+from triptych.model import Model
 from triptych.serving.application import web_application
 from triptych.serving.connections import uvicorn_config
 from triptych.serving.fleet import Fleet

@@ -6,7 +6,7 @@ import pytest
 
 from small_checkpoints import gpt2_that_runs
 from tiny_recipe import tiny_recipe
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.training import resolve, runs
 from triptych.training.progress import LineDisplay
 

@@ -19,8 +19,8 @@ from triptych.demonstration import demo as demo
 from triptych.errors import DataError as DataError
 from triptych.errors import TriptychError as TriptychError
 from triptych.errors import UsageError as UsageError
-from triptych.face import Model as Model
-from triptych.face import load as load
+from triptych.model import Model as Model
+from triptych.model import load as load
 from triptych.rewriting import rewrite as rewrite
 from triptych.rewriting.certificate import Certificate as Certificate
 from triptych.rewriting.planning import Plan as Plan

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from triptych.errors import DataError, UsageError, near_path
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.running.opening.run_folder import RECIPE
 from triptych.running.text import Tokenizer
 from triptych.seeing.attending.attention_page import AttentionPage, join_pages, viewer_data

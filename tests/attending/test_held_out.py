@@ -9,7 +9,7 @@ from attending.tiny_readers import TEXTS, language_reader, pair_reader
 from small_checkpoints import bert_that_runs, gpt2_that_runs
 from triptych.core.algebra.resampling import ratio_intervals
 from triptych.errors import UsageError
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.seeing.attending.held_out import HeldOutText
 
 DOCUMENTS = ["The cat sat on the mat", "a dog ran", "where is the cat now?", "and where is the dog?"]

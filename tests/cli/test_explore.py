@@ -23,7 +23,7 @@ from browser import Page
 from command import Command
 from served import Served
 from small_checkpoints import bert_that_runs
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.seeing.attending.held_out import HeldOutText
 from triptych.serving.exploring import Explorer, Shown, change_model, rounded
 from triptych.training import Recipe, read_recipe

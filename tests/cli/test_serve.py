@@ -28,7 +28,7 @@ from command import Command
 from served import Served
 from small_checkpoints import bert_that_runs, gpt2_that_runs
 from triptych.errors import UsageError
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.running.decoding import GenerationOptions, SamplingOptions, score_continuations
 from triptych.seeing.attending.alignment import AlignedWords, Word
 from triptych.serving.limits import Limits, RequestError

@@ -15,7 +15,7 @@ from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.models.configuration import LanguageModelConfig
 from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.site_configuration import AttentionConfig, PositionsConfig
-from triptych.face import load
+from triptych.model import load
 from triptych.seeing.inspection import MEASURES, inspect
 from triptych.seeing.inspection.record import findings
 

@@ -12,7 +12,7 @@ from serve.attack import attack
 from serve.odd_values import REQUESTS, body_of, matrix, with_chat_template
 from served import Served
 from small_checkpoints import bert_that_runs
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.running.text import chat
 
 

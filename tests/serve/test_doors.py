@@ -13,7 +13,7 @@ import torch
 
 from served import Served
 from triptych.errors import DataError
-from triptych.face import Model
+from triptych.model import Model
 from triptych.seeing.attending.alignment import AlignedWords, Word
 from triptych.serving import application
 from triptych.serving.limits import Limits

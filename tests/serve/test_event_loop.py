@@ -12,7 +12,7 @@ import pytest
 from serve.odd_values import with_chat_template
 from served import Served
 from small_checkpoints import gpt2_that_runs
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.running.text import chat
 from triptych.serving.answers import json_text
 

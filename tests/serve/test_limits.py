@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from served import Served
-from triptych.face import Model
+from triptych.model import Model
 from triptych.serving import served_models as models
 from triptych.serving.limits import Limits
 

@@ -12,7 +12,7 @@ from typing import TextIO
 import pytest
 
 from served import Served, ServedCommand
-from triptych.face import Model
+from triptych.model import Model
 from triptych.serving.logs import flush_log
 
 FULL = Path("/dev/full")

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from served import Served
-from triptych.face import Model
+from triptych.model import Model
 from triptych.serving.limits import RequestError
 from triptych.serving.markup import MOST_NESTED, Markup
 

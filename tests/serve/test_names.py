@@ -9,7 +9,7 @@ import pytest
 
 from served import Served
 from small_checkpoints import gpt2_that_runs
-from triptych.face import Model, load
+from triptych.model import Model, load
 
 TEXT = "a mat, a map, a name"
 

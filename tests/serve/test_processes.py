@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from served import Served, ServedCommand
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.serving import worker_processes as processes
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.worker import Item, QueuedJob

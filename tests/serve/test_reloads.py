@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from served import Served, ServedCommand
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.serving.fleet import Fleet
 
 KEY = {"Authorization": "Bearer k"}

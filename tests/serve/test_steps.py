@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from served import Served
-from triptych.face import Model
+from triptych.model import Model
 from triptych.running.decoding import generation
 
 OPTIONS = {"max_tokens": 30, "temperature": 1.0, "seed": 5}

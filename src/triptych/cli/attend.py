@@ -17,8 +17,8 @@ from triptych.cli.terminal import (
     write_output,
 )
 from triptych.errors import UsageError
-from triptych.face import Model, load
 from triptych.files import write_text
+from triptych.model import Model, load
 from triptych.running.text import Text, read_lines
 from triptych.seeing.attending import Attention, AttentionBatch
 from triptych.seeing.attending.attention_files import (

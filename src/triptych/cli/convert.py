@@ -8,7 +8,7 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json
 from triptych.converting.conversion import Conversion
 from triptych.errors import UsageError
-from triptych.face import Model, load
+from triptych.model import Model, load
 
 
 def convert(

@@ -11,8 +11,8 @@ from triptych.cli.process import prepare_training
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, progress_bar, training_display
 from triptych.cli.train import report_training
-from triptych.face import Model, load
 from triptych.launch import speaks
+from triptych.model import Model, load
 from triptych.training import read_recipe, require_translation
 from triptych.training.folder import holds_run
 

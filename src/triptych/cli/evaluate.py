@@ -10,9 +10,9 @@ from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
 from triptych.errors import DataError, UsageError
-from triptych.face import Model, load
 from triptych.files import write_text
 from triptych.literals import Documents
+from triptych.model import Model, load
 from triptych.running.decoding import Evaluation, Likelihood
 from triptych.running.text import read_lines
 from triptych.running.text.documents import LanguageCorpusSpec, read_documents, whole_documents

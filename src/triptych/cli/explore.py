@@ -13,7 +13,7 @@ from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_written, progress_bar
 from triptych.errors import DataError, UsageError
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.running.opening.run_folder import RECIPE
 from triptych.seeing.attending.held_out import HeldOutText
 from triptych.seeing.reports import is_page

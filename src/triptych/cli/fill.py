@@ -5,7 +5,7 @@ from typing import Annotated
 from triptych.cli.options import load_model
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, write_output
-from triptych.face import Model, load
+from triptych.model import Model, load
 
 
 def fill(

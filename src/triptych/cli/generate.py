@@ -9,7 +9,7 @@ from triptych.cli.options import check_attention, load_model, refuse_options, sp
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
 from triptych.errors import UsageError
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.running.decoding import Continuation
 from triptych.running.opening import TextIds
 from triptych.running.text import Text, iterate_file

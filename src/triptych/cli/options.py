@@ -9,9 +9,9 @@ from typing import Any
 from triptych.cli.signatures import Options
 from triptych.cli.verbs import spelled
 from triptych.errors import UsageError
-from triptych.face import Model, load
 from triptych.launch import num_on_machine
 from triptych.literals import SpecialTokens
+from triptych.model import Model, load
 from triptych.printable import shortened
 from triptych.threads import num_cores
 

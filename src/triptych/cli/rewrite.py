@@ -12,7 +12,7 @@ from triptych.cli.options import load_model, numbers
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, progress_bar
 from triptych.errors import UsageError
-from triptych.face import Model, load
+from triptych.model import Model, load
 from triptych.rewriting.certificate import (
     UNPADDED,
     Certificate,

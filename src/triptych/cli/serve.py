@@ -10,8 +10,8 @@ from triptych.cli.failures import say
 from triptych.cli.process import KERNELS_KEPT_DECODING, keep_libraries, limit_kernel_cache
 from triptych.cli.signatures import Options
 from triptych.errors import UsageError
-from triptych.face import Model, load
 from triptych.launch import end_now
+from triptych.model import Model, load
 from triptych.serving import hangups
 from triptych.serving.limits import Limits
 from triptych.threads import are_left

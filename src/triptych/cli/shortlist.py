@@ -8,7 +8,7 @@ from triptych.cli.options import load_model
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, training_display
-from triptych.face import Model, load
+from triptych.model import Model, load
 
 
 def shortlist(

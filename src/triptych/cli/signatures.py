@@ -148,7 +148,9 @@ def _definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.Clas
 
 def _where_defined(module: str, name: str) -> tuple[str, str]:
     """The module of ours where a name is defined, and its name there."""
-    for node in _tree(module).body:
+    body = _tree(module).body
+    # What is imported for types alone stands in an `if TYPE_CHECKING`.
+    for node in [*body, *(line for block in body if isinstance(block, ast.If) for line in block.body)]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("triptych"):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

@@ -11,8 +11,8 @@ from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
 from triptych.errors import DataError, UsageError
-from triptych.face import Model, load
 from triptych.files import write_atomically
+from triptych.model import Model, load
 from triptych.running.decoding import Translation
 from triptych.running.text import iterate_file, iterate_lines
 from triptych.seeing.attending.attention_files import head_records

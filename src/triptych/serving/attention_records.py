@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from triptych.face import Model
+from triptych.model import Model
 from triptych.seeing.attending.attention_files import json_pieces
 from triptych.serving.limits import RequestError
 from triptych.serving.request_fields import Fields

@@ -17,7 +17,7 @@ from torch import Tensor
 from triptych.core.heads import Head, Layer, RotaryForm
 from triptych.core.models.sites import attention_sites
 from triptych.errors import TriptychError, UsageError
-from triptych.face import Model
+from triptych.model import Model
 from triptych.running.run import Run
 from triptych.seeing.attending import Attention
 from triptych.seeing.attending.attention import readable

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 from triptych.errors import UsageError
-from triptych.face import Model, reopened
+from triptych.model import Model, reopened
 from triptych.seeing.attending.held_out import HeldOutText
 from triptych.serving.limits import Limits
 from triptych.serving.served_models import ServedModel

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from triptych.errors import TriptychError
-from triptych.face import Model
 from triptych.files import write_text
+from triptych.model import Model
 from triptych.printable import printable
 from triptych.progress import Progress, untold
 from triptych.seeing.attending.held_out import HeldOutText

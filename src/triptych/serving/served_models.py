@@ -15,7 +15,7 @@ from torch import Tensor
 from triptych import thresholds
 from triptych.core.models.overflow import require_finite_logits
 from triptych.errors import DataError, UsageError
-from triptych.face import Model, renamed, require_same_files
+from triptych.model import Model, renamed, require_same_files
 from triptych.running.decoding import (
     Asked,
     Continuation,

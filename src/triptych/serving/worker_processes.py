@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, final
 
 from triptych.errors import TriptychError
-from triptych.face import Model, require_same_files
+from triptych.model import Model, require_same_files
 from triptych.running.decoding.workers import Helper
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.logs import log

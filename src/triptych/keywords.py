@@ -1,0 +1,41 @@
+"""Keyword arguments of verbs, as types: for signatures by which an editor knows what a verb returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from triptych.literals import FileSettings, SpecialTokens, Stop
+
+
+class SearchKeywords(TypedDict, total=False):
+    """Keyword arguments of `Model.translate`."""
+
+    beam_size: int | None
+    alpha: float | None
+    num_best: int
+    max_extra_tokens: int | None
+    max_source_tokens: int | None
+    stop: Stop | None
+    glossary: Mapping[str, str] | None
+    workers: int
+    special_tokens: SpecialTokens
+
+
+class GenerationKeywords(TypedDict, total=False):
+    """Keyword arguments of `Model.generate` besides the number of samples."""
+
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    generation_config: FileSettings
+    seed: int
+    beam_size: int
+    alpha: float
+    stop: str | Sequence[str]
+    max_prompt_tokens: int | None
+    chat: bool
+    special_tokens: SpecialTokens
