@@ -1,8 +1,8 @@
 """Rewrites of attention, in memory and of checkpoints, with certificates.
 
-A recipe (`recipe.py`) names rewrites of `algebra/rewrites/`. The `Driver` (`driver.py`) takes them through
-layers, one at a time: of a model in memory (`models.py`), or of a checkpoint (`planning.py`), which
-`checkpoint.py` writes. `measuring.py` and `comparing.py` measure the error on text; a `Certificate`
+A recipe (`recipe.py`) names rewrites of `functions/`. The `Driver` (`driver.py`) takes them through
+layers, one at a time: of a model in memory (`in_memory.py`), or of a checkpoint (`planning.py`), which
+`whole_checkpoint.py` writes. `measuring.py` and `whole_models.py` measure the error on text; a `Certificate`
 (`certificate.py`) claims it, and `verification.py` checks it by doing the rewrite again. Start with
 `driver.py`.
 """

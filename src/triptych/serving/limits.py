@@ -66,7 +66,7 @@ class RequestError(Exception):
         self.status, self.message, self.retry_after = status, message, retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process may refuse a request (`processes.py`)."""
+        """Another process may refuse a request (`worker_processes.py`)."""
         return RequestError, (self.status, self.message, self.retry_after)
 
 

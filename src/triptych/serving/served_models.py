@@ -44,7 +44,7 @@ _PROBES = ("1", "a b c", "2 + 2 = 4, and 3 + 5 = 8.", "An old man and a small do
 # Why batches may matter where texts are decoded elsewhere.
 _ANOTHER_LIBRARY = "the library that decodes"
 
-# The models of a process that computes for another (`processes.py`): a job travels with its model's name.
+# The models of a process that computes for another (`worker_processes.py`): a job has the name of its model.
 SERVED_HERE: dict[str, "ServedModel"] = {}
 
 

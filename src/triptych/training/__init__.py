@@ -3,8 +3,8 @@
 A `Recipe` (`recipe.py`, `sections.py`; TOML) is prepared into an `Objective` (`objectives.py`,
 `translation.py`, `language.py`): batches and a loss. `loop.py` updates, validates and stops; `state.py` and
 `sharded_state.py` keep what resumes to the same bits; `processes.py`, `computing.py` and `distributed.py`
-spread it. `runs.py` is the way in, `folder.py` a run's files; `planning.py` plans `layouts.py` by formulas.
-Start with `runs.py` and `loop.py`.
+spread it. `runs.py` is the way in, `folder.py` a run's files; `device_plan.py` plans `layouts.py` by
+formulas. Start with `runs.py` and `loop.py`.
 """
 
 from triptych.training.loop import Trainer, TrainingResult

@@ -120,7 +120,7 @@ class OptimisationConfig(Section):
 class TrainingConfig(OptimisationConfig):
     """The optimisation of a model for translation; defaults are the paper's.
 
-    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps and batch_tokens follow the
+    Training replaces some of what a recipe leaves out (`choices.py`): max_steps and batch_tokens follow the
     size of the text and the machine; where warmup_steps is left out, it is a tenth of the steps, at most
     4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
 
@@ -190,7 +190,7 @@ class LanguageDataConfig(Section):
 class LanguageTrainingConfig(OptimisationConfig):
     """The optimisation of a language model.
 
-    Training replaces some of what a recipe leaves out (`fitting.py`): max_steps, batch_size, warmup_steps and
+    Training replaces some of what a recipe leaves out (`choices.py`): max_steps, batch_size, warmup_steps and
     learning_rate follow the size of the text, the model and the machine.
 
     Attributes:

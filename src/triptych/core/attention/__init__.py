@@ -1,9 +1,10 @@
 """The attention layer: the operation, masks, positions, the cache, and the ways to write a head.
 
 `MultiHeadAttention` (`layer.py`) holds projections, made by a `Parameterisation` (`projections/`) of chains
-of maps. `attention` (`operation.py`) computes softmax(QKᵀ)V by the kernel that `planning.py` chooses;
-`written_out.py` is the slow reference. A `LayerCache` (`cache.py`) keeps what a parameterisation wants kept
-of decoded tokens. Hidden states in, hidden states out. Start with `layer.py`, then `projections/table.py`.
+of maps. `attention` (`operation.py`) computes softmax(QKᵀ)V by the kernel that `routes.py` chooses;
+`written_out.py` is the slow reference. A `LayerCache` (`layer_cache.py`) keeps what a parameterisation wants
+kept of decoded tokens. Hidden states in, hidden states out. Start with `layer.py`, then
+`projections/table.py`.
 """
 
 from triptych.core.algebra.semantics import Scores as Scores

@@ -107,7 +107,7 @@ class PackedLinear(nn.Module):
     AVX-512 there.
 
     A row has the same bits whatever the other rows are: more of them than were found to be alike are taken in
-    pieces, and fewer are filled up (`rows.py`).
+    pieces, and fewer are filled up (`row_counts.py`).
     """
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> None:

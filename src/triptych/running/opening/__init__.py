@@ -2,7 +2,7 @@
 
 `open_model` makes an `OpenedModel` of a source. A `Reader` turns texts into token ids, runs the model, and
 records what its layers were given (`Recording`): attention pages, rewrites that look at a text, and the
-activations of `Model.run` all read that one record. `PlaceNames` says how layers and heads are spelled.
+activations of `Model.run` all read that one record.
 """
 
 from triptych.running.opening.opened import NotFiniteError as NotFiniteError

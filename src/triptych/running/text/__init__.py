@@ -1,11 +1,8 @@
 """Text on its way to a model and back.
 
-Parallel corpora are read from files, Hugging Face datasets or the corpus that the package generates.
-Byte-level tokenizers are trained and turn sentences into ids without loss. The ids of a corpus are compact
-arrays, cached on disk. Batches hold pairs of similar length within a budget of tokens.
-
-For language models, documents become tokens in memory-mapped shards, and shards become rows of one length.
-Tokenizers are trained, or read from others' checkpoints. Start with `tokenizers.py` (`Tokenizer`).
+Tokenizers turn texts into token ids and back, without loss where they are our own; others are read from the
+files of a checkpoint. `given.py` says what is a text, `encoding.py` where special tokens are read as such.
+Texts to learn from are in `training/corpora/`. Start with `tokenizers.py` (`Tokenizer`).
 """
 
 from triptych.running.text.documents import LanguageCorpusSpec, TextPart, read_documents

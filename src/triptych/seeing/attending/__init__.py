@@ -2,7 +2,8 @@
 
 `attend` gives the attention weights of one text or several (`Attention`), from what a `Reader` recorded; one
 row of them step by step is a `HeadSteps`. `attend_over` measures what heads do over a text (`OverText`).
-Start with `attention.py`. A text's layers are in `layers.py`, its page is in `page.py`.
+Start with `attention.py`. A text's layers are in `running/measuring/stack_attention.py`, its page is in
+`attention_page.py`.
 """
 
 from triptych.seeing.attending.attention import Attention, AttentionBatch, attend, attend_tokens

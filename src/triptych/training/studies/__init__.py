@@ -1,8 +1,9 @@
 """Studies: variants of a recipe, trained over several seeds and compared with chance.
 
-A `Study` (`study.py`, TOML) becomes jobs (`job.py`), run side by side and resumable (`running.py`);
-`comparing.py` and `statistics.py` make tests and intervals of their results, `tables.py` and `pages.py`
-show them; `budget.py` keeps variants at equal size. Start with `study.py`.
+A `Study` (`study.py`, TOML) becomes jobs (`study_job.py`), run side by side and resumable
+(`parallel_runs.py`); `comparing.py` and `statistics.py` make tests and intervals of their results,
+`tables.py` and `study_pages.py` show them; `compute_budget.py` keeps variants at equal size. Start with
+`study.py`.
 """
 
 from triptych.training.studies.comparing import Outcome, compare_study
